@@ -1,9 +1,9 @@
 """Gradient compression for Horovod, and for PyTorch's DistributedDataParallel and FSDP.
 
-`hvdcomp.Compression` goes into the `compression=` argument of `hvd.DistributedOptimizer`, or into
-`hvdcomp.ddp.register` or `hvdcomp.fsdp.register`; `hvdcomp.accelerate`, `hvdcomp.lightning` and `hvdcomp.transformers`
-give it to trainers. Compressors and memories are frozen descriptions: method and parameters, no tensors. Importing this
-package imports no framework; PyTorch is imported with its first gradient.
+Pass an `hvdcomp.Compression` as the `compression=` argument of `hvd.DistributedOptimizer`, or to `hvdcomp.ddp.register`
+or `hvdcomp.fsdp.register`. For trainers, use `hvdcomp.accelerate`, `hvdcomp.lightning` or `hvdcomp.transformers`.
+Compressors and memories are frozen dataclasses with a method and its parameters, without tensors. Importing this
+package imports no framework: PyTorch is imported when its first gradient arrives.
 """
 
 from __future__ import annotations

@@ -23,39 +23,40 @@ __all__ = ["register"]
 
 
 def register(accelerator: Accelerator, model: Any, compression: UsedCompression, optimizer: Any = None) -> None:
-    """Lets a model that accelerate has prepared exchange its gradients compressed.
+    """Makes a model that accelerate has prepared exchange compressed gradients.
 
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))
         hvdcomp.accelerate.register(accelerator, model, compression, optimizer)
 
-    To be called on every rank, right after `prepare`. `accelerator.save_state` then saves the state of each rank to
-    `compressionRANK.pt` in the checkpoint's folder, and `accelerator.load_state` restores it; call it after `register`
-    and before the first step. If the number of ranks has changed, the new ranks share the residuals of all old ranks.
-    In float16 hvdcomp finds the GradScaler by itself.
+    Call it on every rank, right after `prepare`. `accelerator.save_state` then saves the state of each rank to
+    `compressionRANK.pt` in the checkpoint's folder, and `accelerator.load_state` restores this state. Call `load_state`
+    after `register` and before the first step. If the number of ranks has changed, the new ranks share the residuals of
+    all old ranks. In float16 hvdcomp finds the GradScaler by itself.
 
     Args:
         accelerator: the accelerator, with two or more processes.
-        model: what `prepare` returned for the model: it is in DistributedDataParallel.
+        model: the model that `prepare` returned, wrapped in DistributedDataParallel.
         compression: a compression of this model only.
-        optimizer: what `prepare` returned for the optimizer; needed by policies that follow the learning rate.
+        optimizer: the optimizer that `prepare` returned. Policies that follow the learning rate need it.
 
     Raises:
-        ConfigurationError: if accelerate has not put the model in DistributedDataParallel, or the compression serves
-            another model.
-        RankMismatchError: on every rank, if some ranks cannot take part.
+        ConfigurationError: if accelerate has not wrapped the model in DistributedDataParallel, or if another model uses
+            the compression.
+        RankMismatchError: on every rank, if some ranks raised an error.
     """
     if not isinstance(accelerator, Accelerator):
         raise ConfigurationError(
-            f"hvdcomp.accelerate.register was given a {type(accelerator).__name__} as accelerator; give it the "
-            "accelerate.Accelerator, then the model, the compression and the optimizer"
+            f"hvdcomp.accelerate.register was given a {type(accelerator).__name__} as accelerator; pass the "
+            "accelerate.Accelerator first, then the model, the compression and the optimizer"
         )
     if not isinstance(_inner(model), DistributedDataParallel):
         raise ConfigurationError(
-            f"hvdcomp.accelerate.register was given a {type(model).__name__} that is not in DistributedDataParallel "
-            f"(accelerate: num_processes={accelerator.num_processes}, distributed_type="
-            f"{accelerator.distributed_type.value}); give it what accelerator.prepare(model) returns, and start two or "
-            "more processes, with torchrun or accelerate launch --multi_gpu. FSDP2 has hvdcomp.fsdp.register"
+            f"hvdcomp.accelerate.register was given a {type(model).__name__} that is not wrapped in "
+            f"DistributedDataParallel (accelerate: num_processes={accelerator.num_processes}, "
+            f"distributed_type={accelerator.distributed_type.value}). Pass the model that accelerator.prepare(model) "
+            "returned, and start two or more processes, with torchrun or accelerate launch --multi_gpu. For FSDP2, use "
+            "hvdcomp.fsdp.register"
         )
     if isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer

@@ -2,7 +2,7 @@
 
     means = hvdcomp.compiled.allreduce_means(gradients, "eden", step)
 
-docs/compiled-graph.md has whole training steps, and says which methods a graph can contain.
+docs/compiled-graph.md shows whole training steps, and lists the methods that a graph can contain.
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ def allreduce_mean(
 ) -> torch.Tensor:
     """The compressed mean of a tensor over all ranks of a process group.
 
-    In a graph of `torch.compile` or `make_fx` it is one node, `torch.ops.hvdcomp.allreduce_mean`. It works in eager
-    mode too. All ranks must call it in the same order. It waits until the mean is there.
+    In a graph of `torch.compile` or `make_fx`, the call is one node, `torch.ops.hvdcomp.allreduce_mean`. The function
+    works in eager mode too. All ranks must make their calls in the same order. A call returns when the mean is ready.
 
     Args:
         tensor: float16, bfloat16, float32 or float64, of any shape. It is not changed.
         spec: the method, such as "eden", "int8", "fp8", "bf16" or "none". Write `str(hvdcomp.EDEN(bits=1))` to get
             the spec of an object.
         step: number of the step, from 0: a whole number, or a tensor with one whole number on the CPU. A method with
-            random numbers draws new ones in each step. With a tensor, `torch.compile` compiles once. With a number, it
-            compiles a second time in the second step.
-        name: name of the tensor, such as its parameter's, for random numbers and patterns of names. Tensors of the same
-            step need different names.
+            random numbers draws new numbers in each step. With a tensor, `torch.compile` compiles once. With a Python
+            number, `torch.compile` compiles a second time in the second step.
+        name: name of the tensor, such as the name of its parameter. Random numbers and patterns of names depend on it.
+            Tensors of the same step need different names.
         group: the process group, or its `group_name`; None for all ranks.
         seed: seed of the random numbers; the same on all ranks.
-        residual: what earlier steps did not send, for a method with error feedback, such as "int4" or
-            "topk:ratio=0.01". It has the tensor's shape, and the type float32, or float64 for a tensor of float64. The
-            call changes it in place. Begin with zeros, and save it in checkpoints, on each rank its own.
+        residual: the residual of a method with error feedback, such as "int4" or "topk:ratio=0.01": the part of earlier
+            gradients that was not sent. A tensor of the same shape, in float32, or in float64 for a tensor of float64.
+            The call changes the residual in place. Begin with zeros, and save the residual of each rank in checkpoints.
 
     Returns:
         The mean, with the shape, element type and layout of the tensor. If the tensor of any rank holds an inf or NaN,
         the mean holds a NaN on all ranks, and the residual stays as it was.
 
     Raises:
-        SpecError: for a method that keeps a state other than a residual, for a policy, or without a residual for a
-            method that needs it. `torch.compile` shows the message in an error of its own.
+        SpecError: for a method that keeps a state other than a residual, for a policy, or if a method needs a residual
+            and none is given. `torch.compile` shows the message inside an error of its own.
         ConfigurationError: for other arguments that are not allowed.
-        RankMismatchError: on every rank, if the arguments of some ranks differ when they call it the first time.
+        RankMismatchError: on every rank, in the first call, if the arguments of the ranks differ.
 
     Example:
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun needs "gloo" alone
@@ -92,11 +92,11 @@ def allreduce_means(
     """The compressed means of several tensors, in few collectives: faster than `allreduce_mean` for each.
 
     Args:
-        tensors: by name.
-        spec: a method for all, or one that chooses by name or size, such as
-            '{"numel<1024": "none", "ndim<2": "none", "*": "eden"}'.
+        tensors: the tensors by name.
+        spec: a method for all tensors, or rules by name or size, such as '{"numel<1024": "none", "ndim<2": "none", "*":
+            "eden"}'.
         step, group, seed: as in `allreduce_mean`.
-        residuals: by the same names, as in `allreduce_mean`; None for methods that keep nothing.
+        residuals: the residuals by the same names, as in `allreduce_mean`; None for methods without error feedback.
 
     Returns:
         The means by name, as in `allreduce_mean`. Each holds a NaN if any tensor of any rank holds an inf or NaN.
@@ -135,21 +135,22 @@ def compress_all_reduces(
             loss, weights = traced(weights, inputs, classes)
             step += 1
 
-    It replaces each `_c10d_functional.all_reduce` of the operation "sum" or "avg", the `wait_tensor` after it, and a
-    division by the number of ranks before or after it. A sum without this division becomes the mean times the number of
-    ranks. Call it on every rank with the same graph.
+    The function replaces each `_c10d_functional.all_reduce` of the operation "sum" or "avg", the `wait_tensor` after
+    the all-reduce, and a division by the number of ranks before or after the all-reduce. A sum without such a division
+    becomes the mean times the number of ranks. Call the function on every rank with the same graph.
 
     Args:
-        module: a graph from `make_fx`, from Dynamo, or from AOTAutograd. It is changed.
-        spec: the method, which must keep nothing from step to step, such as "eden", "int8" or "fp8".
+        module: a graph from `make_fx`, from Dynamo, or from AOTAutograd. The graph is changed in place.
+        spec: the method, which must have no state between steps, such as "eden", "int8" or "fp8".
         step: number of the step, from 0: a tensor with one whole number on the CPU, to which you add 1 in place after
-            each step. It becomes a buffer of the module. Or a node of the graph that has such a tensor, such as a
-            placeholder. Inside of Inductor's own passes give a node, because Inductor makes small buffers constants.
+            each step. The tensor becomes a buffer of the module. Alternatively, a node of the graph that has such a
+            tensor, such as a placeholder. Inside of Inductor's own passes, pass a node, because Inductor turns small
+            buffers into constants.
         group: the process group whose all-reduces are replaced, or its `group_name`; None for the group of all ranks.
         seed: seed of the random numbers; the same on all ranks.
-        least: all-reduces of fewer elements stay as they are, such as the loss.
-        name_of: gives the name of the tensor that a node `all_reduce` gets, or None to leave this node as it is. By
-            default the name is that of the node.
+        least: all-reduces of fewer elements, such as the loss, stay uncompressed.
+        name_of: function from a node `all_reduce` to the name of its tensor, or to None to leave this node
+            uncompressed. Default: the name of the node.
 
     Returns:
         The names of the tensors that are now compressed; an empty list if the graph has none.
@@ -168,8 +169,8 @@ def backend(
 
         train = torch.compile(train, fullgraph=True, backend=hvdcomp.compiled.backend("eden", step))
 
-    It finds the all-reduces that the compiled function calls itself, by `torch.distributed.all_reduce` or a functional
-    collective.
+    The backend finds the all-reduces that the compiled function calls itself, by `torch.distributed.all_reduce` or a
+    functional collective.
 
     Args:
         spec, step: as in `compress_all_reduces`.

@@ -1,4 +1,4 @@
-"""`Compression`: the object that a user makes and gives to Horovod."""
+"""`Compression`: the object that a user creates and passes to Horovod, DistributedDataParallel or FSDP."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hvdcomp.specs.levels import Level
 
 
 class Compression:
-    """The object that you give to `compression=` of `hvd.DistributedOptimizer`, or to `hvdcomp.ddp.register`.
+    """The object that you pass as `compression=` to `hvd.DistributedOptimizer`, or to `hvdcomp.ddp.register`.
 
         compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))
         optimizer = hvd.DistributedOptimizer(
@@ -38,15 +38,17 @@ class Compression:
     Args:
         compressor: the compressor, the same on every rank.
         named_parameters: PyTorch: pairs of name and parameter as given to Horovod, or a function that returns them.
-            State is kept by these names. Default: the names in Horovod's optimizer.
+            Residuals and other state are stored under these names. Default: the names in Horovod's optimizer.
         variables: TensorFlow: all trained variables, `model.trainable_variables`, or a function that returns them.
-            State is kept by their names. Default: the variables of the first step.
-        optimizer: TensorFlow: the Keras optimizer, for policies that follow its learning rate. Only tapes need it.
-        memory: the memory, which keeps what was not sent. Default: `ErrorFeedback()` for biased compressors, and no
-            memory for unbiased compressors and casts. `NoMemory()` turns error feedback off.
+            Residuals and other state are stored under their names. Default: the variables of the first step.
+        optimizer: TensorFlow: the Keras optimizer, for policies that follow its learning rate. Needed only with
+            gradient tapes.
+        memory: the memory, which keeps the part of a gradient that was not sent, for later steps. Default:
+            `ErrorFeedback()` for biased compressors, and no memory for unbiased compressors and casts. `NoMemory()`
+            turns error feedback off.
         policy: a policy that decides when, and how hard, to compress, such as `Accordion(low=4, high=1)`; rank 0
             decides for all ranks. Or a schedule of levels, such as `WarmUp(levels=(0.25, 0.05), epochs=1)`. Default:
-            always the compressor's own level.
+            the compressor's own level in every step.
         steps_per_epoch: optimizer steps per epoch, `len(loader)`, for policies that count epochs.
         seed: seed of the compressors' random numbers.
         min_numel, min_ndim: tensors with fewer elements or dimensions (biases, norm layers) are sent uncompressed,
@@ -54,26 +56,26 @@ class Compression:
         overlap: PyTorch: whether gradients are compressed and sent during the backward pass (`True`), or at its end
             (`False`). With `"auto"` they are sent during the backward pass if possible. The setting changes at most
             the last bits of sums.
-        bucket_bytes: the least bytes of gradients in a bucket, with overlap. A smaller model is one bucket. Default:
-            the best size by the calibration of the policy `Auto`. Without this policy 25 MiB, and on a CUDA device at
-            least a quarter of all gradients.
-        gathered_bytes: the most bytes of gathered payloads of all ranks that a rank keeps in memory at a time; None for
-            no limit. A step that gathers more exchanges in several parts, at the end of the backward pass, whatever
-            `overlap` is. A single tensor may exceed the limit. Results are the same, bit for bit.
+        bucket_bytes: minimum size of a bucket of gradients in bytes, with overlap. A model with fewer bytes is one
+            bucket. Default: the best size according to the calibration of the policy `Auto`; without this policy 25
+            MiB, and on a CUDA device at least a quarter of all gradients.
+        gathered_bytes: maximum size in bytes of the gathered payloads that a rank keeps in memory at a time; None for
+            no limit. If a step gathers more, the ranks exchange in several parts after the backward pass, even with
+            overlap. A single tensor may exceed the limit. The limit does not change results.
         process_set: the Horovod process set of the optimizer, if it is not the global one.
         decision_log: file to which rank 0 adds each decision of the policy with its statistics, for `hvdcomp replay`
             and `hvdcomp report`. Default: none.
         decision_log_bytes, decision_log_files: size at which the log continues in a new file, and number of files kept.
-        grad_scaler: the `torch.amp.GradScaler` or Keras `LossScaleOptimizer` in use, if any; residuals follow its loss
-            scale. `hvd.DistributedOptimizer` in a LossScaleOptimizer finds it by itself.
+        grad_scaler: the `torch.amp.GradScaler` or Keras `LossScaleOptimizer` in use, if any; when its loss scale
+            changes, residuals are rescaled. Not needed if a LossScaleOptimizer contains `hvd.DistributedOptimizer`.
 
     Attributes:
-        ledger: bytes, floats and times of each step (`hvdcomp.exchange.ledger`). With one rank of Horovod it is empty.
+        ledger: bytes, floats and times of each step (`hvdcomp.exchange.ledger`). Empty if Horovod has only one rank.
 
     Raises:
-        ConfigurationError: with both `named_parameters` and `variables`; for names that are not unique pairs; for
-            variables of Keras 3, with which Horovod does not work; for an invalid optimizer or scaler. On rank 0, if a
-            file of the policy cannot be used.
+        ConfigurationError: with both `named_parameters` and `variables`; if `named_parameters` are not pairs with
+            unique names; for variables of Keras 3, with which Horovod does not work; for an invalid optimizer or
+            scaler. On rank 0, if a file of the policy cannot be used.
         SpecError: for an invalid compressor, memory, overlap or number, or if residuals would grow without end (error
             feedback of unbiased methods of high variance).
     """
@@ -138,7 +140,7 @@ class Compression:
             options: other arguments of `Compression`.
 
         Raises:
-            SpecError: for a wrong name or value. The message lists the right ones.
+            SpecError: for a wrong name or value. The message lists the allowed names or values.
         """
         return cls(
             parse_compressor(spec),
@@ -150,7 +152,8 @@ class Compression:
     __repr__ = shown
 
     def __iter__(self) -> Iterator[Any]:
-        """Raises ConfigurationError: Horovod iterates over what it is given in the place of `named_parameters`."""
+        """Raises ConfigurationError, because Horovod iterates over a Compression only if it was passed in place of
+        `named_parameters`."""
         raise ConfigurationError(
             "hvdcomp.Compression was given in place of a list, such as named_parameters. Name the argument: "
             "hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)"
@@ -158,8 +161,8 @@ class Compression:
 
     @property
     def level(self) -> Level | None:
-        """The level of the next step; None for a compressor without a level, and while a schedule or policy gives
-        tensors no level or several (then see `levels`)."""
+        """The compression level (ratio, rank, bits) of the next step. None if the compressor has no level, or if a
+        schedule or a policy sends tensors uncompressed or at different levels (see `levels`)."""
         if self._binding is not None:
             return self._binding.level
         return self.settings.compressor.level if self._level is None else self._level
@@ -171,29 +174,30 @@ class Compression:
 
     @property
     def levels(self) -> dict[str, Level]:
-        """The level of each tensor in the latest step, by name; without tensors that are sent dense."""
+        """The level of each tensor in the latest step, by name. Tensors that are sent uncompressed are left out."""
         return {name: compressor.level for name, compressor in self.plan.items() if compressor.level is not None}
 
     def metrics(self) -> dict[str, float]:
-        """Costs of the latest step on this rank, for experiment trackers; empty before the first step. It never waits.
+        """Costs of the latest step on this rank, for experiment trackers; empty before the first step. Reading them
+        never waits.
 
             wandb.log(compression.metrics(), step=step)
 
         Returns:
             The metrics, named "hvdcomp/" followed by: `bytes_sent`, `bytes_in_node`, `dense_bytes`,
             `compression_factor`, `encode_seconds`, `communicate_seconds` and `decode_seconds` of the ledger, and the
-            mean level over the tensors with a level: `mean_ratio`, `mean_rank` or `mean_bits`. Unknown values are left
-            out.
+            mean level of the tensors that have a level: `mean_ratio`, `mean_rank` or `mean_bits`. Unknown values are
+            left out.
         """
         return metrics_of(self.ledger, self.plan)
 
     def set_level(self, level: Level) -> None:
-        """Sets the level (ratio, rank) of all compressed tensors from the next step on; to be called on every rank
-        between the same two steps.
+        """Sets the level (ratio, rank) of all compressed tensors from the next step on. Call it on every rank between
+        the same two steps.
 
         Raises:
-            SpecError: if the compressor has no level or does not allow this one, if residuals would grow without limit,
-                or if a policy sets the levels.
+            SpecError: if the compressor has no level or does not allow this level, if residuals would grow without
+                limit, or if a policy sets the levels.
         """
         if self.settings.policy is not None:
             raise SpecError(
@@ -207,16 +211,17 @@ class Compression:
 
     @property
     def accumulation(self) -> int:
-        """The factor of the next step's batch size relative to the start; 1 without a policy of the batch size.
+        """The batch size of the next step divided by the batch size at the start; 1 unless a policy changes the batch
+        size.
 
-        With such a policy, read it on every rank before each step. Make this many times the usual number of backward
-        passes, and divide their losses by it. hvdcomp adapts Horovod's `backward_passes_per_step` and the learning
-        rate.
+        With such a policy, read this factor on every rank before each step. Make `accumulation` times the usual number
+        of backward passes, and divide each loss by `accumulation`. hvdcomp adapts Horovod's `backward_passes_per_step`
+        and the learning rate.
         """
         return 1 if self._binding is None else self._binding.accumulation
 
     def paused(self) -> AbstractContextManager[None]:
-        """A context for work between two steps, such as evaluation, whose time is not counted.
+        """A context manager for work between two steps, such as an evaluation. Its time does not count in step times.
 
         Some policies (GraVAC, Auto) decide by step times.
         """
@@ -224,7 +229,7 @@ class Compression:
         return nullcontext() if coordinator is None else coordinator.clock.paused()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the training's compression, for a checkpoint between two steps.
+        """The state of the compression, for a checkpoint between two steps.
 
         The policy, the levels and the warm starts are the same on all ranks, but the residuals are not. Every rank must
         therefore save the state, with `torch.save` to its own file or with `hvdcomp.dcp`.
@@ -239,11 +244,12 @@ class Compression:
 
         Args:
             state: the state.
-            optimizer: the optimizer from hvd.DistributedOptimizer; needed by a policy that changes the batch size, and
-                to get errors at once instead of in the first step.
+            optimizer: the optimizer from hvd.DistributedOptimizer. A policy that changes the batch size needs it. With
+                it, errors are raised at once instead of in the first step.
 
         Raises:
-            ConfigurationError: if the state is damaged, or of another model, compressor or policy; or after a step.
+            ConfigurationError: if the state is damaged, or comes from another model, compressor or policy; or if a step
+                was already made.
         """
         if self._binding is not None and self._binding.has_begun:
             raise ConfigurationError("load_state_dict was called after the first step; call it before the first step")
@@ -253,17 +259,17 @@ class Compression:
         elif restored and not self._bind(optimizer) and changes_batch_size(self.settings.policy):
             raise ConfigurationError(
                 f"the policy {self.settings.policy} changes the batch size, so load_state_dict needs the optimizer "
-                "too: give it what hvd.DistributedOptimizer returned, as in compression.load_state_dict(state, "
+                "too. Pass the optimizer that hvd.DistributedOptimizer returned: compression.load_state_dict(state, "
                 "optimizer=optimizer)"
             )
 
     # Methods for elastic Horovod, whose ranks change during a training.
 
     def roll_back(self, state: Mapping[str, Any]) -> None:
-        """Restores an earlier state of `state_dict` after steps; to be called on every rank.
+        """Restores an earlier state of `state_dict` after steps were made. Call it on every rank.
 
-        `hvd.elastic.TorchState(..., compression=compression)` calls it after a failure. In the next step all ranks wait
-        for each other, and agree on rank 0's shared state, as in a training's first step.
+        `hvd.elastic.TorchState(..., compression=compression)` calls this method after a failure. In the next step, all
+        ranks wait for each other, and continue from rank 0's shared state, as in the first step of a training.
         """
         if self._binding is None:
             self._restored = dict(state) or None
@@ -271,8 +277,8 @@ class Compression:
             self._binding.roll_back(state)
 
     def meet_ranks_early(self, optimizer: Any = None) -> None:
-        """Makes all ranks agree on a state before the first step, as a training loop reads `accumulation` before it; to
-        be called on every rank.
+        """Synchronizes the state of all ranks before the first step, for a training loop that reads `accumulation`
+        before its first step. Call it on every rank.
 
         Args:
             optimizer: the optimizer from hvd.DistributedOptimizer, if known.
@@ -294,7 +300,7 @@ class Compression:
         self._binding.agree_with_new_ranks()
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state of a copy. As a copy is for another model, it takes parameter names from Horovod's optimizer.
+        """The state of a copy. A copy is for another model, so it uses the parameter names of Horovod's optimizer.
 
         Raises:
             ConfigurationError: after the first step, because both copies would send the same residuals.
@@ -302,8 +308,8 @@ class Compression:
         if self._binding is not None:
             raise ConfigurationError(
                 "this hvdcomp.Compression is already used in a training, so it can no longer be copied or pickled. "
-                "Copy it before the first step, or make a new one and give it the state_dict() of this one. In an "
-                "elastic state, use hvdcomp.track"
+                "Copy the Compression before the first step, or make a new Compression and load the state_dict() of "
+                "the used Compression. To keep a Compression in an elastic state of Horovod, use hvdcomp.track"
             )
         return self.__dict__ | {"_parameters": None}
 
@@ -333,7 +339,7 @@ class Compression:
         """Makes and returns the binding of one training. Raises ConfigurationError if there is one already."""
         if self._binding is not None:
             raise ConfigurationError(
-                "this hvdcomp.Compression is already used in a training; make a separate one for each model"
+                "this hvdcomp.Compression is already used in a training; make a separate Compression for each model"
             )
         binding = make_binding(Setup(self, self._parameters, self._process_set, self._grad_scaler, optimizer))
         self._binding = binding  # also if a state is refused, as the framework keeps the hooks that it was given

@@ -44,16 +44,15 @@ def load(
 ) -> None:
     """Restores the states of `by_rank` before the first step. Call it on every rank.
 
-    With another number of ranks, each rank gets its share of the old ranks' residuals, as in `hvdcomp.state_for`. With
-    FSDP's shards, also on another mesh with the same number of ranks, each rank reads the states of all old ranks, one
-    by one.
+    If the number of ranks has changed, each rank gets its share of the old ranks' residuals, as in `hvdcomp.state_for`.
+    With FSDP, each rank then reads the states of all old ranks one by one, also if only the mesh has changed.
 
     Args:
         compression: the compression.
         saved: the folder of the checkpoint, or a reader.
         key: the key under which the states were saved.
         optimizer: as in `Compression.load_state_dict`.
-        residuals: "keep" the old ranks' residuals, or "drop" them on all ranks alike.
+        residuals: "keep" to keep the old ranks' residuals, or "drop" to drop them. Use the same value on all ranks.
 
     Raises:
         ConfigurationError: if the checkpoint has no such states, or if the number of ranks has changed and the ranks
@@ -67,7 +66,7 @@ def load(
     if not count:
         raise ConfigurationError(
             f"the checkpoint {str(saved)!r} has no states of hvdcomp.Compression under the key {key!r}; when you save, "
-            f"give torch.distributed.checkpoint.save {{{key!r}: hvdcomp.dcp.by_rank(compression)}} on every rank"
+            f"pass to torch.distributed.checkpoint.save {{{key!r}: hvdcomp.dcp.by_rank(compression)}} on every rank"
         )
     needed = [rank] if count == ranks else list(range(rank, count, ranks)) or [0]
     states = _read(reader, key, needed)

@@ -31,17 +31,17 @@ def register(
         model: a model in DistributedDataParallel without another communication hook; also in torch.compile.
         compression: a compression of this model only. Its `load_state_dict` may be called before `register`, or between
             `register` and the first step.
-        optimizer: the model's optimizer; needed by policies that follow the learning rate or change the batch size.
-        grad_scaler: the `torch.amp.GradScaler` in use, if any; `Compression(grad_scaler=...)` has precedence.
+        optimizer: the model's optimizer. Policies that follow the learning rate or change the batch size need it.
+        grad_scaler: the `torch.amp.GradScaler` in use, if any. `Compression(grad_scaler=...)` overrides it.
 
     Raises:
         ConfigurationError: if the model is not in DistributedDataParallel, or another model uses the compression.
-        RankMismatchError: on every rank, if some ranks cannot take part. Settings are compared in the first step.
+        RankMismatchError: on every rank, if some ranks raised an error. Settings are compared in the first step.
     """
     model = getattr(model, "_orig_mod", model)  # under torch.compile
     if not isinstance(model, DistributedDataParallel):
         raise ConfigurationError(
-            f"hvdcomp.ddp.register was given a {type(model).__name__} as model; give it what "
+            f"hvdcomp.ddp.register was given a {type(model).__name__} as model; pass the model that "
             "torch.nn.parallel.DistributedDataParallel(model) returned"
         )
     require_compression(compression, "hvdcomp.ddp.register")

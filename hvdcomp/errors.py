@@ -21,13 +21,13 @@ class SpecError(ValueError):
 
 
 class ConfigurationError(RuntimeError):
-    """A use of Horovod, or of a model, that compression cannot serve correctly."""
+    """A setting of Horovod, a framework or a model with which gradient compression would not work correctly."""
 
     ag_pass_through = True
 
 
 class UnevenNodesError(ConfigurationError):
-    """Nodes with different numbers of ranks; two levels need equal numbers."""
+    """Nodes have different numbers of ranks, but two-level compression needs the same number of ranks on every node."""
 
 
 class RankMismatchError(RuntimeError):
@@ -37,7 +37,7 @@ class RankMismatchError(RuntimeError):
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """Names for a message, the first of many.
+    """The names in a message; if there are many, the first few and the number of the others.
 
     >>> listed(["a", "b", "c", "d", "e"])
     'a, b, c and 2 more'
@@ -49,7 +49,8 @@ def warn_alone(message: str) -> None:
     """Warns on this rank only, and never raises: with `python -W error`, an error would leave other ranks waiting.
 
     The warning points to the line of the user's program that led to it: the innermost line outside of hvdcomp, of
-    installed packages and of Python itself. Without one, as in a thread of a framework, it points to the caller.
+    installed packages and of Python itself. If there is no such line, as in a thread of a framework, the warning points
+    to the caller.
     """
     stack = list(traceback.walk_stack(inspect.currentframe()))[1:]
     users = [place for place in stack if not place[0].f_code.co_filename.startswith(_NOT_OF_USERS)]

@@ -1,6 +1,6 @@
 """Files that stay complete on a full disk: replaced by renaming, or extended by whole records; and JSON parsing.
 
-The first error is raised: closing a file raises no other error after it.
+If several errors occur, the first error is raised.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ except PackageNotFoundError:  # a checkout that is not installed
 
 
 def commit() -> str:
-    """The commit of the sources, with a plus sign if they differ from it; the version of a package without them."""
+    """The commit of the sources, with a plus sign if files differ from this commit. For an installed package without
+    sources, its version."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=_ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -47,7 +48,7 @@ def commit() -> str:
 
 
 def replace_files(contents: Mapping[Path, bytes]) -> None:
-    """Writes files, each of which is afterwards complete, or unchanged.
+    """Writes files. Afterwards, each file is either complete or unchanged.
 
     All are written under other names before the first is renamed, so that on a full disk none is replaced. These names
     are unpredictable, and must not exist: in a folder that other users can write to, a link could lead elsewhere.
@@ -169,11 +170,11 @@ def put_aside_before(path: Path) -> dict[int, Path]:
 
 
 def put_aside(path: Path, most: int) -> None:
-    """Puts a file aside under the next number, so that a new one can begin.
+    """Renames a file to the next number, so that a new file can begin.
 
     Args:
         path: the file.
-        most: number of files to keep under a number; older files are removed.
+        most: the number of renamed files to keep; older renamed files are removed.
 
     Raises:
         OSError: if renaming fails.
@@ -197,7 +198,8 @@ def bring_back(path: Path, number: int) -> None:
 
 
 class RecordFile:
-    """A file to which records, such as lines, are added without buffering, each completely or not at all."""
+    """A file to which records, such as lines, are appended without buffering. Each record is written completely or not
+    at all."""
 
     def __init__(self, path: Path) -> None:
         """Opens the file, and creates it if it is missing.

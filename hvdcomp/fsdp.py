@@ -37,38 +37,37 @@ def register(
         hvdcomp.fsdp.register(model, hvdcomp.Compression(hvdcomp.TopK(ratio=0.01)))
 
     From then on, FSDP leaves this exchange to hvdcomp. PyTorch's `replicate` makes replicas of one rank each. If the
-    model is sharded over all ranks, hvdcomp replaces FSDP's reduce-scatter. The new one is exact within a node, and
-    quantizes between nodes:
+    model is sharded over all ranks, hvdcomp replaces FSDP's reduce-scatter. The reduce-scatter of hvdcomp is exact
+    within a node, and quantizes between nodes:
 
         fully_shard(model)
         hvdcomp.fsdp.register(model, hvdcomp.Compression(hvdcomp.Int4()))
 
     Call it on every rank, after all calls of `fully_shard`, before the first backward pass. docs/fsdp.md describes both
-    cases. With replicas, shards are exchanged during the backward pass. With a policy, the ranks of each shard decide
-    separately, and the decision log has only the decisions of rank 0's shard.
+    cases. With replicas, shards are exchanged during the backward pass. With a policy, the ranks with the same shard
+    decide separately from the others, and the decision log contains only the decisions for rank 0's shard.
 
     Args:
         model: a model sharded by `fully_shard`, or replicated by `replicate`.
         compression: a compression of this model only. Without replicas its compressor must be a quantizer, without a
             policy.
-        mesh: the dimension of the replicas, mesh["replicate"], if `fully_shard` was given only that of the shards,
+        mesh: the dimension of the replicas, mesh["replicate"], if `fully_shard` got only the dimension of the shards,
             mesh["shard"]. None otherwise.
-        optimizer: the model's optimizer; needed by policies that follow the learning rate or change the batch size.
+        optimizer: the model's optimizer. Policies that follow the learning rate or change the batch size need it.
         weights: a quantizer, such as `hvdcomp.Int8()`. FSDP's all-gathers then send quantized changes of the weights,
             and each rank keeps the whole model. Only without replicas. None for FSDP's own all-gather.
 
     Raises:
         ConfigurationError: if the model is not sharded in this way, or if another model uses the compression, or if the
             compression is not suitable.
-        RankMismatchError: on every rank, if some ranks cannot take part. With replicas, settings are compared in the
+        RankMismatchError: on every rank, if some ranks raised an error. With replicas, settings are compared in the
             first step.
     """
     if mesh is not None and getattr(mesh, "ndim", None) != 1:
         raise ConfigurationError(
             f"hvdcomp.fsdp.register was given a {type(mesh).__name__} as mesh, which is not a mesh of one dimension. "
-            "Leave mesh out, or give it the dimension of the replicas, such as mesh['replicate'] of "
-            "init_device_mesh(..., mesh_dim_names=('replicate', 'shard')): "
-            "hvdcomp.fsdp.register(model, compression, optimizer=optimizer)"
+            "Leave mesh out, or pass the dimension of the replicas, such as mesh['replicate'] of init_device_mesh(..., "
+            "mesh_dim_names=('replicate', 'shard')): hvdcomp.fsdp.register(model, compression, optimizer=optimizer)"
         )
     if not modules_of(model):
         raise ConfigurationError(

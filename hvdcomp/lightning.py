@@ -32,15 +32,15 @@ class CompressedStrategy(DDPStrategy):
     The rest of the training does not change. Beside each checkpoint for training, each rank saves its state to
     `CHECKPOINT.rankRANK` by the Trainer's own `CheckpointIO`, and `trainer.fit(ckpt_path=...)` restores it. If the
     number of ranks has changed, the new ranks share the residuals of all old ranks. In float16 the strategy finds the
-    GradScaler by itself. Validations do not count in step times, by which some policies decide.
+    GradScaler by itself. Validations do not count in the step times that some policies use.
 
     Args:
         compression: a compression for one call of `Trainer.fit`.
-        options: of `lightning.pytorch.strategies.DDPStrategy`.
+        options: other arguments of `lightning.pytorch.strategies.DDPStrategy`.
 
     Raises:
-        ConfigurationError: if it is no compression, or has a policy that changes the batch size. In `fit`, if the
-            compression has served another `fit`.
+        ConfigurationError: if `compression` is not a compression, or has a policy that changes the batch size. In
+            `fit`, if another `fit` has used the compression.
     """
 
     def __init__(self, compression: UsedCompression, **options: Any) -> None:
@@ -95,12 +95,13 @@ class CompressedFabricStrategy(FabricDDPStrategy):
     finds the GradScaler by itself.
 
     Args:
-        compression: a compression of the one model that `fabric.setup` gets.
-        options: of `lightning.fabric.strategies.DDPStrategy`.
+        compression: a compression. `fabric.setup` may be called for one model only.
+        options: other arguments of `lightning.fabric.strategies.DDPStrategy`.
 
     Raises:
-        ConfigurationError: if it is no compression. In `fabric.setup`, for a second model. In `fabric.save` and
-            `fabric.load`, if the given state has the compression: Fabric would save it on rank 0 only.
+        ConfigurationError: if `compression` is not a compression. In `fabric.setup`, for a second model. In
+            `fabric.save` and `fabric.load`, if the given state has the compression: Fabric would save it on rank 0
+            only.
     """
 
     def __init__(self, compression: UsedCompression, **options: Any) -> None:
@@ -110,7 +111,7 @@ class CompressedFabricStrategy(FabricDDPStrategy):
         self._optimizer: Optimizer | None = None
 
     def setup_module_and_optimizers(self, module: Any, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
-        """Sets up the model with its optimizer, which some policies follow."""
+        """Sets up the model with its optimizer, because some policies follow the learning rate."""
         self._optimizer = next(iter(optimizers), None)
         return super().setup_module_and_optimizers(module, optimizers, scheduler)
 
@@ -138,8 +139,9 @@ class CompressedFabricStrategy(FabricDDPStrategy):
         """Whether a training can continue from what is saved."""
         if names := [name for name, value in state.items() if value is self.compression]:
             raise ConfigurationError(
-                f"the state for Fabric's checkpoint has the hvdcomp.Compression as {names[0]!r}; leave it out: Fabric "
-                "saves on rank 0 only, and the strategy saves and loads the compression of each rank with the optimizer"
+                f"the state for Fabric's checkpoint has the hvdcomp.Compression as {names[0]!r}; leave {names[0]!r} "
+                "out. Fabric would save only the Compression of rank 0, but the strategy already saves and loads the "
+                "Compression of each rank together with the optimizer"
             )
         return any(isinstance(value, Optimizer) for value in state.values())
 

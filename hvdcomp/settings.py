@@ -53,8 +53,8 @@ class Settings:
         if self.overlap is True and self.memory is not None and self.memory.needs_all_gradients:
             raise SpecError(
                 f"overlap=True does not work with the memory {self.memory}: overlap compresses some gradients before "
-                'others are ready, but this memory clips each gradient by the norm of all of them. Give overlap="auto" '
-                "or False, or use a memory that does not clip"
+                "other gradients are ready, but this memory clips each gradient by the norm of all gradients. Set "
+                'overlap="auto" or False, or use a memory that does not clip'
             )
 
     @property
@@ -216,8 +216,8 @@ def _checked_choices(policy: Policy[Any], compressor: Compressor, memory: Memory
             if leaf.default_memory.is_momentum and leaf.default_memory not in own[:1]:
                 raise SpecError(
                     f"{policy.name}: {leaf} is not allowed in compressors, because it replaces the optimizer's "
-                    "momentum by its own, and this cannot change during a training. Leave it out, or make it the "
-                    "compressor of the training: then all compressors use its momentum"
+                    f"momentum by its own, and this cannot change during a training. Leave {leaf} out, or make {leaf} "
+                    "the compressor of the training: then all compressors use its momentum"
                 )
         require_bounded_turns([compressor, *choices])
     return tuple(spec for spec in specs if spec != str(compressor))

@@ -24,7 +24,7 @@ __all__ = ["CompressionCallback"]
 
 
 class CompressionCallback(TrainerCallback):
-    """Lets a Trainer exchange its gradients compressed, and adds the state of each rank to its checkpoints.
+    """Makes a Trainer exchange compressed gradients, and saves the state of each rank in the Trainer's checkpoints.
 
         compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))
         trainer = Trainer(model, arguments, callbacks=[hvdcomp.transformers.CompressionCallback(compression)], ...)
@@ -33,15 +33,16 @@ class CompressionCallback(TrainerCallback):
     saves its state to `compressionRANK.pt` in the folder of each checkpoint, and
     `trainer.train(resume_from_checkpoint=...)` restores it. If the number of ranks has changed, the new ranks share the
     residuals of all old ranks. In float16 the callback finds the Trainer's GradScaler by itself. Evaluations and
-    checkpoints do not count in step times, by which some policies decide.
+    checkpoints do not count in the step times that some policies use.
 
     Args:
-        compression: a compression of this trainer's model only. If `train` is called again, it continues with the
-            residuals that it has.
+        compression: a compression of this trainer's model only. If `train` is called again, the training continues with
+            the present residuals.
 
     Raises:
-        ConfigurationError: if it is no compression, or has a policy that changes the batch size. In `train`, if the
-            Trainer has not put the model in DistributedDataParallel, as with one rank; and in `hyperparameter_search`.
+        ConfigurationError: if `compression` is not a compression, or has a policy that changes the batch size. In
+            `train`, if the Trainer has not wrapped the model in DistributedDataParallel, as with one rank. In
+            `hyperparameter_search`.
     """
 
     def __init__(self, compression: UsedCompression) -> None:
@@ -57,8 +58,9 @@ class CompressionCallback(TrainerCallback):
         """Registers the compression, and restores its state."""
         if state.is_hyper_param_search:
             raise ConfigurationError(
-                "hyperparameter_search trains several models, and a hvdcomp.Compression serves one: search without "
-                "hvdcomp.transformers.CompressionCallback, then train with it"
+                "hyperparameter_search trains several models, but a hvdcomp.Compression works for only one model: "
+                "search without hvdcomp.transformers.CompressionCallback, and use the callback only in the final "
+                "training"
             )
         # The Trainer gives a callback the model, but neither itself, nor what it has put the model in, nor the
         # checkpoint. `train`, which has called this method, has both in variables whose names are public.

@@ -21,8 +21,8 @@ from hvdcomp.tools.terminal import make_console, make_table, print_table
     "--data-dir",
     "data",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Folder with the published files of CIFAR and WikiText-2. With it, Accordion's trainings are the authors' "
-    "own, which take hours on a GPU, instead of small ones.",
+    help="Folder with the published files of CIFAR and WikiText-2. With this option, the trainings for Accordion are "
+    "the authors' own trainings, which take hours on a GPU, instead of small trainings.",
 )
 @click.option(
     "--epochs",
@@ -40,7 +40,7 @@ from hvdcomp.tools.terminal import make_console, make_table, print_table
 @click.option(
     "--page",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Markdown page to write. A CSV file is written beside it.",
+    help="Markdown page to write. A CSV file with the same name is written next to the page.",
 )
 def main(
     names: tuple[str, ...],
@@ -51,7 +51,7 @@ def main(
     plot: bool,
     page: Path | None,
 ) -> None:
-    """Reproduce a published table or figure, and print it beside the published values.
+    """Reproduce a published table or figure, and print the result beside the published values.
 
     Without a NAME, the command lists all tables and figures; with --quick, it reproduces all of them. The name of a
     paper (accordion, utility, bagpipe, gravac) means all its tables and figures. The verdict is one of: does not hold

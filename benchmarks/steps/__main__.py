@@ -42,7 +42,7 @@ def _list(_context: click.Context, _option: click.Parameter, value: str) -> tupl
     show_default=True,
     callback=_list,
     metavar="RATE,...",
-    help="Bandwidths of each host's link, in tc's notation.",
+    help="Bandwidths of each host's link, such as 100mbit or 1gbit.",
 )
 @click.option(
     "--model",
@@ -84,7 +84,8 @@ def _list(_context: click.Context, _option: click.Parameter, value: str) -> tupl
     default=60.0,
     show_default=True,
     help="Approximate time to calibrate each model on each cluster. Measuring the steps takes the same time again. The "
-    "policy auto takes half of this time to decide, and up to three times this time to compare.",
+    "policy auto takes half of this time to decide, and is then compared with the other methods for up to three "
+    "times this time.",
 )
 @click.option(
     "--output",
@@ -97,7 +98,8 @@ def _list(_context: click.Context, _option: click.Parameter, value: str) -> tupl
     "--resume",
     is_flag=True,
     help="Continue a run of the same command that was interrupted or failed: keep its measurements, and make only the "
-    "missing ones. If none is missing, only the tables and plots are made again, which needs no root.",
+    "missing measurements. If no measurement is missing, the command only makes the tables and plots again, and "
+    "needs no root.",
 )
 def main(
     hosts: tuple[str, ...],

@@ -36,7 +36,7 @@ class Options:
         models, compressors: names and specs.
         overlap: "on" for compressors with their default overlap, "off" for sending at the end of the backward pass,
             "both" for each compressor in both ways.
-        batch_size: of one rank.
+        batch_size: batch size of one rank.
         seconds: approximate duration of each model's calibration; the other measurements take a multiple of it.
         backend: "horovod", or "ddp" for DistributedDataParallel.
     """
@@ -61,7 +61,10 @@ def left_out(hosts: Sequence[Hosts], options: Options) -> str:
         return ""
     specs = [spec for spec in options.compressors if spec not in options.compressors_on(affected[0])]
     places = " and ".join(host.in_words() for host in affected)
-    return f"Left out on {places}, because hosts with one rank each have only one level: {', '.join(specs)}."
+    return (
+        f"Two-level compressors are left out on {places}, because these clusters have only one rank per host: "
+        f"{', '.join(specs)}."
+    )
 
 
 def check(hosts: Sequence[Hosts], rates: Sequence[str]) -> None:
@@ -99,7 +102,7 @@ def earlier(file: Path, command: str) -> list[dict[str, Any]]:
             f"{file} is not a file of python -m benchmarks.steps ({type(error).__name__}: {error}). {anew}"
         ) from None
     if written != command:
-        raise StepsError(f"{file} was made by another command:\n  {written}\nand not by\n  {command}\n{anew}")
+        raise StepsError(f"{file} was made by another command:\n  {written}\nbut this command is\n  {command}\n{anew}")
     return runs
 
 
@@ -118,7 +121,7 @@ def measure(
         The results of the ranks, with the fields of `Place`, and the commit of the sources.
 
     Args:
-        show: called with the name of the next measurement, in another thread.
+        show: function that is called with the name of the next measurement, in another thread.
         done: results of settings that are not measured again.
 
     Raises:

@@ -23,7 +23,7 @@ class Row(Place):
 
     Attributes:
         method: the spec, or the name of the library's own method, with ", at the end" if overlap is switched off.
-        spec: of the compressor.
+        spec: spec of the compressor.
         way: "allreduce", "gather", "scatter" or "two levels".
         overlap: whether gradients are sent during the backward pass.
         measured_ms, low_ms, high_ms: median and quartiles of the steps.
@@ -58,7 +58,7 @@ class Gain(Place):
 
     Attributes:
         best: the method.
-        way, overlap: of the fastest, as in `Row`.
+        way, overlap: attributes of the fastest compressor, as in `Row`.
     """
 
     best: str
@@ -79,9 +79,9 @@ class Choice(Place):
     """The choice of `auto` in a place. Ratios are medians over rounds in which the methods took turns.
 
     Attributes:
-        compressors: that it could choose.
+        compressors: the compressors that `auto` could choose.
         chosen: the final choice, of its candidates.
-        predicted_ms: of that candidate.
+        predicted_ms: predicted step time of the chosen candidate.
         measured_ms: median of its steps.
         best: the static choice with the least median; dense, fp16 or any compressor.
         over_best, over_dense: step time / that of the best static choice, and / that of dense. Dense takes turns only

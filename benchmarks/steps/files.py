@@ -20,8 +20,8 @@ def write(folder: Path, stem: str, rows: Sequence[Row], details: dict[str, Any])
     """Writes STEM.json, .csv, .md and .png, STEM-gains.csv and STEM-speed.png; returns their paths.
 
     Args:
-        folder, stem: of the files.
-        rows: to write.
+        folder, stem: folder and stem of the files.
+        rows: the rows to write.
         details: further values for the JSON: options, calibrations, all step times.
 
     Raises:

@@ -25,16 +25,16 @@ def choices_of(run: dict[str, Any], losses: Sequence[float], optimizer: str | No
     """A row for each accepted excess of the loss, from the results of one place.
 
     Args:
-        run: of one model on one cluster, as in the JSON of `python -m benchmarks.steps`.
-        losses: as of the policy `auto`.
-        optimizer: as of `hvdcomp.perfmodel.Criteria`.
+        run: the run of one model on one cluster, as in the JSON of `python -m benchmarks.steps`.
+        losses: values of the setting `loss` of the policy `auto`.
+        optimizer: the optimizer, as in `hvdcomp.perfmodel.Criteria`.
 
     Yields:
         hosts, rate, model, loss: the setting.
         chosen: the predicted fastest of dense, fp16 and the proposals, with which `auto` begins.
-        chosen_ms: as measured.
+        chosen_ms: the measured step time with the chosen compressor.
         fastest_allowed: the measured fastest of the same candidates, at which the trials of `auto` should end.
-        fastest, fastest_ms: of all measured methods.
+        fastest, fastest_ms: the fastest of all measured methods, and its step time.
         behind_percent: the longer time of a step with `chosen` than with `fastest`.
         fastest_lost_percent: the largest measured loss of `fastest`; None without a measurement.
     """

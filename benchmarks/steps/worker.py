@@ -47,12 +47,12 @@ def measure(
     """Trains with all methods in turns; returns the trainings with their times.
 
     Args:
-        carrier: of the gradients.
+        carrier: the library that exchanges the gradients.
         overlaps: each compressor is measured with each of these `overlap_bytes` of `Times`; if empty, with hvdcomp's
             default.
         rounds: measured blocks of each method; one more block before them is a warm-up.
         steps: measured steps of a block.
-        show: called on every rank with the number of the round, from 0 for the warm-up.
+        show: function that is called on every rank with the number of the round, from 0 for the warm-up.
     """
     from hvdcomp.tools.bench.workload import in_turn
 
@@ -112,12 +112,16 @@ def check_method(method: str, backend: str) -> None:
     "gradients at its end. Repeatable.  [default: hvdcomp's own choice]",
 )
 @click.option(
-    "--rounds", type=click.IntRange(1), default=10, show_default=True, help="Number of blocks of each method."
+    "--rounds",
+    type=click.IntRange(1),
+    default=10,
+    show_default=True,
+    help="Number of blocks (groups of consecutive steps) of each method.",
 )
-@click.option("--steps", type=click.IntRange(1), default=5, show_default=True, help="Number of steps of a block.")
+@click.option("--steps", type=click.IntRange(1), default=5, show_default=True, help="Number of steps in each block.")
 @click.option("--batch-size", type=click.IntRange(1), default=16, show_default=True, help="Batch size of each rank.")
 @click.option("--seed", default=0, show_default=True, help="Seed of weights and data.")
-@click.option("--rate", help="Rate of the links; it is noted in the file.")
+@click.option("--rate", help="Bandwidth of the links between the hosts, to be noted in the file.")
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="JSON file that rank 0 writes.")
 def main(methods: tuple[str, ...], backend: str, rate: str | None, output: Path, **options: Any) -> None:
     """Measures the time of a training step with several methods. Start it with horovodrun or torchrun."""

@@ -226,7 +226,8 @@ class DecisionLog:
 
     def _cannot(self, error: OSError) -> ConfigurationError:
         return ConfigurationError(
-            f"the decision log {self.path} cannot be written: {error.strerror or error}; give another file"
+            f"the decision log {self.path} cannot be written: {error.strerror or error}; choose another file for "
+            "decision_log"
         )
 
 
@@ -296,7 +297,10 @@ def _read_file(path: Path) -> Iterator[Start | Decided]:
                 if data["kind"] == "start":
                     shorthand, before, begun = _shorthand_of(data), {}, True
                 elif not begun:
-                    raise ValueError("the decision log does not begin with a start line")
+                    raise ValueError(
+                        'the first line of a decision log must be a start line, which has "kind": "start"; this file '
+                        "begins with another line"
+                    )
                 if shorthand is not None:
                     before = shorthand.whole({name: data[name] for name in _PARTS if name in data}, before)
                     data |= before
@@ -370,7 +374,10 @@ def _check_writable(path: Path) -> None:
     with path.open("r+b") as file:
         first = file.read(max(map(len, _FIRST_BYTES)))
     if not any(prefix.startswith(first) or first.startswith(prefix) for prefix in _FIRST_BYTES):
-        raise ConfigurationError(f"{path} exists already and is not a decision log; give another file")
+        raise ConfigurationError(
+            f"{path} exists already and is not a decision log, so hvdcomp does not write to this file; choose another "
+            "file for decision_log"
+        )
 
 
 def _mend(path: Path) -> None:
@@ -412,7 +419,8 @@ def _shorthand_of(start: dict[str, Any]) -> Shorthand | None:
     form = start.pop("format", None)
     if form not in (None, _FORMAT):
         raise ValueError(
-            f"this version of hvdcomp does not know format {form!r}; use hvdcomp {start.get('hvdcomp')} or later"
+            f"this version of hvdcomp cannot read decision logs of format {form!r}; install hvdcomp "
+            f"{start.get('hvdcomp')} or later"
         )
     return None if form is None else Shorthand(typed(Mapping[str, Any], start.get("tensors"), "tensors"))
 
@@ -435,4 +443,4 @@ def _renamed(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, A
 
 
 def _no_constant(text: str) -> float:
-    raise ValueError(f"{text} is not JSON")
+    raise ValueError(f"{text} is not a number that JSON allows")

@@ -62,7 +62,9 @@ class Shorthand:
                 for name, part in parts.items()
             }
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"this line does not fit the lines before it: {error!r}") from None
+            raise ValueError(
+                f"this line records only changes, and these changes do not match the lines before this line: {error!r}"
+            ) from None
 
     def _is_by_tensor(self, value: Any) -> bool:
         return isinstance(value, Mapping) and bool(value) and list(value) == self._names

@@ -73,7 +73,9 @@ class Plans:
         }
         unknown = methods.keys() - self.engine.tensors.keys()
         if unknown:
-            raise ValueError(f"methods of unknown tensors: {', '.join(sorted(unknown))}")
+            raise ValueError(
+                f"the policy chose methods for tensors that the model does not have: {', '.join(sorted(unknown))}"
+            )
         return self._with({name: compressors[methods.get(name, others)] for name in self.engine.tensors})
 
     def _with(self, chosen: Mapping[str, Compressor]) -> Plan:

@@ -62,4 +62,4 @@ class RunLog:
             write(self._log, state=state, decision=decision.to_json(), **record)
         except ConfigurationError as error:
             self._log = None
-            warn_alone(f"decisions are no longer logged: {error}")
+            warn_alone(f"hvdcomp stops writing the decision log, and the training continues: {error}")

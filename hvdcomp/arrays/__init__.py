@@ -1,6 +1,6 @@
 """The array operations of compression, once for each framework.
 
-`arrays_for(x)` gives the module of functions for the framework of `x`. All modules define the same functions;
+`arrays_for(x)` returns the module of functions for the framework of `x`. All modules define the same functions;
 compressors call them as `xp.name(...)` and depend on no framework. A function that returns a changed array may reuse
 the storage of its first argument only if its docstring says so. Operations that are alike on the frameworks' arrays
 need no function: operators, `abs`, and `x.T`, `x.sum(1, keepdims=True)`, `x.mean()`, `x.max()`, `x.any(1)`,
@@ -40,6 +40,6 @@ def _module_for(array_type: type) -> ModuleType:
         if framework in _MODULES:
             return importlib.import_module(_MODULES[framework])
     raise TypeError(
-        f"hvdcomp cannot compress a {array_type.__module__}.{array_type.__qualname__}; give it a NumPy array or a "
-        "PyTorch tensor"
+        f"hvdcomp cannot compress a {array_type.__module__}.{array_type.__qualname__}; pass a NumPy array or a PyTorch "
+        "tensor"
     )

@@ -1,4 +1,4 @@
-"""Memory that begins with a cache line."""
+"""Arrays whose memory begins at a cache line, which is 64 bytes long."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ CACHE_LINE = 64
 
 
 def empty_aligned(count: int, dtype: str = "float32") -> np.ndarray:
-    """A vector, not filled, that begins with a cache line."""
+    """An uninitialized vector whose memory begins at a cache line."""
     size = np.dtype(dtype).itemsize
     room = np.empty(count + CACHE_LINE // size, dtype)
     start = -room.ctypes.data % CACHE_LINE // size

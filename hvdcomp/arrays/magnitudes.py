@@ -24,12 +24,13 @@ _PIECE = 1 << 16  # elements; intermediate results stay in a core's cache
 
 
 def sample_stride(size: int) -> int:
-    """Distance between the elements of the sample of a vector: a 1 % sample, but no less than about 1024 elements."""
+    """Distance between the sampled elements of a vector. The sample has 1 % of the elements, but at least about
+    1024."""
     return min(_SAMPLE_STRIDE, size // _SMALLEST_SAMPLE | 1)
 
 
 def elements_of_sample(ratio: float, size: int) -> int:
-    """Number of elements in a share of a sample: max(1, ceil(ratio size))."""
+    """Number of elements in the share `ratio` of a sample of `size` elements: max(1, ceil(ratio * size))."""
     return max(1, math.ceil(ratio * size))
 
 
@@ -39,7 +40,7 @@ class Magnitudes:
     Args:
         xp: the array functions of the vector.
         x: a vector of at least one element.
-        need: number of largest elements to set aside.
+        need: the number of largest elements that `top` may be asked for.
 
     Attributes:
         xp: the array functions of thresholds and counts.
@@ -67,7 +68,7 @@ class Magnitudes:
         return self._values.max()
 
     def sample_threshold(self, ratio: float) -> Any:
-        """The magnitude that a share `ratio` of the sample reaches."""
+        """The threshold that a share `ratio` of the sampled elements reaches or exceeds."""
         sample = self._values[:: sample_stride(self._values.shape[0])]
         places = self.xp.top(sample, elements_of_sample(ratio, sample.shape[0]))
         return self.xp.sort(self.xp.take(sample, places))[0]
@@ -93,8 +94,8 @@ class Magnitudes:
     def pick(self, low: Any, high: Any, k: int, limit: int) -> Array:
         """Indices (k,) of the k largest among `limit` elements.
 
-        These are, in index order, first the elements with |x| >= high, and then those with low <= |x| < high, or NaN.
-        There must be `limit` of them; low = 0 always suffices.
+        The `limit` elements are, in index order, first the elements with |x| >= high, and then the elements with low <=
+        |x| < high or NaN. At least `limit` elements must meet these conditions; with low = 0, all elements do.
         """
         low, high = self._rounded(low), self._rounded(high)
         if self.xp is numpy_arrays and self.count(high) >= k:
@@ -106,7 +107,8 @@ class Magnitudes:
         return self._placed(chosen, places)
 
     def top(self, k: int) -> Array:
-        """Indices (k,), int32 where they fit, of the k largest elements, k <= `need`; NaN counts as largest.
+        """Indices (k,) of the k largest elements, k <= `need`. NaN counts as largest. The indices are int32 if the
+        vector is not too long for them.
 
         The choice among equal elements is not specified.
         """

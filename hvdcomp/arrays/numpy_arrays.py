@@ -41,10 +41,11 @@ def waits(x: Array) -> bool:
 def astype(x: Array, dtype: str) -> Array:
     """`x` with another element type; `x` itself if it has that type already.
 
-    Conversion to integers drops the fraction; the result for NaN and for numbers that do not fit is not specified.
+    Conversion to integers drops the fraction. The result is not specified for NaN, and for numbers that are too large
+    for the integer type.
 
     Raises:
-        ConfigurationError: for bfloat16 without the package ml_dtypes, which brings it to NumPy.
+        ConfigurationError: for bfloat16, if the package ml_dtypes, which adds this type to NumPy, is not installed.
     """
     if dtype == "bfloat16":
         _require_bfloat16()
@@ -77,30 +78,30 @@ def reshape(x: Array, shape: Sequence[int]) -> Array:
 
 
 def zeros(shape: Sequence[int], like: Array) -> Array:
-    """Zeros of `like`'s type and device."""
+    """Zeros, with the element type of `like` and on its device."""
     return np.zeros(tuple(shape), like.dtype)
 
 
 def arange(count: int, like: Array) -> Array:
-    """0, 1, ... (count,) of `like`'s type and device."""
+    """The numbers 0, 1, ..., count - 1, with the element type of `like` and on its device."""
     return np.arange(count, dtype=like.dtype)
 
 
 def from_numpy(x: np.ndarray, like: Array) -> Array:
-    """A NumPy array on the device of `like`, with its own element type."""
+    """Copies a NumPy array to the device of `like`; the element type stays the same."""
     return x
 
 
 def to_numpy(x: Array) -> np.ndarray:
-    """An array on the host as a NumPy array that shares its storage."""
+    """A NumPy array that shares the storage of an array on the host."""
     return x
 
 
 def hosted(arrays: Sequence[Array], dtype: str = "float32") -> tuple[list[Array], list[int]] | None:
-    """The arrays in row-major order, and the addresses of their first elements.
+    """Arrays on the host in row-major order, and the addresses of their first elements.
 
     Returns:
-        The arrays, or row-major copies; None if an array is not of the element type, or on a device that cannot share
+        The arrays, or row-major copies. None if an array has another element type, or is on a device that cannot share
         storage with NumPy.
     """
     if any(dtype_name(x) != dtype for x in arrays):
@@ -138,16 +139,17 @@ def from_bfloat16_bits(bits: Array) -> Array:
 
 
 def top(x: Array, k: int) -> Array:
-    """The places (k,), int64, of the k largest elements of a vector, in any order; NaN counts as largest. Of a matrix
-    (r, k), those in each row."""
+    """The indices (k,), int64, of the k largest elements of a vector, in any order; NaN counts as largest. For a
+    matrix, the indices (r, k) of the k largest elements in each row."""
     return np.argpartition(x, x.shape[-1] - k)[..., x.shape[-1] - k :]
 
 
 def first_places(x: Array, low: Any, high: Any, limit: int) -> Array:
-    """The first `limit` places, int64, of the elements of a vector that reach `high`, and then of those that reach
-    `low` only, or are NaN.
+    """The indices, int64, of `limit` elements of a vector: first the elements of at least `high`, and then the elements
+    of at least `low`, or NaN.
 
-    If there are fewer, NumPy returns fewer; in other frameworks there must be `limit`.
+    If fewer than `limit` elements meet these conditions, NumPy returns fewer indices; the other frameworks need at
+    least `limit` such elements.
     """
     places = [np.flatnonzero(x >= high)[:limit]]
     missing = limit - len(places[0])
@@ -171,13 +173,14 @@ def sort(x: Array) -> Array:
 
 
 def block_counts(indices: Array, block: int, blocks: int) -> Array:
-    """Numbers, int32 (blocks,), of the ascending indices in each block of `block` elements."""
+    """Counts how many of the ascending indices lie in each block of `block` elements: int32 (blocks,)."""
     ends = np.searchsorted(indices, np.arange(1, blocks, dtype=indices.dtype) * indices.dtype.type(block))
     return np.diff(ends, prepend=0, append=indices.shape[0]).astype(np.int32)
 
 
 def unique(x: Array) -> tuple[Array, Array]:
-    """The unique values of an integer vector, ascending, and the place of each element among them, int64.
+    """The unique values of an integer vector in ascending order, and for each element the index, int64, of its value
+    among the unique values.
 
     Waits for an accelerator.
     """
@@ -186,7 +189,8 @@ def unique(x: Array) -> tuple[Array, Array]:
 
 
 def counts(x: Array, length: int) -> Array:
-    """Numbers, int64 (length,), of elements of an integer vector equal to 0, 1, ...; all are in [0, length).
+    """Counts how often each of 0, 1, ..., length - 1 occurs in an integer vector: int64 (length,). All elements must be
+    in [0, length).
 
     Waits for an accelerator.
     """
@@ -194,7 +198,7 @@ def counts(x: Array, length: int) -> Array:
 
 
 def repeat(x: Array, counts: Array, total: int) -> Array:
-    """Each element of the vector `x` repeated as in `counts`, `total` elements in all."""
+    """The vector `x` with element i repeated `counts[i]` times; the result has `total` elements."""
     return np.repeat(x, counts)
 
 
@@ -206,15 +210,16 @@ def norms(arrays: Sequence[Array]) -> Array:
 def mean_to_std(arrays: Sequence[Array]) -> Array:
     """The magnitude of the mean over the standard deviation of each array's elements, a float64 vector.
 
-    Not finite for an array of one element; not finite, or very large by rounding, if all elements are equal.
+    The result is not finite for an array of one element. If all elements are equal, it is not finite, or very large
+    because of rounding.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.array([np.abs(np.float64(x.mean(dtype=np.float64))) / x.std(dtype=np.float64) for x in arrays])
 
 
 def add_scaled(totals: Sequence[Array], arrays: Sequence[Array], factor: float, found_inf: Array) -> list[Array]:
-    """Each total plus `factor` times its array, or the totals themselves if the element `found_inf` is NaN; may reuse
-    their storage. An array may be of a narrower element type."""
+    """Adds `factor` times an array to each total. The totals stay unchanged if the only element of `found_inf` is NaN.
+    May reuse the storage of the totals. An array may have a narrower element type than its total."""
     if found_inf[0] != 0:
         return list(totals)
     return [np.add(total, x * total.dtype.type(factor), out=total) for total, x in zip(totals, arrays, strict=True)]
@@ -242,9 +247,10 @@ def finite_or_zero(x: Array) -> Array:
 
 
 def aligned(x: Array) -> Array:
-    """The array in row-major order, from the begin of a cache line on: a copy, unless it lies so already.
+    """The array in row-major order, in memory that begins at a cache line: a copy, unless the array already meets both
+    conditions.
 
-    Where an array lies decides in which order some libraries add up the products of its elements.
+    The order in which some libraries add up the products of an array's elements depends on its address.
     """
     if x.flags.c_contiguous and x.ctypes.data % CACHE_LINE == 0:
         return x
@@ -254,10 +260,10 @@ def aligned(x: Array) -> Array:
 
 
 def eigenvectors(x: Array) -> Array:
-    """Orthonormal eigenvectors of a finite symmetric matrix, as rows, those of the largest eigenvalues first.
+    """Orthonormal eigenvectors of a finite symmetric matrix, as rows, in descending order of their eigenvalues.
 
-    Waits for an accelerator. LAPACK's iteration may not converge, in single precision even for a normal gradient; the
-    result is then the unit vectors, which are a basis too.
+    Waits for an accelerator. LAPACK's iteration may fail to converge, in single precision even for an ordinary
+    gradient. The result is then the unit vectors, which are an orthonormal basis, too.
     """
     try:
         return np.linalg.eigh(x)[1].T[::-1]
@@ -266,7 +272,8 @@ def eigenvectors(x: Array) -> Array:
 
 
 def interval_index(bounds: Array, points: Array) -> Array:
-    """For each point the index, int64, of the first of the ascending bounds above it, or else of the last bound."""
+    """For each point the index, int64, of the first of the ascending bounds that is above the point. The index of the
+    last bound, if no bound is above the point."""
     return np.minimum(np.searchsorted(bounds, points, side="right"), bounds.shape[0] - 1)
 
 
@@ -351,12 +358,12 @@ def found_inf(arrays: Sequence[Array]) -> Array:
 
 
 def select(found_inf: Array, x: Array, y: Array) -> Array:
-    """`x` if the element `found_inf` is zero, `y` if it is NaN."""
+    """`x` if the only element of `found_inf` is zero, `y` if this element is NaN."""
     return x if found_inf[0] == 0 else y
 
 
 def spoil(x: Array, found_inf: Array) -> Array:
-    """`x` with the element `found_inf` (0 or NaN) added to its first element; reuses the storage of x."""
+    """Adds the only element of `found_inf` (0 or NaN) to the first element of `x`; reuses the storage of x."""
     if x.size and found_inf[0] != 0:
         x = np.array(x)
         x[(0,) * x.ndim] = np.nan
@@ -393,7 +400,7 @@ def protected(x: Array) -> Array:
 
 
 def changes(x: Array) -> int | None:
-    """How often `x` was changed in place; None where nobody counts."""
+    """How often `x` was changed in place; None if the framework does not count changes."""
     return None
 
 
@@ -403,12 +410,12 @@ def share_storage(x: Array, y: Array) -> bool:
 
 
 def stream(x: Array) -> Any:
-    """The present stream of operations on `x`; None if there are no streams."""
+    """The current CUDA stream of the device of `x`; None on other devices."""
     return None
 
 
 def mark(like: Array, spare: float | None = None) -> float:
-    """A point in time on the device of `like`.
+    """A mark of the present time on the device of `like`: a CUDA event on a GPU, the host's clock on a CPU.
 
     Args:
         like: an array on the device.

@@ -1,7 +1,7 @@
 """Array operations on shapes and element types only; payloads are counted by running a compressor on them.
 
-The functions are those of `numpy_arrays` that compressors call. They and the methods of an array return the shape and
-the type of the result, without computation and memory. An array has no elements to read.
+The module has the functions of `numpy_arrays` that compressors call. These functions, and the methods of a
+`ShapeArray`, return only the shape and the type of the result, without computation or memory.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class ShapeArray:
 
     def __bool__(self) -> bool:
         raise TypeError(
-            "a compressor must not use the values of the gradient to decide what it sends, because hvdcomp counts the "
-            "bytes before there are values. Use xp.where instead of an if"
+            "a compressor must not use the values of the gradient to decide what it sends, because hvdcomp also runs "
+            "the compressor on arrays without values, to count the bytes. Use xp.where instead of an if"
         )
 
     def itself(self, *_: Any, **__: Any) -> ShapeArray:

@@ -8,7 +8,7 @@ of the other framework may still read it. So each conversion needs two measures:
 - TensorFlow's storage that PyTorch reads is referenced until the step has ended with such a wait. PyTorch's storage
   that TensorFlow reads is referenced until TensorFlow has released it, and a later wait for its stream.
 
-All of it also works on the CPU, where tests run it without queues and waits.
+The conversions also work on the CPU, where tests run them without queues and waits.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class DeviceTensors:
     def in_graph(
         self, function: Callable[..., Sequence[Array]], tensors: Sequence[tf.Tensor], name: str
     ) -> list[tf.Tensor]:
-        """As `tensorflow_tensors.in_graph`, with PyTorch arrays."""
+        """Like `tensorflow_tensors.in_graph`, but the Python function gets and returns PyTorch tensors."""
 
         def called(*inside: tf.Tensor) -> list[tf.Tensor]:
             # Otherwise PyTorch would initialise GPU 0 too.
@@ -137,7 +137,7 @@ def _ordinal(address: int) -> int:
         ctypes.byref(number), ctypes.c_int(_DEVICE_ORDINAL), ctypes.c_void_p(address)
     )
     if failed:
-        raise RuntimeError(f"CUDA does not know on which device a tensor of TensorFlow is: error {failed}")
+        raise RuntimeError(f"CUDA cannot tell on which device a TensorFlow tensor is (CUDA error {failed})")
     return number.value
 
 

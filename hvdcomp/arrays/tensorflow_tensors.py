@@ -15,11 +15,11 @@ from hvdcomp.arrays.types import Array
 
 
 def in_graph(function: Callable[..., Sequence[Array]], tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
-    """Adds a call of a Python function to the present graph.
+    """Adds a call of a Python function to TensorFlow's current graph.
 
     Args:
-        function: function from an array for each tensor, not to be changed, to as many arrays. TensorFlow takes over
-            the results, without a copy if an array is aligned to 64 bytes.
+        function: gets an array for each tensor, which it must not change, and returns as many arrays. TensorFlow uses
+            the returned arrays, without a copy if an array is aligned to 64 bytes.
         tensors: the inputs; the results have their shapes and element types.
         name: name of the operation.
     """
@@ -39,9 +39,7 @@ def tensor_of(array: Array) -> tf.Tensor:
 
 
 def array_of(tensor: tf.Tensor) -> Array:
-    """An array that shares an eager tensor's storage, or a copy if the tensor is on a GPU.
-
-    It must not be changed.
+    """An array that shares an eager tensor's storage, or a copy if the tensor is on a GPU. Do not change the array.
     """
     return np.asarray(tensor)
 

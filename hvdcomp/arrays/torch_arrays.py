@@ -1,4 +1,4 @@
-"""Array operations in PyTorch, on CPU and CUDA. None waits for the device unless its docstring says so.
+"""Array operations in PyTorch, on CPU and CUDA. A function waits for the device only if its docstring says so.
 
 Functions are documented under the same names in `numpy_arrays`.
 """

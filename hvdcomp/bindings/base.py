@@ -69,8 +69,8 @@ class Binding(Training):
         self._level: Level | None = None  # set by the user, since the latest roll-back
         if setup.compression.settings.overlap is True and not self.overlaps:
             raise ConfigurationError(
-                "overlap=True does not work with this framework, because it passes all gradients of a step to hvdcomp "
-                'at once; leave overlap at "auto"'
+                "overlap=True does not work with this framework, because the framework passes all gradients of a step "
+                'to hvdcomp at once; leave overlap at "auto"'
             )
         setup.compression.settings.require_matches(names or [tensor.name for tensor in self._tensors])
         self.connect(communicator)
@@ -282,8 +282,9 @@ class Binding(Training):
         """Raises ConfigurationError if Horovod is to scale gradients before an allreduce, which compression lacks."""
         if factor != 1.0:
             raise ConfigurationError(
-                f"gradient_predivide_factor={factor} does not work with gradient compression: it changes Horovod's "
-                "allreduce, and compressed gradients are not sent by Horovod's allreduce. Leave it at 1.0"
+                f"gradient_predivide_factor={factor} does not work with gradient compression: Horovod applies this "
+                "factor in its allreduce, and compressed gradients are not sent by Horovod's allreduce. Leave "
+                "gradient_predivide_factor at 1.0"
             )
 
     # Accumulation and checkpoints.

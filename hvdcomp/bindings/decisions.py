@@ -173,6 +173,6 @@ class BatchInForce:
         if self._coordinator.batch_size != self.current:
             raise ConfigurationError(
                 f"the policy {self._coordinator.policy} has increased the batch size, but the training loop still uses "
-                "the old one. Read compression.accumulation before each step, and make this many times the usual "
-                "number of backward passes"
+                "the old batch size. Before each step, read compression.accumulation, and multiply the usual number of "
+                "backward passes per step by compression.accumulation"
             )

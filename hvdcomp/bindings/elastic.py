@@ -135,16 +135,16 @@ def _change_in_words(ranks: Sequence[Survivor]) -> str:
     lost = [rank for rank in range(before) if rank not in kept]
     if ranks[0] == NEW:
         return (
-            f"rank 0 is new, and all {len(ranks)} ranks now have its weights, so the residuals of the {len(survivors)} "
-            "old ranks are lost: gradients that they had not sent yet will not be sent"
+            f"rank 0 is new, and all {len(ranks)} ranks now have the weights of rank 0, so the residuals of the "
+            f"{len(survivors)} old ranks (the parts of gradients that these ranks had not sent yet) are lost"
         )
     if not lost:
         return ""
     norm = math.sqrt(math.fsum(old.energy for old in survivors) / len(survivors))
     return (
-        f"{len(lost)} of {before} ranks are gone ({', '.join(map(str, lost))}), and their residuals are lost: about "
-        f"{len(lost) / before:.0%} of all gradients that were not sent yet. The residuals of each remaining rank have "
-        f"a norm of {norm:.3g} (root mean square over the ranks)."
+        f"{len(lost)} of {before} ranks are gone ({', '.join(map(str, lost))}), and their residuals are "
+        f"lost. The lost residuals are about {len(lost) / before:.0%} of all gradients that were not sent yet. The "
+        f"residuals of each remaining rank have a norm of {norm:.3g} (root mean square over the ranks)."
     )
 
 
@@ -153,7 +153,7 @@ def track(state: Any, compression: Any) -> Any:
 
         state = hvdcomp.track(hvd.elastic.TensorFlowKerasState(model, optimizer, batch=0), compression)
 
-    In PyTorch you do not need it: write `hvd.elastic.TorchState(..., compression=compression)`.
+    In PyTorch you do not need `track`: write `hvd.elastic.TorchState(..., compression=compression)`.
 
     Args:
         state: an elastic state of Horovod.
@@ -163,14 +163,14 @@ def track(state: Any, compression: Any) -> Any:
         The state.
 
     Raises:
-        ConfigurationError: if either argument is of another kind.
+        ConfigurationError: if `state` is not an elastic state of Horovod, or `compression` is not a Compression.
     """
     require_compression(compression, "hvdcomp.track")
     missing = [name for name in ("save", "restore", "sync") if not callable(getattr(state, name, None))]
     if missing:
         raise ConfigurationError(
-            f"hvdcomp.track was given {state!r}, which has no method {missing[0]}(); give it an elastic state of "
-            "Horovod, such as hvd.elastic.TensorFlowKerasState(model, optimizer)"
+            f"hvdcomp.track was given {state!r}, which has no method {missing[0]}(); pass an elastic state of Horovod, "
+            "such as hvd.elastic.TensorFlowKerasState(model, optimizer)"
         )
     saved = compression.state_dict()
     save, restore, sync = state.save, state.restore, state.sync

@@ -118,8 +118,8 @@ def of_arguments(parameters: Mapping[str, Any], optimizer: Any, scaler: Any = No
     if len(given) > 1:
         examples = " or ".join(f"{framework.EXAMPLE} ({framework.TITLE})" for framework in every.values())
         raise ConfigurationError(
-            f"hvdcomp.Compression was given parameters of more than one framework; give it {examples}, or neither of "
-            "them"
+            "hvdcomp.Compression was given the parameters of more than one framework; pass only one of these "
+            f"arguments: {examples}; or leave out both"
         )
     framework_name = None
     for name, framework in every.items():
@@ -140,7 +140,7 @@ def _parameters_of(framework: Framework, value: Any) -> Any:
     if any(framework.is_model(value) for framework in every):
         examples = " or ".join(framework.EXAMPLE for framework in every)
         raise ConfigurationError(
-            f"hvdcomp.Compression was given a model ({type(value).__name__}); give it {examples} instead"
+            f"hvdcomp.Compression was given a model ({type(value).__name__}); pass {examples} instead of the model"
         )
     return value if callable(value) else framework.by_name(value)
 
@@ -164,7 +164,8 @@ def of_gradient(gradient: Any, expected: str | None) -> str:
     ]
     raise ConfigurationError(
         f"hvdcomp.Compression was given a gradient of type {type(gradient).__module__}.{type(gradient).__qualname__}. "
-        f"It works with {' and '.join(uses)}{f'. This one was made for {expected}' if expected else ''}"
+        "hvdcomp.Compression works with "
+        f"{' and '.join(uses)}{f'. This one was made for {expected}' if expected else ''}"
     )
 
 
@@ -190,7 +191,7 @@ def require_optimizer(value: Any, function: str, name: str | None = None) -> Non
         kind = type(value)
         raise ConfigurationError(
             f"{function} was given a {kind.__module__}.{kind.__qualname__} as optimizer, which is not an optimizer; "
-            "give it the optimizer that updates the weights, or leave it out"
+            "pass the optimizer that updates the weights, or leave the argument out"
         )
 
 
@@ -200,7 +201,7 @@ def require_scaler(value: Any, name: str | None) -> None:
     if value is not None and not any(framework.owns_scaler(value) for framework in frameworks):
         raise ConfigurationError(
             f"grad_scaler={value!r} is not a loss scaler; give "
-            f"{' or '.join(framework.SCALER for framework in frameworks)}, or leave it out"
+            f"{' or '.join(framework.SCALER for framework in frameworks)}, or leave grad_scaler out"
         )
 
 

@@ -35,37 +35,48 @@ class Collector:
         cost, steps = ledger.of_this_process()
         last = ledger.last
         described = {"compressor": str(settings.compressor), "policy": str(settings.policy or "")}
-        yield InfoMetricFamily("hvdcomp", "How gradients are compressed, as spec strings.", described)
+        yield InfoMetricFamily(
+            "hvdcomp", "The compressor and the policy, written as spec strings such as topk:ratio=0.01.", described
+        )
         for name, meaning, value in (
-            ("steps", "Steps of this process.", steps),
-            ("sent_bytes", "Bytes that this rank sent.", cost.bytes_sent),
+            ("steps", "Number of training steps that this process has made.", steps),
+            ("sent_bytes", "Bytes of gradients that this rank has sent.", cost.bytes_sent),
             (
                 "sent_in_node_bytes",
-                "Bytes of hvdcomp_sent_bytes that went to ranks of the same node.",
+                "The part of hvdcomp_sent_bytes that was sent to ranks of the same node.",
                 cost.bytes_in_node,
             ),
-            ("dense_bytes", "Bytes of the same gradients without compression.", cost.dense_bytes),
+            ("dense_bytes", "Bytes that the same gradients have without compression.", cost.dense_bytes),
         ):
             yield CounterMetricFamily(f"hvdcomp_{name}", meaning, value)
-        seconds = CounterMetricFamily("hvdcomp_step_seconds", "Time that hvdcomp spent in steps.", labels=["phase"])
+        seconds = CounterMetricFamily(
+            "hvdcomp_step_seconds",
+            "Seconds that hvdcomp has spent in each phase of the training steps.",
+            labels=["phase"],
+        )
         for phase in _PHASES:
             seconds.add_metric([phase], getattr(cost, f"{phase}_seconds") or 0.0)
         yield seconds
         factor = None if last is None else last.compression_factor
         yield GaugeMetricFamily(
             "hvdcomp_compression_factor",
-            "Dense bytes / sent bytes in the latest step, without bytes that stay within the node.",
+            "Compression factor of the latest step: uncompressed bytes / sent bytes, without the bytes that stay "
+            "within the node.",
             factor,
         )
         levels = GaugeMetricFamily(
-            "hvdcomp_mean_level", "Mean level of the tensors that have a level.", labels=["kind"]
+            "hvdcomp_mean_level",
+            "Mean compression level (such as ratio, rank or bits) of the tensors whose compressor has a level.",
+            labels=["kind"],
         )
         for kind, mean in mean_levels(plan).items():
             levels.add_metric([kind], mean)
         yield levels
         # One series for all tensors of a method and level; a label for each tensor would be hundreds of series.
         tensors = GaugeMetricFamily(
-            "hvdcomp_tensors", "Number of tensors that are sent with this method and level.", labels=["method", "level"]
+            "hvdcomp_tensors",
+            "Number of tensors that are compressed with this method and level.",
+            labels=["method", "level"],
         )
         alike = Counter((used.name, "" if used.level is None else f"{used.level:g}") for used in plan.values())
         for labels, count in sorted(alike.items()):

@@ -67,6 +67,6 @@ def require_compression(value: Any, function: str) -> None:
         if "\n" in given:  # of an optimizer or a model, given in the wrong place
             given = f"an object of class {type(value).__name__}"
         raise ConfigurationError(
-            f"{function} was given {given} as compression; give it an hvdcomp.Compression, such as "
+            f"{function} was given {given} as compression; pass an hvdcomp.Compression, such as "
             "hvdcomp.Compression(hvdcomp.TopK(ratio=0.01)) or hvdcomp.Compression.from_spec('topk:ratio=0.01')"
         )

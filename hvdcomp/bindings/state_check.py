@@ -107,7 +107,10 @@ class _Own:
         known = [field.name for field in dataclasses.fields(Cost)]
         for name, value in self.totals.items():
             if name not in known or not (value is None or 0 <= value < math.inf):
-                raise ValueError(f"totals: {name}={value} must be one of {', '.join(known)}, and at least 0")
+                raise ValueError(
+                    f"totals: {name}={value} is not allowed; the names are {', '.join(known)}, and each value must be "
+                    "at least 0"
+                )
         if self.loss_scale is not None and not 0 < self.loss_scale < math.inf:
             raise ValueError(f"loss_scale: {self.loss_scale} must be a finite number above 0")
         for name, factor in (self.divided_by or {}).items():
@@ -134,10 +137,10 @@ def parts_of(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, 
     """
     shared, own = (state.get("shared"), state.get("own")) if isinstance(state, Mapping) else (None, None)
     if not isinstance(shared, Mapping) or not isinstance(own, Mapping) or shared.get("format") != FORMAT:
-        given = f"it holds {shortened(list(state))}" if isinstance(state, Mapping) else shortened(state)
+        given = f"its keys are {shortened(list(state))}" if isinstance(state, Mapping) else shortened(state)
         raise ConfigurationError(
-            f"this is not a state of hvdcomp.Compression, or it is from another version of hvdcomp ({given}); give "
-            "what compression.state_dict() returned"
+            f"the given value is not a state of hvdcomp.Compression, or another version of hvdcomp saved it ({given}); "
+            "pass the state that compression.state_dict() returned"
         )
     try:
         known, own_state = _read(_Shared, shared, "shared"), _read(_Own, own, "own")
@@ -232,8 +235,9 @@ def _read(kind: Any, value: Mapping[str, Any], where: str) -> Any:
 
 def _damaged(error: ValueError) -> ConfigurationError:
     return ConfigurationError(
-        f"this state of hvdcomp.Compression is damaged: {error}. Give what compression.state_dict() returned, "
-        "unchanged. Or continue without a state: then the residuals are lost"
+        f"this state of hvdcomp.Compression is damaged: {error}. Pass the state that compression.state_dict() "
+        "returned, unchanged. Or continue without a state: then the residuals (the parts of gradients that were not "
+        "sent yet) are lost"
     )
 
 
@@ -261,9 +265,7 @@ def _require_finite(arrays: Any, where: str) -> None:
 
 def _tensor(engine: Engine, name: str) -> TensorInfo:
     if name not in engine.tensors:
-        raise ValueError(
-            f"the state has a residual or a warm start of {name!r}, which is not a parameter of this model"
-        )
+        raise ValueError(f"the state has a residual or a warm start of {name!r}, but this model has no such parameter")
     return engine.tensors[name]
 
 
@@ -272,8 +274,7 @@ def _check_level(level: Any, compressor: Compressor) -> None:
         sizes: Any = typed(tuple[tuple[float | None, ...], ...], level, "level")
         if not sizes or any(len(size) != 2 or size[1] is None for size in sizes) or sizes[-1][0] is not None:
             raise ValueError(
-                f"level: {level!r} must be a list of pairs of a size and a level, and the last pair must have None "
-                "as its size"
+                f"level: {level!r} must be a list of pairs (size, level), and the size of the last pair must be None"
             )
         for _, size_level in sizes:
             compressor.at_level(size_level)
@@ -301,7 +302,7 @@ def _check_residual(kept: Mapping[str, Any], tensor: TensorInfo) -> None:
     # On shapes, as NumPy knows a residual's bfloat16 only where ml_dtypes was imported.
     needed = len(memory.prepare(shapes, shapes.ShapeArray(tensor.shape, wide_dtype(tensor.dtype)), ()))
     if len(arrays) != needed:
-        raise ValueError(f"{where} has {len(arrays)} arrays, and {memory} needs {needed}")
+        raise ValueError(f"{where} has {len(arrays)} arrays, but the memory {memory} needs {needed}")
     _check_shapes(arrays, tensor, where)
 
 

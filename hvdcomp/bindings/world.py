@@ -33,11 +33,12 @@ def state_for(states: Iterable[Mapping[str, Any]], rank: int, ranks: int, residu
     levels, steps and the policy continue. With the same number of ranks the result is the rank's own state, unchanged.
 
     Args:
-        states: what `Compression.state_dict` returned on the old ranks, in any order. Give the states of all old ranks,
-            or only the states that this rank needs, as above. They are read one by one, and only as far as needed.
+        states: the states that `Compression.state_dict` returned on the old ranks, in any order. Give the states of all
+            old ranks, or only the states that this rank needs, as above. They are read one by one, and only as far as
+            needed.
         rank, ranks: this rank and the number of ranks of the new training, counted among the ranks that exchange if
             there is a process set or FSDP.
-        residuals: "keep" the old ranks' residuals, or "drop" them on all ranks alike.
+        residuals: "keep" to keep the old ranks' residuals, or "drop" to drop them. Use the same value on all ranks.
 
     Returns:
         The state, which may share arrays with the given states.
@@ -124,8 +125,8 @@ class _StateCollection:
     def _check(self, facts: dict[str, Any], old: int) -> None:
         if self._empty:
             raise ConfigurationError(
-                "some of the states are empty, because their ranks had made no step, and others are not; give the "
-                "states that all ranks saved after the same step"
+                "some of the states are empty, because the ranks that saved them had made no step, and other states "
+                "are not empty; give the states that all ranks saved after the same step"
             )
         if old in self._given:
             raise ConfigurationError(f"the state of rank {old} was given twice; give the state of each old rank once")
@@ -137,9 +138,9 @@ class _StateCollection:
                 else:
                     differ = f"in the {fact}: {first} and {facts[fact]}"
                 raise ConfigurationError(
-                    f"the states of ranks {min(self._given)} and {old} are not from the same training and step: they "
-                    f"differ {differ}. Give the states that all ranks saved after the same step, {_WAY_OUT}, with rank "
-                    "0's state alone"
+                    f"the states of ranks {min(self._given)} and {old} are not from the same training and step: the "
+                    f"two states differ {differ}. Give the states that all ranks saved after the same step, "
+                    f"{_WAY_OUT}, with rank 0's state alone"
                 )
         self._facts = facts
 
@@ -172,8 +173,8 @@ class _StateCollection:
             named = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
             way_out = f", {_WAY_OUT}" if self._keeps else ": only this state has the pending decision of the policy"
             raise ConfigurationError(
-                f"rank {self._rank} of {self._ranks} needs the state of old {named} (the checkpoint has {size} "
-                f"ranks){way_out}"
+                f"rank {self._rank} of {self._ranks} needs the state that {named} saved (the checkpoint was saved by "
+                f"{size} ranks){way_out}"
             )
         return {"shared": self._shared, "own": _own_part(self._own, self._rank, self._ranks, self._residuals)}
 
@@ -206,7 +207,8 @@ class _SummedResidual:
         elif kept["memory"] != self._memory:
             raise ConfigurationError(
                 f"the residual of {self._name} comes from memory {self._memory} on one rank, and from {kept['memory']} "
-                f"on rank {old}, and the two cannot be added. Give states of the same training, {_WAY_OUT}"
+                f"on rank {old}, and residuals of different memories cannot be added. Give states of the same "
+                f"training, {_WAY_OUT}"
             )
         else:
             arrays = map(known_array, kept["arrays"])

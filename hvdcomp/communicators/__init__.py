@@ -1,4 +1,5 @@
-"""Communicators carry out the engine's collectives. Each uses one library; none knows a compressor."""
+"""Communicators carry out the engine's collectives. Each communicator uses one library, and knows nothing about
+compressors."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class Communicator(Protocol):
     world_size: int
 
     def part(self, group: str) -> Communicator:
-        """The communicator of a `protocol.Group`; for "all" this one.
+        """The communicator of a `protocol.Group`; for "all", this communicator itself.
 
         Raises:
             ConfigurationError: if the nodes have different numbers of ranks, or groups of ranks cannot be made.
@@ -59,4 +60,4 @@ class Communicator(Protocol):
         """Starts a broadcast of rank 0's uint8 vector, which has the same length on all ranks."""
 
     def wait(self, started: Any) -> Array:
-        """The result of a started collective, in fresh storage."""
+        """Waits for a started collective, and returns its result in new storage."""

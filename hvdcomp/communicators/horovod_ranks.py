@@ -26,7 +26,8 @@ class HorovodRanks(Ranks):
     Attributes:
         included: whether this process is in the process set.
         rank: this process's number in the process set; -1 outside of it.
-        world_size: number of ranks in the process set; 1 outside of it, where nothing is exchanged.
+        world_size: number of ranks in the process set; 1 on a process outside of the process set, which exchanges
+            nothing.
     """
 
     GROUPING = DYNAMIC
@@ -47,8 +48,9 @@ class HorovodRanks(Ranks):
     def check_grouping(self) -> None:
         if self.world_size != self._hvd.size():  # Horovod makes a process set only if all its ranks ask for it
             raise ConfigurationError(
-                f"two levels need all {self._hvd.size()} ranks, but the process set has {self.world_size}; leave out "
-                "process_set or two_level"
+                "two-level compression (exact means within a node, compression between nodes) needs all "
+                f"{self._hvd.size()} ranks, but the process set has {self.world_size}; leave out process_set or "
+                "two_level"
             )
 
     def make_groups(self, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Communicator]:
@@ -132,6 +134,7 @@ def process_set_of(hvd: Any, ranks: list[int]) -> Any:
         return hvd.add_process_set(ranks)
     except ValueError as error:
         raise ConfigurationError(
-            "two levels need new process sets of Horovod, but Horovod allows no new ones after its start: set "
-            f"{DYNAMIC}=1 in the environment of all ranks, or start with hvd.init(process_sets='dynamic') ({error})"
+            "two-level compression needs new process sets of Horovod, but Horovod was started without permission to "
+            f"create process sets later: set {DYNAMIC}=1 in the environment of all ranks, or start with "
+            f"hvd.init(process_sets='dynamic') ({error})"
         ) from error

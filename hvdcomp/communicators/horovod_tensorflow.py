@@ -40,8 +40,8 @@ class _Collective:
 class HorovodTensorFlowCommunicator(HorovodRanks):
     """The ranks of a Horovod process set (all ranks by default), reached through named operations.
 
-    Collectives of a step start together, when the first of them is waited for. A broadcast, of NumPy arrays only,
-    starts at once and may go on while the next step runs.
+    All collectives of a step start together, when the engine waits for the first of them. A broadcast (only of NumPy
+    arrays) starts at once, and may continue during the next step.
 
     Attributes:
         on_device: converter of PyTorch arrays; None if there are none.

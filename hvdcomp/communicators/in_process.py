@@ -16,13 +16,14 @@ Contribution = tuple[str, str, tuple[int, ...], Array, tuple[int, ...]]
 
 
 class ReleasedError(Exception):
-    """Ends a rank that waits for a rank that has ended."""
+    """Raised in a rank that waits for another rank which has already ended."""
 
 
 class InProcessGroup:
     """The group of `size` ranks, `ranks_per_node` of them on each node, and their collectives.
 
-    All ranks meet in each collective, even if it is among parts of them, as all ranks start the same collectives.
+    All ranks meet in each collective, even if only a part of them takes part, because all ranks start the same
+    collectives.
 
     One rank runs at a time, until its next collective, and then the next rank: in small steps, concurrent threads would
     spend most of the time waiting for Python's lock.
@@ -38,7 +39,7 @@ class InProcessGroup:
         self._results: dict[int, Array] = {}
 
     def exchange(self, rank: int, contribution: Contribution) -> Array:
-        """Hands in this rank's contribution to a collective and returns its result."""
+        """Adds this rank's contribution to a collective, waits, and returns the result."""
         if self.world_size == 1:
             return self._results_of({0: contribution})[0]
         if self._left:
@@ -166,7 +167,9 @@ class InProcessCommunicator:
 
 
 def _missed(rank: int, contribution: Contribution) -> RuntimeError:
-    return RuntimeError(f"rank {rank} has ended, and another waits for it: {contribution[:3]}")
+    return RuntimeError(
+        f"rank {rank} has ended, but another rank waits for rank {rank} in this collective: {contribution[:3]}"
+    )
 
 
 def results_of(arrays: list[Array], kind: str, add: Callable[[list[Array]], Array]) -> list[Array]:
@@ -215,7 +218,7 @@ def _combine(kind: str, arrays: list[Array], add: Callable[[list[Array]], Array]
 def run_ranks(
     size: int, work: Callable[[InProcessCommunicator], Result], ranks_per_node: int | None = None
 ) -> Sequence[Result]:
-    """Runs `work` on `size` ranks at once and returns their results in rank order.
+    """Runs the function `work` on `size` ranks (threads) at once, and returns their results in rank order.
 
     Raises:
         The first error of any rank; the other ranks are released from their collectives.

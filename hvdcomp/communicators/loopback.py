@@ -7,7 +7,8 @@ from hvdcomp.arrays.types import Array
 
 
 class LoopbackCommunicator:
-    """Answers as if `size` ranks had sent this rank's payload. A gathered payload takes its real memory."""
+    """Returns the results of collectives as if `size` ranks had sent this rank's payload. Gathered payloads need as
+    much memory as with real ranks."""
 
     def __init__(self, size: int = 1, ranks_per_node: int = 1) -> None:
         self.rank = 0

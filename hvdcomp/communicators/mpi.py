@@ -15,8 +15,8 @@ class MPIBroadcaster:
 
     All ranks make it at the same point, and MPI must be initialised for several threads.
 
-    Horovod ends MPI on all ranks as soon as one of them ends, and a later MPI call is a segmentation fault. So a rank
-    that ends first waits for its started broadcast, which rank 0 may be about to send.
+    Horovod ends MPI on all ranks as soon as one rank ends, and a later MPI call causes a segmentation fault. So a rank
+    that ends first waits for its started broadcast, which rank 0 may not have sent yet.
     """
 
     def __init__(self) -> None:

@@ -14,7 +14,8 @@ RANKS_PER_NODE = "HVDCOMP_RANKS_PER_NODE"
 
 
 def allow_process_sets() -> None:
-    """Lets Horovod make process sets, unless the user's environment forbids it; to be called before `hvd.init`."""
+    """Lets Horovod create process sets after its start, unless the user's environment forbids this. Call it before
+    `hvd.init`."""
     os.environ.setdefault(DYNAMIC, "1")
 
 
@@ -65,8 +66,8 @@ class Nodes:
         if any(len(ranks) != self.ranks_per_node for ranks in self._nodes):
             numbers = ", ".join(str(len(ranks)) for ranks in self._nodes)
             raise UnevenNodesError(
-                f"two levels need the same number of ranks on every node, but the nodes have {numbers} ranks; start "
-                "the same number of ranks on each node, or leave out two_level"
+                f"two-level compression needs the same number of ranks on every node, but the nodes have {numbers} "
+                "ranks; start the same number of ranks on each node, or leave out two_level"
             )
 
     def members(self, rank: int, group: str) -> tuple[int, ...]:

@@ -20,7 +20,8 @@ class Ranks(Communicator):
         included: whether this process is one of the ranks.
 
     Class attributes:
-        GROUPING: environment variable that allows groups of ranks, to be set alike on all ranks; "" if none is needed.
+        GROUPING: name of the environment variable that allows groups of ranks; set it to the same value on all ranks.
+            "" if no variable is needed.
     """
 
     GROUPING: ClassVar[str] = ""
@@ -67,22 +68,23 @@ class Ranks(Communicator):
             return [rank // ranks_per_node[0] for rank in range(self.world_size)]
         if len(set(sizes)) > 1:  # then numbers of nodes are not comparable
             raise UnevenNodesError(
-                "two levels need the same number of ranks on every node, but there are nodes with "
+                "two-level compression needs the same number of ranks on every node, but there are nodes with "
                 f"{' and '.join(map(str, sorted(set(sizes))))} ranks; start the same number of ranks on each node, or "
                 "leave out two_level"
             )
         return nodes
 
     def duplicate(self) -> Ranks:
-        """A communicator of the same ranks whose collectives do not block this communicator's, if their names differ;
-        to be called on every rank."""
+        """A second communicator of the same ranks. Its collectives and those of this communicator do not block each
+        other if their names differ. Call it on every rank."""
         return self
 
     # Methods that each library implements.
 
     @property
     def has_mpi(self) -> bool:
-        """Whether all of MPI's ranks take part, and MPI can be used beside the library of the gradients."""
+        """Whether MPI can be used in addition to the library that exchanges gradients, and all of MPI's ranks take
+        part."""
         return False
 
     @property
@@ -91,7 +93,7 @@ class Ranks(Communicator):
         return False
 
     def renewed(self) -> Ranks:
-        """A new communicator of all present ranks, if this one `is_stale`.
+        """Makes a new communicator of all present ranks. Call it if this communicator `is_stale`.
 
         Raises:
             ConfigurationError: on every rank, if this communicator had only some of all ranks.

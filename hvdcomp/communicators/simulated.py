@@ -1,8 +1,8 @@
 """Simulated ranks: threads of one process with the results of real ranks, bit for bit, on links of predicted speed.
 
 An allreduce adds up in the order of Gloo's ring, which torch.distributed uses on CPUs. Each rank has a clock for each
-simulated link. It runs while the rank computes, stops while other ranks do, and advances by the predicted time of each
-exchange on that link. So one run predicts the time on several links.
+simulated link. The clock runs while the rank computes, stops while other ranks compute, and advances by the predicted
+time of each exchange on its link. So one run predicts the times on several links.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class SimulatedGroup(InProcessGroup):
         self._links_free = np.zeros(len(costs))  # times from which each link is free
 
     def moment(self, rank: int) -> Moment:
-        """A rank's clocks; to be called by that rank."""
+        """The clocks of a rank. Only this rank may call it."""
         reading = self._timer()
         self._clocks[rank] += reading - self._marks.get(rank, reading)
         self._marks[rank] = reading
         return self._clocks[rank].copy()
 
     def meet_at(self, rank: int, contribution: Contribution, start: Moment) -> Array:
-        """`meet` for a collective that was started earlier on the rank's clocks."""
+        """Like `exchange`, for a collective that started earlier according to the clocks of this rank."""
         self._starts[rank] = start
         self._finish_computing()
         self.moment(rank)
@@ -72,7 +72,7 @@ class SimulatedGroup(InProcessGroup):
         return result
 
     def share(self, rank: int, value: Any, name: str) -> list[Any]:
-        """Copies of the values of all ranks; takes no time on any link."""
+        """Copies of the values of all ranks. The simulated clocks count no time for this."""
         self._finish_computing()
         self.moment(rank)
         all_ranks = tuple(range(self.world_size))

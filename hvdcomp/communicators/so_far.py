@@ -1,4 +1,4 @@
-"""The rank of this process, as far as it is known before the ranks connect."""
+"""The rank of this process, if it is known before the ranks connect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LAUNCHERS = ("HOROVOD_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
 def rank_so_far() -> int:
-    """The rank of this process: `connected_rank`, or the launcher's environment variable, or 0 without either.
+    """The rank of this process: `connected_rank`, or the launcher's environment variable, or 0 if both are missing.
 
     It does not wait for other ranks. In a process set or group the process may have another rank.
     """

@@ -81,14 +81,15 @@ class TorchDistributedCommunicator(Ranks):
         self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             raise ConfigurationError(
-                f"rank {dist.get_rank()} is not in its process group; give each rank a group that contains this rank"
+                f"rank {dist.get_rank()} was given a process group that does not contain rank {dist.get_rank()}; give "
+                "each rank a group that contains this rank"
             )
         self._next: dist.ProcessGroup | None = None
         self._root = dist.get_global_rank(self.group, 0)
         self._host_group = self.group if _takes_cpu(self.group) else _group_beside(self.group, "gloo")
 
     def move_to(self, group: dist.ProcessGroup) -> None:
-        """Makes this communicator stale; `renewed` gives that of the ranks of another process group."""
+        """Marks this communicator as stale: `renewed` then returns a communicator of another process group."""
         self._next = group
 
     @property
@@ -98,9 +99,9 @@ class TorchDistributedCommunicator(Ranks):
     def renewed(self) -> TorchDistributedCommunicator:
         if self._next is None:
             raise ConfigurationError(
-                "roll_back is only for ranks that change during the training. Ranks of torch.distributed change only "
-                "if LocalSteps.change_ranks gave them another group. Start all ranks again instead, and give "
-                "load_state_dict() the state from a checkpoint before the first step"
+                "roll_back works only if ranks join or leave during the training. With torch.distributed, ranks join "
+                "or leave only through LocalSteps.change_ranks. Restart all ranks instead, and pass the state from a "
+                "checkpoint to load_state_dict() before the first step"
             )
         return TorchDistributedCommunicator(self._next)
 
@@ -155,8 +156,9 @@ class TorchDistributedCommunicator(Ranks):
     def check_grouping(self) -> None:
         if self.world_size != dist.get_world_size():  # torch.distributed makes a group only if all ranks ask for it
             raise ConfigurationError(
-                f"two levels need all {dist.get_world_size()} ranks, but the process group has {self.world_size}; "
-                "train the model on all ranks, or leave out two_level"
+                "two-level compression (exact means within a node, compression between nodes) needs all "
+                f"{dist.get_world_size()} ranks, but the process group has {self.world_size}; train the model on all "
+                "ranks, or leave out two_level"
             )
 
     def make_groups(self, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Communicator]:

@@ -27,7 +27,8 @@ from hvdcomp.specs.levels import Level
 class HorovodMethod:
     """Descriptor of a method that Horovod calls on its `compression` argument.
 
-    On a class, or on a description without the method, it gives a function that raises and says what to write instead.
+    On a class, or on an object without the method, the descriptor returns a function that raises an error, whose
+    message says what to write instead.
     """
 
     def __init__(self, function: Callable[..., Any] | None = None) -> None:
@@ -40,7 +41,7 @@ class HorovodMethod:
 
 
 def refuse_description(given: Any) -> Callable[..., None]:
-    """A function that raises ConfigurationError: it says what to write in place of `compression=given`."""
+    """A function that raises ConfigurationError, whose message says what to write in place of `compression=given`."""
 
     def refuse(*_: Any) -> None:
         if isinstance(given, type):
@@ -62,28 +63,30 @@ class Compressor(Described):
 
     Class attributes:
         name: the method's name in a spec string.
-        examples: specs of the method in each of its forms, the commonest first. The manual shows the first; tests of
-            what every compressor must do, and `hvdcomp bench encode`, take all.
-        level_name: the field that says how hard to compress, or None if the method has no such knob.
+        examples: example spec strings of the method, the most common first. The manual shows the first example. The
+            tests of all compressors, and `hvdcomp bench encode`, use all examples.
+        level_name: the field that says how hard to compress (such as "ratio"), or None if the method has no such field.
         sends: the payload of one rank for a tensor, in words.
         biased: whether the expectation of the result over the method's random choices differs from the gradient. By
             default biased methods use error feedback. A cast's rounding does not count.
-        lossless: whether the receivers get the gradient itself.
+        lossless: whether the receivers get the exact gradient.
         variance: for an unbiased method whose error can be larger than x itself, a bound of E|x - C(x)|^2 / |x|^2 that
             holds for any tensor. 0 for all others: biased methods leave out a part of x, and no element's error is
             larger than the largest element of x in `terngrad`, `globalqsgd`, `natural`, `int8`, `int4` and `fp8`. The
             expected error of `eden` is smaller than x (`known_error`).
         known_error: the expectation of |x - C(x)|^2 / |x|^2, if it is about the same for every x of many elements, so
             that policies need not compress x to learn it; None for all others.
-        sent_is_own: whether C(x) follows from this rank's x alone. It does not if ranks compress each other's chunks;
-            a step then does not show how much of x this rank's compressor alone would have kept.
-        in_units: whether the result is in the gradient's units, so that momentum can be computed from it.
-        nested: whether compressing C(x) of a softer level at a harder level gives C(x) of the harder level. This holds
-            for methods that keep elements of x.
+        sent_is_own: whether C(x), the decoded form of what this rank sent, depends on this rank's x only. This is False
+            if ranks compress each other's chunks: then a step does not show how much of x this rank's compressor alone
+            would have kept.
+        in_units: whether the result is in the gradient's units, so that an optimizer can compute momentum from the
+            result.
+        nested: whether compressing first at a milder level, and then the result at a stronger level, gives the same as
+            compressing once at the stronger level. This holds for methods that keep elements of x.
         period: number of steps after which payload sizes repeat.
         keeps_state: whether the method has a state from step to step.
         of_matrices: whether the method treats a tensor as a matrix whose rows are the first dimension.
-        form: name of the class's method that gives it a bucket form.
+        form: name of the class's method that implements its bucket form.
         reference: the publication.
     """
 
@@ -113,7 +116,7 @@ class Compressor(Described):
 
         Args:
             xp: array functions for the framework of `x` (`hvdcomp.arrays`).
-            x: this rank's gradient plus what its memory adds; not to be changed.
+            x: this rank's gradient plus the residual or momentum that the memory adds. Do not change it.
             state: the state from `prepare`.
             context: the tensor's name, the step, the seed, the rank and the number of ranks.
         """
@@ -121,8 +124,8 @@ class Compressor(Described):
 
     @property
     def has_bucket_form(self) -> bool:
-        """Whether the class itself defines a bucket form. An inherited one does not count: it would ignore what a
-        subclass changes in `aggregate`."""
+        """Whether the class itself defines a bucket form. An inherited bucket form does not count, because it would
+        ignore the changes of a subclass to `aggregate`."""
         return self.form in vars(type(self))
 
     @property
@@ -134,36 +137,38 @@ class Compressor(Described):
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
         """Runs one step for all tensors of a bucket: `aggregate` of each tensor, in compiled code.
 
-        Optional: `aggregate` serves tensors that are in no bucket, and is the plain statement that tests compare the
-        bucket form with.
+        Optional. Tensors that are in no bucket use `aggregate`. `aggregate` is also the reference implementation with
+        which tests compare the bucket form.
         """
         raise NotImplementedError
 
     def preview(
         self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context
     ) -> Array | SparseVector:
-        """C(x) as if this rank were the only one; arguments as in `aggregate`."""
+        """Compresses x as if this rank were the only rank, and returns C(x), the decoded result; arguments as in
+        `aggregate`."""
         return run_alone(checked.aggregate(self, xp, x, state, context))[0].sent
 
     def preview_bucket(self, bucket: Bucket) -> None:
-        """Runs a bucket's step that has begun as if this rank were the only one, so that its results are C(x)."""
+        """Runs a bucket's step that has begun as if this rank were the only rank, so that the results are C(x)."""
         run_alone(self.aggregate_bucket(bucket), bucket.context.world_size)
 
     def prepare(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> tuple[Array, ...]:
-        """The state that a step starts from: made anew if `state` is empty, else fitted to the present level."""
+        """The state at the beginning of a step: a new state if `state` is empty, else `state` adapted to the present
+        level."""
         return ()
 
     def route(self, tensor: TensorInfo) -> Compressor:
-        """The compressor that a tensor gets: this one, or another if this one does not suit the tensor."""
+        """The compressor for a tensor: this compressor, or another if this compressor does not suit the tensor."""
         return self
 
     def method_for(self, tensor: TensorInfo) -> Compressor:
-        """The method that serves a tensor, at its own level. Unlike `route` it does not fall back to dense where that
-        level saves nothing, as another level may."""
+        """The method for a tensor, at its own level. Unlike `route`, it returns the method even if this level saves no
+        bytes, because another level may save bytes."""
         return self
 
     def leaves(self) -> Iterator[Compressor]:
-        """The methods that tensors may get: this one, or the choices of a router."""
+        """The methods that tensors may get: this method, or the choices of a router."""
         yield self
 
     def name_patterns(self) -> Iterator[str]:
@@ -171,19 +176,20 @@ class Compressor(Described):
         yield from ()
 
     def wire_dtype(self, dtype: str) -> str | None:
-        """The element type in which a plain allreduce carries the tensor; None if the method is more than a cast."""
+        """The element type in which a plain allreduce sends the tensor; None if the method is more than a cast."""
         return None
 
     def payload_bytes(
         self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32", ranks: int = 1
     ) -> int:
-        """Bytes that one rank hands to the collectives for a tensor in one step, indices and scales included.
+        """Bytes that one rank passes to the collectives for a tensor in one step, indices and scales included.
 
-        Counted by running `aggregate` on shapes; the mean of a period's steps.
+        Counted by running `aggregate` on arrays without values. If the bytes differ from step to step, their mean over
+        a period.
 
         Args:
             shape: shape of the tensor.
-            level: level to count at; the compressor's own by default.
+            level: the level. Default: the compressor's own level.
             dtype: element type of the dense tensor.
             ranks: number of ranks; matters only if chunks are scattered.
         """
@@ -198,7 +204,7 @@ class Compressor(Described):
         return False
 
     def bytes_in_bucket(self, tensor: TensorInfo, context: Context) -> tuple[float, float]:
-        """Bytes that a rank hands to collectives for a tensor of a bucket in a step: in all, and within its node."""
+        """Bytes that a rank passes to collectives for a tensor of a bucket in a step: in all, and within its node."""
         payloads = payloads_of_step(self, tensor.shape, tensor.dtype, context.step % self.period)
         return sum(payload.bytes for payload in payloads), 0
 
@@ -213,10 +219,10 @@ class Compressor(Described):
         return None
 
     def level_for_elements(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
-        """The level for a compression factor of elements, without indices: it sends nearest to 1 /
-        `compression_factor` of the tensor's elements, or as many 32-bit numbers in their place.
+        """The level for a compression factor that counts elements instead of bytes, so that indices do not count.
 
-        The same as `level_for` for methods without indices.
+        The number of elements sent (or of 32-bit numbers, for methods that send other numbers) is closest to the
+        tensor's elements / `compression_factor`. For methods without indices, this is the same as `level_for`.
         """
         return self.level_for(compression_factor, shape)
 
@@ -226,7 +232,7 @@ class Compressor(Described):
 
     @property
     def default_memory(self) -> Memory:
-        """The method's memory unless the user names one."""
+        """The memory that the method uses unless the user names a memory."""
         return ErrorFeedback() if self.biased else NoMemory()
 
     @property
@@ -262,7 +268,8 @@ def require_count(method: str, **values: Any) -> None:
 
 
 def most_level_for(method: Compressor, compression_factor: float, shape: tuple[int, ...], allowed: range) -> int:
-    """The highest level whose payload is at most dense bytes / `compression_factor`; the lowest allowed if none is."""
+    """The highest level whose payload is at most dense bytes / `compression_factor`; if there is no such level, the
+    lowest allowed level."""
     budget = 4 * number_of_elements(shape) / compression_factor
     within = bisect_right(allowed, budget, key=lambda level: method.payload_bytes(shape, level))
     return allowed[max(0, within - 1)]

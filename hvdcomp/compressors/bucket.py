@@ -1,9 +1,9 @@
 """Buckets: the tensors of a step that one method compresses together, in a few passes of compiled code.
 
-A compressor may have, beside `aggregate` for one tensor, a form for all tensors of a bucket, `aggregate_bucket`. It is
-a generator as well: it yields one request a round for all tensors. Its kernels make x from the gradients and the
-residuals, compress x in the same pass, and write the mean over the ranks to the results. Without kernels, or without
-such a form, tensors are in no bucket (`exchange.tensor_group`).
+In addition to `aggregate` for one tensor, a compressor may have a form for all tensors of a bucket, `aggregate_bucket`.
+This form is a generator too, and yields one request per round for all tensors. Its kernels compute x from the gradients
+and the residuals, compress x in the same pass, and write the mean over the ranks to the results. Without kernels, or
+without such a form, tensors are in no bucket (`exchange.tensor_group`).
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ def least_early_bytes(least: int, everything: int, on_device: bool) -> int:
     """The least bytes of gradients in a bucket that starts in the backward pass: `least`, or on a CUDA device a quarter
     of all.
 
-    There the host launches each bucket by itself, which takes it about as long as to launch all of them together: where
-    the host limits a step, thirteen buckets made it 1.9 times as long, and four 1.3 times (docs/encoding.md).
+    On a CUDA device, the host launches each bucket separately, and launching one bucket takes about as long as
+    launching all buckets together. When the host limited a step, thirteen buckets made the step 1.9 times as long, and
+    four buckets 1.3 times (docs/encoding.md).
 
     Example:
         >>> least_early_bytes(LEAST_BYTES, 100_000_000, on_device=True)
@@ -70,7 +71,7 @@ class PayloadRows(NamedTuple):
     Attributes:
         numbers: the row of each tensor, int64 (tensors,).
         ranks: number of rows.
-        length: least bytes of a row; it grows if its contents need more.
+        length: minimum bytes of a row; a row grows if its contents need more.
     """
 
     numbers: np.ndarray
@@ -106,9 +107,9 @@ class Bucket:
         suffix: text that is appended to the tensors' names for random numbers.
         states: the method's states, fitted by `prepare`, or None if it keeps nothing.
         table: the description of the tensors for kernels.
-        layout: what the bucket form computes once from tensors and levels; None at first.
-        found_inf: whether x, or what is sent of it, holds an inf or NaN, as returned by `call`; to be set before the
-            first request.
+        layout: the object that the bucket form computes once from tensors and levels; None at first.
+        found_inf: whether x, or the part of x that is sent, holds an inf or NaN, as returned by `call`. Set it before
+            the first request.
         factors: the object whose storage `sent_product` of the table points into, or None. Its `commit` is called if
             the step counts. A holder of the product must hold this object too.
         rows: the rows of the payload, if it has one for each of several ranks.
@@ -173,7 +174,8 @@ class Bucket:
         return isinstance(self.memory, MomentumCorrection) and self.memory.masking
 
     def draw_keys(self, shared: bool = False) -> np.ndarray:
-        """Enters the keys of the method's random numbers in this step in the table; returns them, uint64 (tensors,).
+        """Writes the keys of the method's random numbers in this step to the table, and returns the keys, uint64
+        (tensors,).
 
         Args:
             shared: whether all ranks draw the same numbers.
@@ -186,7 +188,7 @@ class Bucket:
         return keys
 
     def begin(self, context: Context, factor: Array | None = None, suffix: str = "") -> None:
-        """Begins a step; to be called before its first kernel.
+        """Begins a step. Call it before the first kernel of the step.
 
         Args:
             context: the context of the step.
@@ -240,8 +242,8 @@ class Bucket:
         return self.segments["sums"][:, 0].copy()
 
     def compressed(self) -> list[np.ndarray]:
-        """The arrays that are compressed, once x is made, as views of the storage that the table names; on the host
-        only."""
+        """The arrays that are compressed, as views of the storage that the table names. Only on the host, and only
+        after x was computed."""
         vectors = self.table.vectors("source" if self.segments["source"].all() else self.x)
         return [vector.reshape(tensor.shape) for vector, tensor in zip(vectors, self.tensors, strict=True)]
 
@@ -276,7 +278,7 @@ class Bucket:
         Args:
             count: number of elements; their bytes are rounded up to a multiple of 4, as ranks' payloads lie in a row.
             dtype: element type.
-            kept: whether later steps reuse it; if not, it is not cleared, and `let_go` ends its use.
+            kept: whether later steps reuse the payload; if not, the payload is not cleared, and `let_go` ends its use.
         """
         size = np.dtype(dtype).itemsize
         used = -(-count * size // 4) * 4
@@ -307,7 +309,8 @@ def address_of(array: Array) -> int:
 
 
 def take_off(bucket: Bucket, zeros: np.ndarray, x: np.ndarray | None = None) -> None:
-    """Subtracts from x what was sent, where a kernel left that to the next step, whose chunks may be others.
+    """Subtracts the sent part from x if a kernel has left this subtraction to the next step, which may have other
+    chunks.
 
     Args:
         bucket: the bucket after encoding.
@@ -379,6 +382,6 @@ class BucketStates:
         self.kept, self.next = self.next, self.kept
 
     def settle(self, found_inf: Array) -> None:
-        """Keeps the new states if `found_inf` is 0, which the host need not know; the old ones if it is NaN."""
+        """Keeps the new states if `found_inf` is 0, or the old states if it is NaN. The host need not know which."""
         self.next = [self._xp.where(found_inf == 0, new, old) for new, old in zip(self.next, self.kept, strict=True)]
         self.commit()

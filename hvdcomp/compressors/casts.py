@@ -27,7 +27,7 @@ _EXCHANGE = Rule(lambda value: value == "allreduce" or EXCHANGE.allows(value), f
 
 @dataclass(frozen=True)
 class NoCompression(Compressor):
-    """Sends the gradient as it is. bfloat16 travels as float32, because Horovod cannot add bfloat16.
+    """Sends the gradient uncompressed. Gradients in bfloat16 are sent as float32, because Horovod cannot add bfloat16.
 
     Example:
         >>> NoCompression().payload_bytes((1000, 1000))
@@ -86,16 +86,18 @@ class _Cast(Gathering):
 
 @dataclass(frozen=True)
 class FP16(_Cast):
-    """Casts to IEEE half precision, summed in half precision, as in Horovod's own fp16 compression, or in float32.
+    """Casts gradients to IEEE half precision. Sums are in half precision, as in Horovod's own fp16 compression, or in
+    float32.
 
     Magnitudes beyond 65504 become infinite, and the step is skipped on all ranks, as after any overflow. With
     exchange "gather" or "scatter", sums are float32 and only the elements themselves can overflow. With "scatter", a
     rank sends and receives as many bytes as in an allreduce of half precision, with any number of ranks.
 
     Attributes:
-        exchange: "allreduce", with sums in half precision; or "gather", "scatter" or "auto" as in other methods, with
+        exchange: "allreduce", with sums in half precision; or "gather", "scatter" or "auto", as in other methods, with
             sums in float32.
-        rounding: "nearest"; or "stochastic", not with "allreduce", whose sums are rounded to nearest.
+        rounding: "nearest", or "stochastic" (unbiased). "stochastic" does not work with exchange "allreduce", whose
+            sums are rounded to nearest.
 
     Example:
         >>> FP16().payload_bytes((1000, 1000))
@@ -147,10 +149,12 @@ class FP16(_Cast):
 
 @dataclass(frozen=True)
 class BF16(_Cast):
-    """Casts to bfloat16, gathers or scatters the bit patterns, and adds them in float32: no sum is rounded to 16 bits.
+    """Casts gradients to bfloat16, exchanges the 16-bit values, and adds them in float32, so that no sum is rounded to
+    16 bits.
 
-    Gathered among N ranks, a rank receives 2 (N - 1) bytes an element; with four ranks, as many as in an allreduce of
-    float32. Scattered, it sends and receives half the bytes of an allreduce of float32, with any number of ranks.
+    With exchange "gather" among N ranks, a rank receives 2 (N - 1) bytes per element; with four ranks, these are as
+    many bytes as in an allreduce of float32. With "scatter", a rank sends and receives half the bytes of an allreduce
+    of float32, with any number of ranks.
 
     Example:
         >>> BF16().payload_bytes((1000, 1000))

@@ -1,8 +1,8 @@
 """Calls of `prepare` and `aggregate`, with checks of compressors that are not hvdcomp's own.
 
-A mistake in such a compressor would otherwise go unnoticed, end in an error of another part, or leave ranks waiting for
-payloads of different sizes. Every error names the method and the tensor. The methods of hvdcomp, which tests check, are
-called without checks.
+Without these checks, a mistake in such a compressor might go unnoticed, cause an error elsewhere, or make ranks wait
+for payloads of different sizes. Every error names the method and the tensor. The methods of hvdcomp, which tests check,
+are called without checks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ State = tuple[Array, ...]
 
 
 def is_ours(method: Any) -> bool:
-    """Whether a compressor is one of hvdcomp's, which need no checks."""
+    """Whether a compressor is part of hvdcomp and therefore needs no checks."""
     return type(method).__module__.startswith("hvdcomp.")
 
 
@@ -67,7 +67,7 @@ def aggregate(method: Any, xp: ModuleType, x: Array, state: State, context: Cont
 
 
 def require_named(method: Any) -> None:
-    """Raises SpecError for a compressor whose class lacks what every class needs; done before a training begins."""
+    """Raises SpecError, before a training begins, for a compressor whose class has no name or is not hashable."""
     kind = type(method)
     if is_ours(method):
         return
@@ -86,10 +86,10 @@ def require_named(method: Any) -> None:
 
 
 def require_sound(method: Any, tensor: TensorInfo, rank: int, ranks: int) -> None:
-    """Runs a compressor on the shape of a tensor, unless it is hvdcomp's; to be done before ranks wait for each other.
+    """Runs a compressor that is not hvdcomp's own on the shape of a tensor. Call this before ranks wait for each other.
 
     Raises:
-        ConfigurationError: if it cannot run, or if payloads differ between ranks, or between steps of a period.
+        ConfigurationError: if the compressor fails, or if payloads differ between ranks or between steps of a period.
     """
     if is_ours(method) or not tensor.size:
         return

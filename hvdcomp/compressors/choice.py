@@ -26,8 +26,8 @@ class Chooser:
     Args:
         described: all tensors that may have a gradient; the same on all ranks.
         compressor: the compressor, whose `route` gives each tensor its own.
-        memory: the memory of all tensors. None for the default: error feedback for biased compressors and none for the
-            others; or, if a compressor has momentum correction, that for all tensors.
+        memory: the memory of all tensors. None for the default: error feedback for biased compressors, and no memory
+            for the others; if any compressor has momentum correction, momentum correction for all tensors.
         min_numel, min_ndim: tensors with fewer elements or dimensions are sent dense.
 
     Attributes:
@@ -50,7 +50,8 @@ class Chooser:
             self.memory = next((kind.default_memory for kind in methods if kind.default_memory.is_momentum), None)
 
     def plan_for(self, compressor: Compressor) -> Plan:
-        """The plan of a compressor: small and low-dimensional tensors are sent dense, unless it is a cast."""
+        """The plan of a compressor: small and low-dimensional tensors are sent uncompressed, unless the compressor is a
+        cast."""
         return MappingProxyType({name: self.choose(compressor, tensor) for name, tensor in self.tensors.items()})
 
     def choose(self, compressor: Compressor, tensor: TensorInfo) -> Compressor:
@@ -69,8 +70,8 @@ class Chooser:
         return NoMemory() if compressor.lossless and not memory.is_momentum else memory
 
     def kept_bytes(self, compressor: Compressor) -> int:
-        """What a rank keeps of all tensors from step to step on a device, in bytes: residuals, momentum, and the
-        method's own arrays, which are there twice. On the host residuals of float32 are, too."""
+        """Bytes that a rank on a device keeps between steps for all tensors: residuals, momentum, and two copies of the
+        method's own arrays. On the host, there are also two copies of float32 residuals."""
         kept = 0
         for name, chosen in self.plan_for(compressor).items():
             tensor, memory = self.tensors[name], self.memory_for(chosen)
@@ -80,7 +81,7 @@ class Chooser:
         return kept
 
     def casts(self, plan: Plan) -> bool:
-        """Whether a plan has only casts without memory."""
+        """Whether the plan has only casts (fp16, bf16 or none), without residuals."""
         return all(self.is_cast(name, compressor) for name, compressor in plan.items())
 
     def is_cast(self, name: str, compressor: Compressor) -> bool:

@@ -1,8 +1,9 @@
-"""Refuses pairs of compressor and memory whose residuals, or whose noise in momenta, would grow without end.
+"""Refuses combinations of compressor and memory with which residuals, or the noise in momenta, would grow without
+limit.
 
-Error feedback is for contractions: the residual must have less energy than x, E|x - C(x)|^2 < |x|^2 (Karimireddy et
-al. 2019, arXiv:1901.09847, assumption A). If not, each step has more to send than the one before. The error of some
-unbiased methods, their variance, is as large; these need no error feedback.
+Error feedback is for contractions: the residual must have less energy than x, E|x - C(x)|^2 < |x|^2 (Karimireddy et al.
+2019, arXiv:1901.09847, assumption A). If not, each step has more to send than the step before. The error (the variance)
+of some unbiased methods is too large for error feedback, but unbiased methods need no error feedback.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ def require_bounded_residuals(compressor: Compressor, memory: Memory | None) -> 
         if _grows(method, memory):
             raise SpecError(
                 f"{method} does not work with memory={memory}: the method is unbiased, and its error can have "
-                f"{method.variance:.3g} times the energy of its input, so residuals would grow without limit. Leave "
-                "memory at its default (an unbiased method needs none, memory=none), raise the level until this number "
-                "is below 1, or use a biased method (randomk without unbiased, topk, powersgd)"
+                f"{method.variance:.3g} times the energy (squared norm) of its input, so residuals would grow without "
+                "limit. Leave memory at its default (an unbiased method needs none, memory=none), raise the level "
+                "until this number is below 1, or use a biased method (randomk without unbiased, topk, powersgd)"
             )
 
 
 def require_bounded_turns(compressors: Iterable[Compressor]) -> None:
-    """Raises SpecError if residuals would grow without end where compressors with their own memories take turns.
+    """Raises SpecError if residuals would grow without limit when compressors with their own memories take turns.
 
-    A residual of one method is sent by the method that follows, and what that does not send is kept again. So error
-    feedback, once begun, goes on with every later method.
+    The next method has to send the residual of the method before, and keeps the part that it does not send. So error
+    feedback, once begun, continues with every later method.
     """
     methods = [method for compressor in compressors for method in compressor.leaves()]
     for keeper in methods:
@@ -51,9 +52,9 @@ def require_bounded_turns(compressors: Iterable[Compressor]) -> None:
             if _grows(method, keeper.default_memory):
                 raise SpecError(
                     f"{method} and {keeper} cannot be used in one training: {keeper} leaves residuals, and {method} "
-                    f"may have to send them. Its error can have {method.variance:.3g} times the energy of its input, "
-                    "so residuals would grow without limit. Leave out one of the two methods, or raise the level of "
-                    f"{method.name} until this number is below 1"
+                    f"may have to send these residuals. The error of {method} can have {method.variance:.3g} times the "
+                    "energy (squared norm) of its input, so residuals would grow without limit. Leave out one of the "
+                    f"two methods, or raise the level of {method.name} until this number is below 1"
                 )
 
 
@@ -77,10 +78,10 @@ def require_bounded_noise(method: Compressor, b1: float, local_steps: int) -> No
         noise = (1 + noise) * (1 + (inside.of_means.known_error or 0.0)) - 1
     if kept**2 * (1 + noise) >= 1:
         raise SpecError(
-            f"{method} does not work with CompressedAdam without error feedback: each exchange adds noise with "
-            f"{noise:.0%} of the momentum's energy, and the momentum keeps this noise (beta1={b1:g}), so the noise "
-            'would grow without limit. Give memory=error_feedback, or warm_up="int4", whose error feedback continues '
-            f"after the warm-up, or raise the level of {method.name}"
+            f"{method} does not work with CompressedAdam without error feedback: each exchange adds noise whose energy "
+            f"(squared norm) is {noise:.0%} of the momentum's energy, and the momentum keeps this noise "
+            f'(beta1={b1:g}), so the noise would grow without limit. Give memory=error_feedback, or warm_up="int4", '
+            f"whose error feedback continues after the warm-up, or raise the level of {method.name}"
         )
 
 

@@ -1,7 +1,9 @@
-"""Measured losses of methods in trainings, and the methods to try first; `auto` and `advise` use both.
+"""How much quality each method lost in hvdcomp's own trainings, and the methods to try first. `auto` uses these results
+to propose methods, and `advise` reports them.
 
-`evidence.json` has methods at their own best learning rates, beside uncompressed training at its own: the complete rows
-of docs/best-rates.md. `python -m benchmarks.best_rates.which_method` writes it, with the methods to try first.
+`evidence.json` has methods at their own best learning rates, compared with uncompressed training at its own best
+learning rate: the complete rows of docs/best-rates.md. `python -m benchmarks.best_rates.which_method` writes it, with
+the methods to try first.
 
 `evidence_one_rate.json` has the older trainings of docs/convergence.md, all of them at one learning rate. It is written
 by `python -m benchmarks.quality.convergence --evidence hvdcomp/compressors/evidence_one_rate.json`. It leaves out
@@ -73,11 +75,10 @@ def evidence() -> tuple[Evidence, ...]:
 
 
 def without_replaced(at_one_rate: Sequence[Evidence], at_best_rates: Sequence[Evidence]) -> list[Evidence]:
-    """The results at one rate that no result at best rates replaces.
+    """The results at one learning rate that no result at best learning rates replaces.
 
-    A result at best rates replaces the results of the same method with the same optimizer on the same task.
-
-    A quick task at best rates does not replace another task: a method is judged by its worst result.
+    A result at best rates replaces only the results of the same method with the same optimizer on the same task,
+    because a method is judged by its worst result.
     """
     replaced = {(_task_of(training), spec) for training in at_best_rates for spec in training.lost}
     left = [
@@ -93,13 +94,13 @@ def _task_of(training: Evidence) -> tuple[str, str]:
 
 
 def is_at_best_rates(optimizer: str) -> bool:
-    """Whether methods were trained with an optimizer at their own best rates."""
+    """Whether hvdcomp's trainings with an optimizer used the best learning rate of each method."""
     return any(training.at_best_rates for training in evidence() if training.optimizer == optimizer)
 
 
 @cache
 def chosen_by_rule() -> Mapping[str, tuple[str, ...]]:
-    """By optimizer, the methods to try first by the rule of README's table; optimizers that it decides only."""
+    """The methods to try first by the rule of the README's table, for each optimizer that the rule covers."""
     return {optimizer: tuple(specs) for optimizer, specs in _read("evidence.json")["first"].items()}
 
 
@@ -115,8 +116,9 @@ def _parse(record: Mapping[str, Any]) -> Evidence:
 def lost_with(compressor: Compressor, optimizer: str | None) -> float | None:
     """The worst measured loss of a method, as in `Evidence`; None if nothing was measured.
 
-    With two levels a node's mean is compressed as a rank's gradient is without them, so the method's figures hold. They
-    do not hold for the same method scattered, which rounds each element twice.
+    For a two-level method, the results of the inner method hold, because it compresses the mean of a node as it would
+    compress the gradient of a rank. They do not hold for the same method with exchange "scatter", which rounds each
+    element twice.
 
     Args:
         compressor: the method.
@@ -131,7 +133,7 @@ def lost_with(compressor: Compressor, optimizer: str | None) -> float | None:
 
 
 def worst_with(compressor: Compressor, optimizer: str) -> Evidence | None:
-    """The training with an optimizer in which a method lost most; None if nothing was measured."""
+    """The training in which a method lost most quality with an optimizer; None if nothing was measured."""
     spec = str(within(compressor))
     found = [training for training in evidence() if training.optimizer == optimizer and spec in training.lost]
     return max(found, key=lambda training: training.lost[spec], default=None)
@@ -147,7 +149,7 @@ def in_words(compressor: Compressor) -> str:
     optimizers = dict.fromkeys(training.optimizer for training in evidence())
     worst = [found for name in optimizers if (found := worst_with(compressor, name)) is not None]
     if not worst:
-        return f"hvdcomp's own trainings did not measure what {compressor} costs in accuracy."
+        return f"hvdcomp's own trainings did not measure how much accuracy {compressor} loses."
     phrases = []
     for at_best_rates, source in _SOURCES.items():
         losses = [
@@ -169,7 +171,7 @@ _SOURCES = {
 
 
 def _in_percent(lost: float) -> str:
-    return "it diverged" if lost == DIVERGED else f"{100 * lost:.1f}"
+    return "the training diverged" if lost == DIVERGED else f"{100 * lost:.1f}"
 
 
 _AT_ONE_RATE: dict[str, tuple[str, ...]] = {

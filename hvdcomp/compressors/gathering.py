@@ -1,9 +1,9 @@
 """Methods whose payloads cannot be summed: each payload is decoded, and the decoded values are averaged.
 
-There are two exchanges of such payloads. Gathered, every rank receives and decodes the payloads of all ranks, so that
-its work grows with their number. Scattered, each rank averages one chunk of the tensor: it receives that chunk from
-every rank, decodes and averages, compresses the mean again and sends it to all ranks. A rank then receives and decodes
-two payloads with any number of ranks, and each element is rounded twice.
+There are two ways to exchange such payloads. With "gather", every rank receives and decodes the payloads of all ranks,
+so the work grows with the number of ranks. With "scatter", each rank averages one chunk of the tensor: it receives this
+chunk from every rank, decodes and averages the chunks, compresses the mean again, and sends the compressed mean to all
+ranks. A rank then receives and decodes two payloads with any number of ranks, and each element is rounded twice.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ Rounding = Annotated[
 
 @dataclass(frozen=True)
 class Gathering(Compressor):
-    """Base of methods that encode each tensor on its own and decode the payload of any rank.
+    """Base class of methods that encode each tensor separately, and can decode the payload of any rank.
 
     Attributes:
-        exchange: "gather" or "scatter", as above; "auto" scatters from four ranks on, or as the policy `Auto` finds
-            faster.
+        exchange: "gather": every rank receives and decodes the payloads of all ranks. "scatter": each rank averages one
+            chunk of the tensor, and compresses the mean again. "auto": "scatter" with four or more ranks, or the faster
+            of the two if the policy `Auto` is used.
     """
 
     exchange: Annotated[str, EXCHANGE] = field(default="gather", kw_only=True)
@@ -57,12 +58,13 @@ class Gathering(Compressor):
     """Chunks begin at multiples of this number of elements."""
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, ...]:
-        """The payload of a tensor, of shapes and types that follow from those of `x`; arguments as in `aggregate`."""
+        """Encodes a tensor, and returns its payload. The shapes and types of the payload depend only on the shape and
+        type of `x`; arguments as in `aggregate`."""
         raise NotImplementedError
 
     def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
-        """The decoded elements, float32, in their order, in any shape and in fresh storage; or numbers from which
-        `restore` makes them.
+        """The decoded elements, float32, in order, in any shape and in new storage; or numbers from which `restore`
+        computes the elements.
 
         Args:
             xp: array functions.
@@ -72,20 +74,20 @@ class Gathering(Compressor):
         raise NotImplementedError
 
     def restore(self, xp: ModuleType, decoded: Array, shape: tuple[int, ...], context: Context) -> Array:
-        """The elements, as of `decode`, of what `decode` returned, or of the mean of what it returned for each rank.
+        """Computes the elements from the result of `decode`, or from the mean of these results over the ranks.
 
-        A linear function: a method whose payloads are averaged before its last step has that step here.
+        This function must be linear: it is the last step of a method that averages payloads before its last step.
         """
         return decoded
 
     def decoded(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...], context: Context) -> Array:
-        """The elements of one payload, a vector; `context` is that of `encode`."""
+        """Decodes one payload, and returns its elements, a vector; `context` is the context of `encode`."""
         return xp.flatten(self.restore(xp, self.decode(xp, parts, shape), shape, context))
 
     @property
     def of_means(self) -> Gathering:
-        """The compressor with which the mean of a chunk is compressed again: this one, or one that differs from it only
-        in its level, with the same chunks."""
+        """The compressor that compresses the mean of a chunk again: this compressor, or the same compressor at another
+        level, with the same chunks."""
         return self
 
     def with_exchange(self, exchange: str) -> Gathering:
@@ -141,7 +143,8 @@ class Gathering(Compressor):
 
     @property
     def sent_is_own(self) -> bool:  # type: ignore[override]
-        """False if scattered: C(x) then depends on the chunk's mean too, which is compressed again."""
+        """False with exchange "scatter", because C(x) then also depends on the mean of the chunk, which is compressed
+        again."""
         return self.exchange not in ("scatter", "auto")
 
     def preview(

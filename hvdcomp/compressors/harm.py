@@ -1,4 +1,4 @@
-"""Which methods are known to let an optimizer learn badly, by measured trainings (`hvdcomp.compressors.evidence`)."""
+"""Methods with which an optimizer learns badly, according to measured trainings (`hvdcomp.compressors.evidence`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ HARMFUL = 0.05
 
 
 class Measured(NamedTuple):
-    """A measured setting of a method in the training in which it lost most; `lost` and the others as in `Evidence`."""
+    """A measured setting of a method, in the training in which this setting lost most quality; attributes as in
+    `Evidence`."""
 
     spec: str
     lost: float
@@ -24,7 +25,7 @@ class Measured(NamedTuple):
     training: str
 
     def in_words(self) -> str:
-        """What the setting lost, beside uncompressed gradients."""
+        """The quality that the setting lost, compared with uncompressed gradients, in words."""
         place = f"with {self.spec} in {self.training}"
         if self.lost == DIVERGED:
             return f"training diverged {place}"
@@ -42,15 +43,17 @@ def measured_with(compressor: Compressor, optimizer: str) -> Measured | None:
 
 
 def harm_with(compressor: Compressor, optimizer: str, keeps: bool) -> Measured | None:
-    """The measurement by which a method is said to let an optimizer learn badly; None if it is not.
+    """The measurement that shows that an optimizer learns badly with a method; None if there is no such measurement.
 
-    A setting that was not measured is judged by measured settings of its method. Those that compress no harder lose no
-    more: the mildest of them must lose `HARMFUL`. If all of them compress harder, the mildest must lose twice as much.
+    A setting that was not measured is judged by the measured settings of its method. Settings that compress at most as
+    strongly should not raise the loss more. So the smallest raise of the loss among these measured settings must be at
+    least `HARMFUL`. If all measured settings compress more strongly, the smallest must be at least twice `HARMFUL`.
 
     Args:
         compressor: the method.
         optimizer: as in `Evidence`.
-        keeps: whether the method is used with error feedback: only settings that were measured so count.
+        keeps: whether the method is used with error feedback. Only measurements with the same use of error feedback
+            count.
     """
     own = within(compressor)
     settings = [measured for measured in _settings(own.name, optimizer) if _uses_memory(measured.spec) == keeps]

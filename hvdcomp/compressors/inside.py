@@ -1,7 +1,7 @@
-"""Where one tensor is computed: in the framework's array functions, or in NumPy's.
+"""Chooses the array functions that compress a tensor: the framework's, or NumPy's.
 
 On the host, NumPy has the smaller overhead per operation, and the framework has threads. So a small float32 tensor is
-computed in NumPy, whatever the framework; every other tensor is computed in the framework.
+computed in NumPy with every framework; every other tensor is computed in the framework.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def numbers_may_overflow() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Inside:
-    """The place where a tensor is computed.
+    """The array functions that compress a tensor.
 
     Attributes:
         framework: the array functions of the tensor's framework.
@@ -60,7 +60,7 @@ class Inside:
 
 
 def inside_of(framework: ModuleType, array: Array) -> Inside:
-    """The place where a tensor is computed that is like an array of the framework."""
+    """The array functions that compress a tensor like the given array of the framework."""
     small = number_of_elements(tuple(array.shape)) <= LARGE
     in_numpy = small and framework.dtype_name(array) == "float32" and not framework.waits(array)
     return Inside(framework, numpy_arrays if in_numpy else framework, array)
@@ -69,14 +69,14 @@ def inside_of(framework: ModuleType, array: Array) -> Inside:
 def preview(
     compressor: Any, framework: ModuleType, x: Array, kept: tuple[Array, ...], context: Context
 ) -> Array | SparseVector:
-    """C(x) as if this rank were the only one.
+    """Compresses x as if this rank were the only rank, and returns C(x), the decoded result.
 
     Args:
         compressor: the tensor's compressor.
         framework: the array functions of x.
-        x: what is compressed.
-        kept: the state that the step before left, arrays of the framework; empty if there is none.
-        context: of the tensor.
+        x: the array to compress.
+        kept: the state after the previous step, arrays of the framework; empty if there is none.
+        context: the context of the tensor.
 
     Returns:
         C(x), an array of the framework or several.

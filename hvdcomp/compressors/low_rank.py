@@ -36,21 +36,23 @@ _COLUMN_PIECE = 1 << 18  # elements of a task on columns, within the widths
 
 @dataclass(frozen=True)
 class PowerSGD(Compressor):
-    """Power iteration a training step, warm-started (Vogels et al. 2019, arXiv:1905.13727, algorithm 1).
+    """One power iteration per training step, warm-started (Vogels et al. 2019, arXiv:1905.13727, algorithm 1).
 
     The gradient is viewed as the matrix M of shape[0] rows. P = M Q is averaged and orthogonalised, Q = M' P is
     averaged, and the result is P Q'. Q is kept for the next step.
 
-    With `alternating`, a step does half of that with one allreduce (Vogels et al. 2020, arXiv:2008.01425):
+    With `alternating`, a step does half of this iteration with one allreduce (Vogels et al. 2020, arXiv:2008.01425):
     even steps average P = M Q with the orthogonalised Q of the step before, odd steps average Q = M' P with the
     orthogonalised P; the result is again P Q'. Even steps send rows x rank values and odd steps columns x rank:
-    `payload_bytes` and `payload_floats` then give the mean of the two, and a ledger the bytes of each step.
+    `payload_bytes` and `payload_floats` then return the mean of both, and a ledger has the bytes of each step.
 
     Attributes:
-        rank: number of columns of P and Q; no more than rows or columns.
-        min_rate: a tensor is sent dense unless P and Q have fewer than rows * columns / min_rate elements.
-        iterations: power iterations a step, at most 100; each takes two allreduces and sends both factors.
-        alternating: one factor a step. Takes iterations=1.
+        rank: number of columns of the factors P and Q, at most the number of rows and of columns of the gradient
+            matrix.
+        min_rate: a tensor is sent uncompressed unless its factors P and Q together have fewer than rows * columns /
+            min_rate elements.
+        iterations: power iterations per step, at most 100. Each iteration needs two allreduces and sends both factors.
+        alternating: whether to send one factor per step. Requires iterations=1.
 
     Example:
         >>> PowerSGD(rank=4).payload_bytes((1000, 1000))
@@ -69,7 +71,9 @@ class PowerSGD(Compressor):
         "powersgd:rank=2,iterations=2",
     )
     level_name: ClassVar[str | None] = "rank"
-    sends: ClassVar[str] = "P (rows x rank) and Q (columns x rank); one of them if alternating"
+    sends: ClassVar[str] = (
+        "the factors P (rows x rank) and Q (columns x rank); only one of them per step if alternating"
+    )
     biased: ClassVar[bool] = True
     sent_is_own: ClassVar[bool] = False  # P and Q are means over the ranks
     keeps_state: ClassVar[bool] = True
@@ -136,7 +140,7 @@ class PowerSGD(Compressor):
 
     @property
     def period(self) -> int:  # type: ignore[override]
-        """2 if alternating."""
+        """The number of steps after which payload sizes repeat: 2 if alternating, else 1."""
         return 2 if self.alternating else 1
 
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
@@ -270,7 +274,8 @@ def as_matrix(xp: ModuleType, x: Array) -> Array:
 
 
 def rank_for(compression_factor: float, shape: tuple[int, ...]) -> int:
-    """The highest rank whose two factors take no more than 1 / `compression_factor` of the matrix; 1 at least."""
+    """The highest rank with which the two factors are no larger than 1 / `compression_factor` of the matrix; at least
+    1."""
     rows, columns = matrix_shape(shape)
     rank = math.floor(rows * columns / (compression_factor * (rows + columns)))
     return max(1, min(rank, rows, columns))
@@ -281,7 +286,8 @@ def fit_columns(
 ) -> Array:
     """The kept columns (length, any), cut to `rank` columns or filled up with random columns.
 
-    All columns are drawn anew if the kept ones have another length, as from an older checkpoint with another shape.
+    All columns are drawn again if the kept columns have another length, for example from an older checkpoint with
+    another shape.
     """
     if kept is None or kept.shape[0] != length:
         return random_columns(xp, x, length, rank, context, purpose)

@@ -20,8 +20,8 @@ from hvdcomp.specs.levels import Level
 
 @dataclass(frozen=True)
 class ATOMO(Compressor):
-    """Sampled singular triplets of the gradient matrix, each scaled by 1 / its probability (Wang et al. 2018,
-    arXiv:1806.04090, algorithm 1).
+    """Sends randomly chosen singular triplets of the gradient matrix, each divided by its probability (Wang et al.
+    2018, arXiv:1806.04090, algorithm 1).
 
     The gradient is viewed as the matrix of shape[0] rows, M = sum of sigma_i u_i v_i'. Triplet i is sent with the
     probability p_i = min(1, c sigma_i), where c makes the probabilities add up to `rank`.
@@ -31,11 +31,12 @@ class ATOMO(Compressor):
     the same random offset is drawn. The probability of a triplet is still p_i, so the result is unbiased. As triplets
     are orthogonal, its variance, the sum of sigma_i^2 (1 / p_i - 1), depends on the p_i alone and equals the paper's.
 
-    The decomposition is that of M M' (or M' M, if smaller), several times faster than that of M. Still, this is by far
-    the slowest compressor, and an accelerator waits for it.
+    For speed, the method decomposes M M' (or M' M, if smaller) instead of M. Still, this is by far the slowest
+    compressor, and an accelerator waits for the decomposition.
 
     Attributes:
-        rank: number of triplets sent, at most the smaller of rows and columns, which sends the gradient exactly.
+        rank: number of singular triplets that are sent, at most the smaller of rows and columns. With this maximum, the
+            gradient is sent exactly.
 
     Example:
         >>> ATOMO(rank=4).payload_bytes((1000, 1000))

@@ -1,8 +1,9 @@
-"""Memories: state that is added to a gradient before compression and updated afterwards.
+"""Memories: state that is added to a gradient before compression, and updated after compression (error feedback,
+momentum).
 
-A memory is a frozen description; its state is a tuple of arrays in the gradient's shape that the engine holds by
-parameter name. States have single precision at least: a memory gets 16-bit gradients as float32, so that residuals are
-not rounded in each step, unless the user asks for that (`ErrorFeedback.dtype`).
+A memory is a frozen dataclass without arrays. Its state is a tuple of arrays in the gradient's shape, which the engine
+stores by parameter name. States have at least single precision: a memory gets 16-bit gradients as float32, so that
+residuals are not rounded in each step. With `ErrorFeedback.dtype`, the user can ask for rounded residuals.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ class Memory(Described):
 
     Class attributes:
         name: the memory's name in a spec string.
-        is_momentum: whether the memory replaces the optimizer's momentum. It is then used for every tensor, dense ones
-            too, and the optimizer must have no momentum.
-        keeps: the factor of the residual when the next step adds it.
-        rounds_to: the 16-bit element type in which the residual is kept, or None where it is not rounded.
+        is_momentum: whether the memory replaces the optimizer's momentum. Such a memory is used for every tensor, also
+            for uncompressed tensors, and the optimizer must have no momentum.
+        keeps: the factor by which the residual is multiplied when the next step adds it.
+        rounds_to: the 16-bit element type in which the residual is stored, or None if the residual is not rounded.
     """
 
     name: ClassVar[str]
@@ -43,7 +44,7 @@ class Memory(Described):
 
     @property
     def needs_all_gradients(self) -> bool:
-        """Whether `gradient_factor` gives a factor."""
+        """Whether `gradient_factor` returns a factor, for which it needs all gradients of a step."""
         return type(self).gradient_factor is not Memory.gradient_factor
 
     def gradient_factor(self, xp: ModuleType, gradients: Sequence[Array], size: int) -> Array | None:
@@ -61,25 +62,27 @@ class Memory(Described):
         raise NotImplementedError
 
     def compensate(self, xp: ModuleType, gradient: Array, state: State) -> tuple[Array, State]:
-        """x, which is compressed instead of the gradient, in fresh storage, and the state for `update`."""
+        """The array x, which is compressed instead of the gradient, in new storage; and the state for `update`."""
         raise NotImplementedError
 
     def update(self, xp: ModuleType, x: Array, sent: Array | SparseVector, state: State) -> State:
-        """State for the next step, given x and C(x); may reuse the storage of `x`, not that of `prepare`'s state."""
+        """The state for the next step, given x and C(x). May reuse the storage of `x`, but not the storage of the state
+        from `prepare`."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class ErrorFeedback(Memory):
-    """x = g + r is compressed; r = x - C(x) is kept (Karimireddy et al. 2019, arXiv:1901.09847, algorithm 2).
+    """Error feedback: compresses x = g + r, the gradient plus the residual, and keeps the new residual r = x - C(x),
+    the part that was not sent (Karimireddy et al. 2019, arXiv:1901.09847, algorithm 2).
 
         hvdcomp.Compression.from_spec("topk:ratio=0.01", memory="error_feedback:dtype=bf16")
 
     Attributes:
         decay: factor of the residual before it is added; 1 keeps all of it.
-        dtype: element type of the residual between two steps: "float32", or "fp16" or "bf16", which take 2 bytes an
-            element in place of 4. Then x - C(x) is rounded to nearest, and the rounding error is lost: C(x) + r + that
-            error = g + the earlier r. What exceeds the type becomes its largest number. x itself is not rounded.
+        dtype: element type of the residual between two steps: "float32" (4 bytes per element), or "fp16" or "bf16" (2
+            bytes per element). With a 16-bit type, x - C(x) is rounded to nearest, and the rounding error is lost.
+            Values beyond the type's range become its largest number. x itself is not rounded.
 
     Example:
         >>> str(ErrorFeedback(decay=0.9))
@@ -94,12 +97,12 @@ class ErrorFeedback(Memory):
 
     @property
     def keeps(self) -> float:  # type: ignore[override]
-        """The decay."""
+        """The factor by which the residual is multiplied: `decay`."""
         return self.decay
 
     @property
     def rounds_to(self) -> str | None:  # type: ignore[override]
-        """`dtype` by its common name."""
+        """The 16-bit element type of the residual, or None for float32."""
         return _ROUNDS_TO[self.dtype]
 
     def prepare(self, xp: ModuleType, gradient: Array, state: State) -> State:
@@ -124,7 +127,8 @@ class ErrorFeedback(Memory):
 
 @dataclass(frozen=True)
 class MomentumCorrection(Memory):
-    """Momentum that is applied before compression, and a residual of it (Lin et al. 2018, arXiv:1712.01887, section 3).
+    """Momentum that is applied before compression, with a residual of this momentum (Lin et al. 2018, arXiv:1712.01887,
+    section 3).
 
         u = momentum u + g        v = v + u
 
@@ -158,7 +162,7 @@ class MomentumCorrection(Memory):
     is_momentum: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        self.require(0 <= self.momentum < 1, "momentum", "in [0, 1)")
+        self.require(0 <= self.momentum < 1, "momentum", "at least 0 and below 1")
         self.require(0 <= self.clip < math.inf, "clip", "the largest norm of a gradient, or 0 for no clipping")
 
     @property

@@ -34,7 +34,8 @@ def deal(sizes: Sequence[int], ranks: int) -> list[int]:
 def payloads_in_node(
     tensors: Sequence[TensorInfo], states: Sequence[int] | None, ranks: int
 ) -> tuple[SentPayload, SentPayload]:
-    """One rank's payloads within its node in a bucket's step: the one before the exchange between nodes, and after it.
+    """One rank's payloads within its node in a bucket's step: the payload before the exchange between nodes, and the
+    payload after it.
 
     Args:
         tensors: the tensors of the bucket.

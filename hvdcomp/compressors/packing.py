@@ -1,4 +1,4 @@
-"""Small codes packed without gaps: 3-bit codes take 3 bits, eight of them three bytes.
+"""Packs small codes without gaps: eight 3-bit codes need three bytes.
 
 A width that does not divide eight is split into planes of widths that do: 3-bit codes have a plane of their low two
 bits, followed by a plane of their high bits. A plane is packed in groups of 512 codes; the last group may be shorter.

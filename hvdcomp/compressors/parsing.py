@@ -23,9 +23,9 @@ _RULES = """write a compressor for each pattern of names, such as {"embed.*": "t
 def parse_compressor(spec: str) -> Compressor:
     """The compressor that a spec string describes, such as `topk:ratio=0.01` or `powersgd:rank=4`.
 
-    A JSON object chooses by tensor: the first rule that matches decides. A rule is a pattern of names, or `numel<N` or
-    `ndim<N` for tensors with fewer than N elements or dimensions; its value is a spec string or another such object:
-    `{"embed.*": "topk:ratio=0.001", "numel<10000": "none", "*": "powersgd:rank=4"}`.
+    A JSON object contains rules for tensors: the first rule that matches a tensor decides. A rule is a pattern of
+    names, or `numel<N` or `ndim<N` for tensors with fewer than N elements or dimensions; its value is a spec string or
+    another such object: `{"embed.*": "topk:ratio=0.001", "numel<10000": "none", "*": "powersgd:rank=4"}`.
 
     `two_level(...)` around a spec compresses between nodes only.
 

@@ -1,7 +1,8 @@
 """The interface between compressors and the engine: requests for collectives, and the outcome of a step.
 
-A compressor is a generator. It yields requests for collectives (`AllReduce`, `AllGather`, `AllToAll`, `ReduceScatter`)
-and is sent the answers; the engine fuses the requests of all tensors into few collectives.
+The method `aggregate` of a compressor is a generator. It yields requests for collectives (`AllReduce`, `AllGather`,
+`AllToAll`, `ReduceScatter`), and the engine sends it the results. The engine fuses the requests of all tensors into a
+few collectives.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class AllReduce:
     Attributes:
         array: the array to reduce.
         op: "mean", "sum" or "max".
-        with_room: for a NumPy vector only: its storage with 4 bytes or more behind its end (`bucket.Payload`), used by
-            nobody else, so that it may travel without a copy, with the engine's flag behind it.
+        with_room: for a NumPy vector only: its storage with 4 bytes or more behind its end (`bucket.Payload`), not used
+            for anything else, so that the engine can append its flag and send the vector without a copy.
         group: the ranks that take part.
     """
 
@@ -40,8 +41,8 @@ class AllReduce:
 class AllGather:
     """Asks for every rank's parts; answered with one tuple of arrays per rank, in rank order.
 
-    The parts may differ in dtype (values, indices, scales); they travel packed in one byte buffer. Their shapes
-    and dtypes must be the same on all ranks.
+    The parts may differ in dtype (values, indices, scales). They are sent packed in one byte buffer. Their shapes and
+    dtypes must be the same on all ranks.
 
     Attributes:
         parts: the arrays to gather.
@@ -59,8 +60,8 @@ class AllToAll:
     """Sends each rank its rows; answered with one tuple of arrays per rank, in rank order: the rows for this rank.
 
     Attributes:
-        parts: arrays with a row for each rank; row r goes to rank r. As in `AllGather`, shapes and dtypes must be the
-            same on all ranks.
+        parts: arrays with a row for each rank; row r is sent to rank r. As in `AllGather`, shapes and dtypes must be
+            the same on all ranks.
         with_room: None.
         group: the ranks that take part.
     """
@@ -118,11 +119,11 @@ Result = TypeVar("Result")
 
 
 def run_alone(generator: Generator[Request, Any, Result], ranks: int = 1) -> tuple[Result, list[Request]]:
-    """Runs a generator to its end as if this rank were the only one; returns its result and its requests.
+    """Runs a generator to its end as if this rank were the only rank. Returns its result and its requests.
 
     Args:
         generator: the step of a compressor.
-        ranks: the number of ranks, all sending the same, by which sums are answered.
+        ranks: the number of ranks. All ranks count as sending the same, so sums are multiplied by this number.
     """
     requests: list[Request] = []
     answer: Any = None
@@ -171,8 +172,9 @@ class TensorInfo:
         shape: the shape that compressors see. In methods for matrices the first dimension is the rows.
         dtype: element type.
         in_framework: the shape in the framework, if it is another.
-        is_shared: whether ranks that exchange in other groups have the same tensor and the same gradient, and must get
-            the same mean. They compress other tensors beside this one, so this one is sent dense, or cast.
+        is_shared: whether ranks that exchange in other groups have the same tensor with the same gradient, and must get
+            the same mean. These ranks compress this tensor together with other tensors than this rank does, so the
+            tensor is sent uncompressed, or cast.
     """
 
     name: str

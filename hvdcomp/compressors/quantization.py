@@ -36,14 +36,15 @@ from hvdcomp.specs.levels import Level
 
 @dataclass(frozen=True)
 class QSGD(Multiples):
-    """Elements as multiples of a fraction of their bucket's 2-norm (Alistarh et al. 2017, section 3.1).
+    """Rounds each element at random to a multiple of a fraction of its bucket's 2-norm (Alistarh et al. 2017, section
+    3.1).
 
     A code has 2**bits - 1 values, the multiples -s ... s of norm / s with s = 2**(bits - 1) - 1. One bit means + or -
     norm (+ with probability (1 + x / norm) / 2), which is unbiased too, with a variance near bucket * norm**2.
 
     Attributes:
-        bits: bits of a code, sign included, 1 to 8.
-        bucket: consecutive elements that share a norm; the last bucket may be shorter.
+        bits: bits per element, sign included, 1 to 8.
+        bucket: number of consecutive elements that share a norm; the last bucket may be shorter.
 
     Example:
         >>> QSGD(bits=4).payload_bytes((1000, 1000))
@@ -56,7 +57,7 @@ class QSGD(Multiples):
     name: ClassVar[str] = "qsgd"
     examples: ClassVar[tuple[str, ...]] = ("qsgd:bits=4", "qsgd:bits=2", "qsgd:bits=1,bucket=64")
     level_name: ClassVar[str | None] = "bits"
-    sends: ClassVar[str] = "bits for each element, a 2-norm for each bucket"
+    sends: ClassVar[str] = "a few bits per element, and a 2-norm per bucket"
     reference: ClassVar[str] = "Alistarh et al. 2017, arXiv:1610.02132"
 
     @property
@@ -65,12 +66,12 @@ class QSGD(Multiples):
 
     @property
     def unit(self) -> int:  # type: ignore[override]
-        """A multiple of the bucket, and of 8 elements."""
+        """A number of elements that is a multiple of the bucket, and of 8."""
         return self.bucket if self.bucket % 8 == 0 else 8 * self.bucket
 
     @property
     def variance(self) -> float:  # type: ignore[override]
-        """bucket / (4 s**2), as rounding to multiples of norm / s has a variance of at most (norm / s)**2 / 4."""
+        """bucket / (4 s**2), because rounding to multiples of norm / s has a variance of at most (norm / s)**2 / 4."""
         return self.bucket / steps_of(self.bits) ** 2
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
@@ -89,13 +90,16 @@ class QSGD(Multiples):
 
 @dataclass(frozen=True)
 class TernGrad(Multiples):
-    """Elements as -1, 0 or 1 times the largest magnitude (Wen et al. 2017, algorithm 1, with one scale for a tensor).
+    """Rounds each element at random to -1, 0 or 1 times the largest magnitude (Wen et al. 2017, algorithm 1, with one
+    scale per tensor).
 
-    Unbiased with respect to the clipped gradient. Sigma is taken about zero, sqrt(mean(x**2)): gradients are modelled
-    with mean zero, and about its own mean a constant tensor would be clipped to nothing.
+    Unbiased with respect to the clipped gradient. The standard deviation is computed about zero, as sqrt(mean(x**2)),
+    because gradients are modelled with mean zero. About its own mean, a constant tensor would have the deviation 0 and
+    be clipped to zeros.
 
     Attributes:
-        clip: magnitudes are first clipped to clip * sigma; 0 or inf for no clipping.
+        clip: magnitudes are first clipped to `clip` times the standard deviation of the elements; 0 or inf for no
+            clipping.
 
     Example:
         >>> TernGrad().payload_bytes((1000, 1000))
@@ -107,7 +111,7 @@ class TernGrad(Multiples):
     bits: ClassVar[int] = 2
     name: ClassVar[str] = "terngrad"
     examples: ClassVar[tuple[str, ...]] = ("terngrad",)
-    sends: ClassVar[str] = "two bits an element, the largest magnitude"
+    sends: ClassVar[str] = "two bits per element, and the largest magnitude"
     reference: ClassVar[str] = "Wen et al. 2017, arXiv:1705.07878"
 
     def __post_init__(self) -> None:
@@ -135,7 +139,7 @@ _INFINITE = 0x7F800000  # the exponent's bits
 
 @dataclass(frozen=True)
 class Natural(Gathering):
-    """Natural compression: elements rounded to a power of two, sent as sign and exponent, 9 bits
+    """Natural compression: rounds each element at random to a power of two, and sends the sign and the exponent, 9 bits
     (Horvath et al. 2019, section 2).
 
     Random bits are added to the mantissa of a float and only the carry is kept, which rounds up to the next power of
@@ -149,7 +153,7 @@ class Natural(Gathering):
 
     name: ClassVar[str] = "natural"
     examples: ClassVar[tuple[str, ...]] = ("natural",)
-    sends: ClassVar[str] = "a sign bit and an exponent byte for each element"
+    sends: ClassVar[str] = "one sign bit and one exponent byte per element"
     reference: ClassVar[str] = "Horvath et al. 2019, arXiv:1905.10988"
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
@@ -193,15 +197,16 @@ class _NaturalLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class GlobalQSGD(Compressor):
-    """Integer multiples of a fraction of the largest magnitude of all ranks, summed by an allreduce
-    (Xin et al. 2023, uniform levels and maximum norm; integer sums as in IntSGD, Mishchenko et al. 2021).
+    """Rounds each element at random to an integer multiple of a fraction of the largest magnitude of all ranks; an
+    allreduce adds up the integers (Xin et al. 2023, uniform levels and maximum norm; integer sums as in IntSGD,
+    Mishchenko et al. 2021).
 
     An int32 carries 32 // bits fields. With N ranks, each sends -s ... s in a field, s = (2**bits - 1) // (2 N), so
-    that the sum of N codes fits the field. The payload does not depend on N, the precision does, and bits must be
-    enough for s = 1.
+    that the sum of N codes fits the field. The payload does not depend on N, but the precision does: with more ranks, s
+    is smaller. `bits` must be large enough for s >= 1.
 
     Attributes:
-        bits: bits of a field, 2 to 16; 2, 4, 8 and 16 use all bits of the int32.
+        bits: bits per element in the sum, 2 to 16; 2, 4, 8 and 16 use all bits of an int32.
 
     Example:
         >>> GlobalQSGD().payload_bytes((1000, 1000))
@@ -213,7 +218,7 @@ class GlobalQSGD(Compressor):
     name: ClassVar[str] = "globalqsgd"
     examples: ClassVar[tuple[str, ...]] = ("globalqsgd",)
     level_name: ClassVar[str | None] = "bits"
-    sends: ClassVar[str] = "the largest magnitude, then 32 // bits elements in an int32"
+    sends: ClassVar[str] = "the largest magnitude, and then the elements, 32 // bits of them in each int32"
     sent_is_own: ClassVar[bool] = False  # the scale is the largest of all ranks
     reference: ClassVar[str] = "Xin et al. 2023, arXiv:2305.18627; Mishchenko et al. 2021, arXiv:2102.08374"
 
@@ -226,8 +231,8 @@ class GlobalQSGD(Compressor):
         levels = (2**self.bits - 1) // (2 * ranks)
         if levels < 1:
             raise ConfigurationError(
-                f"globalqsgd: bits={self.bits} can add up at most {(2**self.bits - 1) // 2} ranks, and there are "
-                f"{ranks}; {ranks} ranks need at least bits={self.least_level(ranks)} (16 at most)"
+                f"globalqsgd: bits={self.bits} can add up the gradients of at most {(2**self.bits - 1) // 2} ranks, "
+                f"and there are {ranks}; {ranks} ranks need at least bits={self.least_level(ranks)} (16 at most)"
             )
         return levels
 

@@ -1,4 +1,4 @@
-"""Block quantizers: 8 or 4 bits an element, integers or floats, and one scale for each block of neighbours.
+"""Block quantizers: 8 or 4 bits per element, integers or floats, and one scale for each block of consecutive elements.
 
 A block's scale is its largest magnitude, which becomes the largest code, so that an outlier reduces the precision of
 its own block only. By default elements are rounded to the nearest code.
@@ -43,7 +43,7 @@ class BlockQuantizer(Gathering):
     With error feedback the residual stays small: an element's error is at most the distance of two codes.
 
     Attributes:
-        block: consecutive elements that share a scale; the last block may be shorter.
+        block: number of consecutive elements that share a scale; the last block may be shorter.
         rounding: "nearest", the same in every run; or "stochastic", at random to one of the two neighbours, so that the
             expectation is the element itself.
     """
@@ -90,7 +90,8 @@ class _WholeNumbers(BlockQuantizer, Multiples):
 
 @dataclass(frozen=True)
 class Int8(_WholeNumbers):
-    """Elements as -127 ... 127 times a fraction of their block's largest magnitude; errors are at most 1/254 of it.
+    """Sends each element as an integer from -127 to 127, in units of 1/127 of its block's largest magnitude. The error
+    is at most 1/254 of this magnitude.
 
     Rounding to nearest does not count as bias, as in a cast.
 
@@ -101,7 +102,7 @@ class Int8(_WholeNumbers):
 
     name: ClassVar[str] = "int8"
     examples: ClassVar[tuple[str, ...]] = ("int8",)
-    sends: ClassVar[str] = "a byte for each element, the largest magnitude of each block"
+    sends: ClassVar[str] = "one byte per element, and the largest magnitude of each block"
     reference: ClassVar[str] = "Dettmers et al. 2022, arXiv:2110.02861 (the blocks)"
 
     def encode_bucket(self, bucket: Bucket) -> None:
@@ -110,11 +111,12 @@ class Int8(_WholeNumbers):
 
 @dataclass(frozen=True)
 class Int4(_WholeNumbers):
-    """Elements as -7 ... 7 times a fraction of their block's largest magnitude; errors are at most 1/14 of it.
+    """Sends each element as an integer from -7 to 7, in units of 1/7 of its block's largest magnitude. The error is at
+    most 1/14 of this magnitude.
 
-    Many elements are below that error and become zero, so that rounding to nearest is used with error feedback. It is
-    a contraction: |x - C(x)|^2 <= (b - 1) / (b - 1 + 196) |x|^2 with blocks of b elements; 0.4 |x|^2 by default.
-    Stochastic rounding is unbiased, and used without error feedback.
+    Many elements are smaller than this error and become zero, so rounding to nearest is used with error feedback.
+    Rounding to nearest is a contraction: |x - C(x)|^2 <= (b - 1) / (b - 1 + 196) |x|^2 with blocks of b elements; 0.4
+    |x|^2 by default. Stochastic rounding is unbiased, and used without error feedback.
 
     Example:
         >>> Int4().payload_bytes((1000, 1000))
@@ -124,7 +126,7 @@ class Int4(_WholeNumbers):
     name: ClassVar[str] = "int4"
     examples: ClassVar[tuple[str, ...]] = ("int4", "int4:rounding=stochastic")
     bits: ClassVar[int] = 4
-    sends: ClassVar[str] = "4 bits for each element, the largest magnitude of each block"
+    sends: ClassVar[str] = "4 bits per element, and the largest magnitude of each block"
     reference: ClassVar[str] = "Wang et al. 2023, arXiv:2306.10209; Dettmers et al. 2022, arXiv:2110.02861 (the blocks)"
 
     @property
@@ -138,18 +140,19 @@ class Int4(_WholeNumbers):
 
 @dataclass(frozen=True)
 class FP8(BlockQuantizer):
-    """Elements as 8-bit floats, times a fraction of their block's largest magnitude
-    (Micikevicius et al. 2022, section 3).
+    """Sends each element as an 8-bit float, relative to its block's largest magnitude (Micikevicius et al. 2022,
+    section 3).
 
-    The relative error of `e4m3` is at most 1/16 for magnitudes of at least 2**-14 of the block's largest; that of
-    `e5m2` is 1/8, down to 2**-29. The paper uses e5m2 for gradients, with one scale for a tensor; with a scale for each
-    block, the range of e4m3 is enough and its error half as large. Rounding to nearest does not count as bias, as in a
-    cast. PyTorch reads the codes as `float8_e4m3fn` and `float8_e5m2`.
+    The relative error of `e4m3` is at most 1/16 for magnitudes of at least 2**-14 of the block's largest magnitude. The
+    relative error of `e5m2` is at most 1/8, for magnitudes of at least 2**-29 of it. The paper uses e5m2 for gradients,
+    with one scale for a tensor; with a scale for each block, the range of e4m3 is enough and its error half as large.
+    Rounding to nearest does not count as bias, as in a cast. PyTorch reads the codes as `float8_e4m3fn` and
+    `float8_e5m2`.
 
     Attributes:
         format: "e4m3", 4 bits of exponent and 3 of mantissa; or "e5m2".
-        block: consecutive elements that share a scale. Blocks may be long, as floats keep their relative precision over
-            many magnitudes.
+        block: number of consecutive elements that share a scale. Blocks may be long, because floats keep their relative
+            precision over many magnitudes.
 
     Example:
         >>> FP8().payload_bytes((1000, 1000))
@@ -161,7 +164,7 @@ class FP8(BlockQuantizer):
 
     name: ClassVar[str] = "fp8"
     examples: ClassVar[tuple[str, ...]] = ("fp8", "fp8:rounding=stochastic,format=e5m2")
-    sends: ClassVar[str] = "a byte for each element, the largest magnitude of each block"
+    sends: ClassVar[str] = "one byte per element, and the largest magnitude of each block"
     reference: ClassVar[str] = "Micikevicius et al. 2022, arXiv:2209.05433"
 
     @property

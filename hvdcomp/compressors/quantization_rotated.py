@@ -1,8 +1,8 @@
-"""EDEN: a random rotation, and then one of few levels for each element.
+"""EDEN: rotates each block at random, and then sends one of a few levels for each element.
 
-After a random rotation the elements of a block are distributed like normal numbers, whatever the block was. The levels
-are the best ones for normal numbers (Lloyd-Max), and a scale for each block makes the result unbiased. So the error is
-known before the gradient is, and no error feedback is needed.
+After a random rotation, the elements of any block are distributed like normal numbers. The levels are the best ones for
+normal numbers (Lloyd-Max), and a scale for each block makes the result unbiased. So the error is known before the
+gradient is, and no error feedback is needed.
 """
 
 from __future__ import annotations
@@ -44,19 +44,20 @@ _BLOCK = Rule(lambda value: is_whole(value, 1) and value in (512, 1024), "512 or
 
 @dataclass(frozen=True)
 class EDEN(Gathering):
-    """Blocks are rotated at random, and each element becomes the nearest of 2**bits levels
-    (Vargaftik et al. 2022; with one bit DRIVE, Vargaftik et al. 2021).
+    """Rotates each block at random, and sends the nearest of 2**bits levels for each element (Vargaftik et al. 2022;
+    with one bit DRIVE, Vargaftik et al. 2021).
 
     The rotation of a block x of n elements is z = H D x, with the Walsh-Hadamard matrix H of n rows and random signs D.
     With q the levels nearest to z / rms(z), the result is D H (s q), where s = |z|^2 / (n <z, q>). All ranks draw the
     same signs, so that their payloads are averaged before one rotation back.
 
     Attributes:
-        bits: bits of a level, 1 to 4. The squared error is 57, 13, 3.6 and 0.95 % of |x|^2.
-        block: elements that are rotated together, 512 or 1024. The last block of a tensor is padded with zeros.
-        back: bits of a level of the means that the scattered exchange compresses again, 1 to 4. By default one more
-            than `bits`, at most 4: the error of means is not averaged over ranks, so for the same bytes a bit more for
-            means lowers the error of the result more than a bit more for chunks.
+        bits: bits per element, 1 to 4. The squared error is 57, 13, 3.6 or 0.95 % of |x|^2.
+        block: number of elements that are rotated together, 512 or 1024. The last block of a tensor is padded with
+            zeros.
+        back: bits per element for the means, which exchange "scatter" compresses again, 1 to 4. Default: one more than
+            `bits`, at most 4. The error of the means is not averaged over ranks, so one more bit for the means lowers
+            the error of the result more than one more bit for the chunks.
 
     Example:
         >>> EDEN(bits=2).payload_bytes((1024, 1024))
@@ -70,7 +71,7 @@ class EDEN(Gathering):
     name: ClassVar[str] = "eden"
     examples: ClassVar[tuple[str, ...]] = ("eden", "eden:bits=1", "eden:block=512")
     level_name: ClassVar[str | None] = "bits"
-    sends: ClassVar[str] = "bits for each element, a scale for each block"
+    sends: ClassVar[str] = "a few bits per element, and a scale per block"
     reference: ClassVar[str] = "Vargaftik et al. 2022, arXiv:2108.08842; Vargaftik et al. 2021, arXiv:2105.08339"
 
     def __post_init__(self) -> None:
@@ -84,7 +85,7 @@ class EDEN(Gathering):
 
     @property
     def unit(self) -> int:  # type: ignore[override]
-        """A block."""
+        """The number of elements in a block."""
         return self.block
 
     @property

@@ -1,9 +1,9 @@
 """Reproducible random numbers, the same on every rank, from private generators.
 
-Numbers follow from the run's seed, the tensor's name, the purpose, the step and, where ranks must differ, the rank. A
-NumPy generator serves few numbers. For one number an element, `random_words` computes each word from a key and its
-index, without state, with the same result in every framework and in C. The global random state of Python, NumPy or a
-framework is never read or changed. Python's `hash` is not used, as it differs between processes.
+Numbers follow from the run's seed, the tensor's name, the purpose, the step and, where ranks must differ, the rank. For
+a few numbers, a NumPy generator is used. For one number per element, `random_words` computes each word from a key and
+the index of the word, without state, with the same result in every framework and in C. The global random state of
+Python, NumPy or a framework is never read or changed. Python's `hash` is not used, as it differs between processes.
 """
 
 from __future__ import annotations

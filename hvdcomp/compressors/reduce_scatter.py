@@ -81,7 +81,8 @@ def reduce_scatter(
 def reduce_chunks(
     method: Codec, xp: ModuleType, chunks: Sequence[Array], context: Context
 ) -> Generator[Request, Any, tuple[Array, list[tuple[Array, ...]]]]:
-    """The first half of a scattered step: the mean of this rank's chunk, to which its own x goes uncompressed.
+    """The first half of a step with exchange "scatter": computes the mean of this rank's chunk. This rank's own x is
+    not compressed for this mean.
 
     Args:
         method: the method that encodes chunks.
@@ -137,7 +138,7 @@ class ShardKernels:
         memory: the memory of all rows, from `KNOWN_TO_KERNELS`.
         length: elements of a row.
         context: context of the first step, in the group of ranks that exchange rows.
-        device: of the rows, where there are kernels; None for the host.
+        device: the device of the rows, if there are kernels for it; None for the host.
         xp: the array functions of the rows: NumPy's on the host.
     """
 

@@ -1,8 +1,8 @@
 """Routing: different compressors for different tensors, chosen by name, by size or by number of dimensions.
 
-A router is itself a compressor, allowed wherever a compressor is, also inside another router. It never compresses: its
-`route` gives the compressor of each tensor, which determines memory, payload and bias. All tensors share the fused
-collectives of a round, whatever their compressors.
+A router is itself a compressor, and is allowed wherever a compressor is allowed, also inside another router. A router
+never compresses: its method `route` returns the compressor of each tensor, which determines memory, payload and bias.
+All tensors share the fused collectives of a round, also if their compressors differ.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ CONDITION = re.compile(r"(numel|ndim)\s*<\s*(\d+)")  # a rule's condition, in pl
 
 @dataclass(frozen=True)
 class Router(Compressor):
-    """Base of the compressors that choose a compressor for each tensor.
+    """Base class of the compressors that choose a compressor for each tensor.
 
-    A router has a level if all its compressors with a level have the same kind of level, such as ratio or rank; setting
-    it sets the level of each. Otherwise levels can only be set for single tensors.
+    A router has a level if all its compressors with a level have the same kind of level, such as ratio or rank. Setting
+    the level of the router sets the level of each of these compressors. Otherwise, levels can only be set for single
+    tensors.
     """
 
-    sends: ClassVar[str] = "what the chosen compressors send"
+    sends: ClassVar[str] = "the payloads of the chosen compressors"
 
     @property
     def choices(self) -> tuple[Compressor, ...]:
@@ -55,7 +56,7 @@ class Router(Compressor):
         raise NotImplementedError
 
     def route(self, tensor: TensorInfo) -> Compressor:
-        """The compressor of a tensor: the chosen compressor, or its own `route` if it prefers another.
+        """The compressor of a tensor: the result of `route` of the compressor that the rules choose.
 
         Raises:
             SpecError: for a tensor that no rule covers.
@@ -107,8 +108,8 @@ class Router(Compressor):
         if self.level_name is None:
             have = ", ".join(f"{choice} ({choice.level_name or 'no level'})" for choice in self.choices)
             raise SpecError(
-                f"level {level} cannot be set for all of {have}: they do not have the same kind of level. Use "
-                "compressors that do, or set the levels of single tensors"
+                f"level {level} cannot be set for all of {have}: these compressors do not have the same kind of level. "
+                "Use compressors with the same kind of level, or set the levels of single tensors"
             )
         return self._with(choice.at_level(level) if _has_level(choice) else choice for choice in self.choices)
 
@@ -149,9 +150,9 @@ def _has_level(compressor: Compressor) -> bool:
 class ByName(Router):
     """Chooses by the tensor's name: the first pattern that matches decides.
 
-    Patterns are those of Python's `fnmatch`: `*` stands for any text (also with dots and slashes), `?` for one
-    character, and `[abc]` for one of the characters a, b and c. A pattern must match the whole name. Upper and lower
-    case are different.
+    Patterns are as in Python's `fnmatch`: `*` matches any text (also with dots and slashes), `?` matches one character,
+    and `[abc]` for one of the characters a, b and c. A pattern must match the whole name. Upper and lower case are
+    different.
 
     Args:
         patterns: compressor by pattern, in the order in which patterns are tried (a mapping, or pairs). A tensor that
@@ -276,7 +277,7 @@ class ByDimensions(_ByThreshold):
     """Chooses by the number of dimensions: a bias has one, a linear layer two, a convolution four.
 
     Attributes:
-        threshold: number of dimensions from which `others` is taken.
+        threshold: number of dimensions from which `others` is used.
         fewer: compressor of tensors with fewer dimensions.
         others: compressor of all other tensors.
 
@@ -298,12 +299,14 @@ class ByDimensions(_ByThreshold):
 
 
 def with_small(compressor: Compressor, small: Compressor) -> Router:
-    """A router that gives small tensors, such as biases, a compressor of their own. They are those that a `Compression`
-    sends dense by default, so give it `min_numel=0, min_ndim=0` too.
+    """Makes a router with a separate compressor for small tensors, such as biases.
+
+    By default, a `Compression` sends these tensors uncompressed. So also pass `min_numel=0, min_ndim=0` to the
+    `Compression`.
 
     Args:
-        compressor: of all other tensors.
-        small: of tensors with fewer than `MIN_NUMEL` elements or `MIN_NDIM` dimensions.
+        compressor: the compressor of all other tensors.
+        small: the compressor of tensors with fewer than `MIN_NUMEL` elements or `MIN_NDIM` dimensions.
 
     Example:
         >>> from hvdcomp import EFSignSGD, Int8
@@ -316,8 +319,8 @@ def with_small(compressor: Compressor, small: Compressor) -> Router:
 def require_matches(compressor: Compressor, names: Collection[str]) -> None:
     """Checks that each pattern of a compressor matches the name of some tensor, even if another rule decides for it.
 
-    A pattern without a match is a typing error, or meant for another model, and its rule would be ignored in silence.
-    "*" needs no match.
+    A pattern without a match is a typing error or meant for another model. Without this check, its rule would be
+    ignored silently. "*" needs no match.
 
     Args:
         compressor: the compressor whose patterns are checked.
@@ -342,7 +345,7 @@ def require_matches(compressor: Compressor, names: Collection[str]) -> None:
         )
     raise SpecError(
         f"none of the {len(names)} tensors has a name that matches {', '.join(shown)}{more}. A pattern must match the "
-        "whole name, and * stands for any text; correct the pattern, or leave out its rule"
+        "whole name, and * matches any text; correct the pattern, or leave out its rule"
     )
 
 
@@ -360,13 +363,15 @@ def _nearest(pattern: str, names: Collection[str]) -> list[str]:
 
 def _require_compressor(method: str, place: str, choice: object) -> None:
     if not isinstance(choice, Compressor):
-        raise SpecError(f"{method}: {choice!r} for {place!r} is not a compressor; give one, such as TopK(ratio=0.01)")
+        raise SpecError(
+            f"{method}: {choice!r} for {place!r} is not a compressor; give a compressor, such as TopK(ratio=0.01)"
+        )
     if isinstance(choice, Router) and choice.depth >= MOST_NESTED:
         raise nested_too_deep()
 
 
 def nested_too_deep() -> SpecError:
-    """The error where routers are nested deeper than is allowed."""
+    """The error for routers that are nested more deeply than is allowed."""
     return SpecError(
         f"routers may be nested at most {MOST_NESTED} deep. Each numel<N or ndim<N contains all rules after it: use "
         "fewer of them, and put patterns of names side by side in one object"

@@ -87,7 +87,7 @@ def scatter_bucket(method: Codec, bucket: Bucket) -> BucketAggregation:
 
 
 def residual_bound(length: int, ranks: int) -> float:
-    """The ratio that an element of the owner's residual can have to the largest element of the chunk's mean.
+    """The maximum ratio of an element of the owner's residual to the largest element of the chunk's mean.
 
     A method's rounding error is at most twice a scale, and a scale is at most the chunk's 2-norm. The residual is the
     error times the number of ranks.

@@ -1,4 +1,4 @@
-"""Sign methods: one bit an element, eight to a byte, and few numbers to decode it by.
+"""Sign methods: one bit per element, and a few numbers that say how to decode the bits.
 
 They differ in how receivers decode the bits: by a majority vote (SignSGD), as two means (one-bit SGD) or as one
 magnitude (EF-SignSGD).
@@ -30,19 +30,22 @@ _VOTES_PER_BYTE = 127
 
 @dataclass(frozen=True)
 class SignSGD(Compressor):
-    """Signs of the gradient; the result is the sign of the ranks' majority, 0 in a tie (Bernstein et al. 2018).
+    """Sends the sign of each element. The result is the sign that the majority of ranks sent, or 0 in a tie (Bernstein
+    et al. 2018).
 
     One bit cannot say that an element is zero. Beside the sign bits, each rank sends one bit for each row (first
     dimension): an all-zero row, such as the embedding of a word that is not in the batch, abstains. With
-    `zeros="elements"` each element has such a bit and every zero abstains, at two bits an element. Otherwise a zero in
-    a row with a nonzero element votes + and - in turn, from step to step and from rank to rank, so that the votes of
-    two ranks' zeros cancel, and those of one rank's zeros cancel within two steps.
+    `zeros="elements"` each element has such a bit and every zero abstains; this takes two bits per element. Otherwise a
+    zero in a row with a nonzero element votes + and - in turn, from step to step and from rank to rank, so that the
+    votes of two ranks' zeros cancel, and those of one rank's zeros cancel within two steps.
 
-    The result has magnitude 1 (or 0), and the learning rate must be chosen for that. As published, it is used without
-    error feedback, whose residual is in the gradient's units while a sign is not (`EFSignSGD` scales it).
+    The result has magnitude 1 (or 0), and the learning rate must be chosen for that. As published, the method is used
+    without error feedback, because a residual is in the gradient's units and a sign is not (`EFSignSGD` scales the
+    signs).
 
     Attributes:
-        zeros: "rows" or "elements": the parts of a tensor that have a bit to abstain.
+        zeros: the parts of a tensor, "rows" or "elements", that have an extra bit with which an all-zero part abstains
+            from the vote.
 
     Example:
         >>> SignSGD().payload_bytes((1000, 1000))
@@ -53,7 +56,7 @@ class SignSGD(Compressor):
 
     name: ClassVar[str] = "signsgd"
     examples: ClassVar[tuple[str, ...]] = ("signsgd", "signsgd:zeros=elements")
-    sends: ClassVar[str] = "one bit an element, one bit a row (an element with zeros=elements)"
+    sends: ClassVar[str] = "one bit per element, and one bit per row (per element with zeros=elements)"
     biased: ClassVar[bool] = True
     in_units: ClassVar[bool] = False
     reference: ClassVar[str] = "Bernstein et al. 2018, arXiv:1802.04434; Bernstein et al. 2019, arXiv:1810.05291"
@@ -126,12 +129,12 @@ class SignSGD(Compressor):
 
 @dataclass(frozen=True)
 class OneBit(Gathering):
-    """One-bit SGD: a bit says whether an element is positive, and is decoded as the mean of the positive elements or
-    the mean of the others (Seide et al. 2014, section 3.2).
+    """One-bit SGD: sends one bit per element, which says whether the element is positive. The bit is decoded as the
+    mean of the positive elements, or as the mean of the other elements (Seide et al. 2014, section 3.2).
 
     Attributes:
-        per_row: whether each row of the gradient as a matrix (first dimension by the others) has its own pair of means,
-            instead of one pair for the tensor. Seide et al. use a pair for each column of their weight matrices.
+        per_row: whether each row of the gradient matrix (first dimension by the others) has its own pair of means. If
+            not, the tensor has one pair. Seide et al. use a pair for each column of their weight matrices.
 
     Example:
         >>> OneBit().payload_bytes((1000, 1000))
@@ -142,7 +145,7 @@ class OneBit(Gathering):
 
     name: ClassVar[str] = "onebit"
     examples: ClassVar[tuple[str, ...]] = ("onebit", "onebit:per_row=True")
-    sends: ClassVar[str] = "one bit an element, two means (a pair for each row if per_row)"
+    sends: ClassVar[str] = "one bit per element, and two means (two means per row if per_row)"
     biased: ClassVar[bool] = True
     reference: ClassVar[str] = "Seide et al. 2014, 1-bit stochastic gradient descent, Interspeech"
 
@@ -197,7 +200,8 @@ class OneBit(Gathering):
 
 @dataclass(frozen=True)
 class EFSignSGD(Gathering):
-    """Signs times the mean magnitude |x|_1 / d (Karimireddy et al. 2019, algorithm 1). Zero counts as positive.
+    """Sends the sign of each element, and one magnitude for all of them: the mean magnitude |x|_1 / d (Karimireddy et
+    al. 2019, algorithm 1). Zero counts as positive.
 
     Example:
         >>> EFSignSGD().payload_bytes((1000, 1000))
@@ -206,7 +210,7 @@ class EFSignSGD(Gathering):
 
     name: ClassVar[str] = "efsignsgd"
     examples: ClassVar[tuple[str, ...]] = ("efsignsgd",)
-    sends: ClassVar[str] = "one bit an element, the mean magnitude"
+    sends: ClassVar[str] = "one bit per element, and the mean magnitude"
     biased: ClassVar[bool] = True
     reference: ClassVar[str] = "Karimireddy et al. 2019, arXiv:1901.09847"
 

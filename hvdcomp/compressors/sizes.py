@@ -62,7 +62,8 @@ def payloads_of_step(
 
 
 def state_elements(compressor: Any, shape: tuple[int, ...]) -> int:
-    """Number of elements that the method itself keeps of a float32 tensor from step to step."""
+    """Number of elements that the method itself stores from step to step for a float32 tensor, residuals not
+    included."""
     x, context = shapes.ShapeArray(shape, "float32"), Context("", 0, seed=0, rank=0, world_size=1)
     return sum(number_of_elements(array.shape) for array in checked.prepare(compressor, shapes, x, (), context))
 
@@ -76,7 +77,7 @@ def payload_of(request: Request) -> SentPayload:
 
 
 def bytes_of(request: Request) -> int:
-    """Bytes that a request hands to a collective."""
+    """Bytes that a request passes to a collective."""
     if isinstance(request, AllReduce | ReduceScatter):
         return int(request.array.nbytes)
     return int(sum(part.nbytes for part in request.parts))

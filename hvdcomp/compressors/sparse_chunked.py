@@ -34,13 +34,13 @@ _VALUE_BYTES = {IN_HALF: 2, IN_FLOAT: 4}
 
 @dataclass(frozen=True)
 class ChunkedTopK(Compressor):
-    """The k elements of largest magnitude of each chunk of neighbouring elements, as SparseLoCo sends them (Sarfi et
-    al. 2025, arXiv:2508.15706).
+    """Sends the k elements of largest magnitude of each chunk of consecutive elements, as in SparseLoCo (Sarfi et al.
+    2025, arXiv:2508.15706).
 
-    A place in a chunk takes the fewest bits that index the chunk, 12 for 4096 elements. With two bits a value, that is
-    4096 * 32 / (64 * (12 + 2)) = 146.3 times fewer bits than float32, as published; the published number leaves out
-    four float32 means for each tensor. The last chunk of a tensor may have fewer elements, and sends the same share of
-    them: ceil(k length / chunk).
+    An index within a chunk has as few bits as possible, 12 for 4096 elements. With two bits per value, this makes 4096
+    * 32 / (64 * (12 + 2)) = 146.3 times fewer bits than float32, as published; the published number leaves out four
+    float32 means for each tensor. The last chunk of a tensor may have fewer elements, and sends the same share of its
+    elements: ceil(k length / chunk).
 
     Two bits say in which of four bins a value is; it is decoded as the mean of the bin's values:
 
@@ -87,14 +87,15 @@ class ChunkedTopK(Compressor):
     )
     level_name: ClassVar[str | None] = "k"
     sends: ClassVar[str] = (
-        "of each chunk k places and k values in a few bits; four means with values=2bit, one magnitude with values=sign"
+        "k indices and k values of a few bits for each chunk; also four means with values=2bit, or one magnitude with "
+        "values=sign"
     )
     biased: ClassVar[bool] = True
     reference: ClassVar[str] = "Sarfi et al. 2025, arXiv:2508.15706"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require(self.k <= self.chunk, "k", f"at most chunk, the number of elements to choose from, {self.chunk}")
+        self.require(self.k <= self.chunk, "k", f"at most chunk={self.chunk}, the number of elements in a chunk")
 
     @property
     def nested(self) -> bool:  # type: ignore[override]

@@ -22,16 +22,16 @@ from hvdcomp.specs.described import Truth
 
 @dataclass(frozen=True)
 class RandomK(ByRatio):
-    """k elements at random places. All ranks draw the same places, so that only values are sent, and an allreduce adds
-    them up (Stich et al. 2018, arXiv:1809.07599, section 2; Wangni et al. 2018 for the unbiased form).
+    """Sends k elements at random positions. All ranks draw the same positions, so only values are sent, and an
+    allreduce adds them up (Stich et al. 2018, arXiv:1809.07599, section 2; Wangni et al. 2018 for the unbiased form).
 
     Attributes:
-        unbiased: whether values are scaled by d / k, so that the expectation is the gradient itself and no error
-            feedback is needed.
-        values: encoding of values: "same" as the gradient's, or "fp16". With "fp16", sums are in half precision, and
-            values are clipped to half the largest half-precision number divided by the number of ranks, so that no
-            order of additions overflows. If `unbiased`, a larger value counts as not finite, unless a bucket's memory
-            keeps the excess.
+        unbiased: whether values are multiplied by d / k (d elements, of which k are sent), so that the expectation is
+            the gradient itself and no error feedback is needed.
+        values: element type of the values that are sent: "same" as the gradient, or "fp16". With "fp16", sums are in
+            half precision, and values are clipped to half the largest half-precision number divided by the number of
+            ranks, so that no order of additions overflows. If `unbiased`, a larger value counts as not finite, unless a
+            bucket's memory keeps the excess.
 
     Example:
         >>> RandomK(ratio=0.01).payload_bytes((1000, 1000))
@@ -48,7 +48,8 @@ class RandomK(ByRatio):
 
     @property
     def biased(self) -> bool:  # type: ignore[override]
-        """True unless scaled by d / k."""
+        """Whether the mean of the decoded values differs from the gradient: True, unless `unbiased` scales the values
+        by d / k (d: number of elements, k: number of sent elements)."""
         return not self.unbiased
 
     @property

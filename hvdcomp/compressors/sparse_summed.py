@@ -1,7 +1,7 @@
 """Sparsifiers whose ranks choose the same elements together, so that an allreduce can add them up.
 
-A rank then sends and receives as many bytes with a hundred ranks as with two. If each rank chooses for itself, values
-and indices are gathered, and the received bytes grow with the number of ranks.
+So a rank sends and receives the same number of bytes with a hundred ranks as with two. If each rank chose its own
+elements, values and indices would have to be gathered, and the received bytes would grow with the number of ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _PIECE = 1 << 16  # elements of a task, unless a block has more
 class BlocksTogether(WithRatio):
     """Base of methods whose ranks all send the same blocks of consecutive elements.
 
-    A first allreduce carries numbers from which the blocks' scores follow, a second one the elements of the best.
+    A first allreduce sums numbers from which the score of each block is computed. A second allreduce sums the elements
+    of the best blocks.
     """
 
     biased: ClassVar[bool] = True
@@ -124,11 +125,11 @@ class BlocksTogether(WithRatio):
 
 @dataclass(frozen=True)
 class TopKC(BlocksTogether):
-    """The chunks of consecutive elements with the largest sum of squares over all ranks (Han et al. 2024,
+    """Sends the chunks of consecutive elements with the largest sum of squares over all ranks (Han et al. 2024,
     arXiv:2407.01378: TopK chunked).
 
     Attributes:
-        ratio: share of the elements that is sent, in whole chunks, at least one.
+        ratio: share of the elements that is sent, in whole chunks, at least one chunk.
         chunk: number of elements in a chunk; a smaller tensor is one chunk.
 
     Example:
@@ -140,7 +141,7 @@ class TopKC(BlocksTogether):
 
     name: ClassVar[str] = "topkc"
     examples: ClassVar[tuple[str, ...]] = ("topkc:ratio=0.01", "topkc:ratio=0.05,chunk=16")
-    sends: ClassVar[str] = "a sum of squares for each chunk, the elements of the chosen chunks"
+    sends: ClassVar[str] = "a sum of squares per chunk, and the elements of the chosen chunks"
     reference: ClassVar[str] = "Han et al. 2024, arXiv:2407.01378"
 
     def blocks_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -165,16 +166,16 @@ class TopKC(BlocksTogether):
 
 @dataclass(frozen=True)
 class ARCTopK(BlocksTogether):
-    """The rows of the mean gradient matrix with the largest norms, estimated by a sketch (Chen et al. 2025,
+    """Sends the rows of the mean gradient matrix with the largest norms, which a sketch estimates (Chen et al. 2025,
     arXiv:2510.26709).
 
-    The ranks average G V, where V has `sketch` random columns, the same on all ranks and drawn anew in each step. The
+    The ranks average G V, where V has `sketch` random columns, the same on all ranks and drawn again in each step. The
     norm of a row of the average estimates the norm of that row of the mean gradient. So gradients that cancel between
     ranks have no weight, unlike in sums of squares.
 
     Attributes:
-        ratio: share of the elements that is sent, in whole rows, at least one.
-        sketch: number of columns of V.
+        ratio: share of the elements that is sent, in whole rows, at least one row.
+        sketch: number of columns of the random matrix V; more columns estimate the norms of the rows more exactly.
 
     Example:
         >>> ARCTopK(ratio=0.05).payload_bytes((1000, 1000))
@@ -185,7 +186,7 @@ class ARCTopK(BlocksTogether):
 
     name: ClassVar[str] = "arctopk"
     examples: ClassVar[tuple[str, ...]] = ("arctopk:ratio=0.05", "arctopk:ratio=0.1,sketch=2")
-    sends: ClassVar[str] = "`sketch` numbers for each row, the elements of the chosen rows"
+    sends: ClassVar[str] = "`sketch` numbers per row, and the elements of the chosen rows"
     of_matrices: ClassVar[bool] = True
     reference: ClassVar[str] = "Chen et al. 2025, arXiv:2510.26709"
 

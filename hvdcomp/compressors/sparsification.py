@@ -27,15 +27,13 @@ _CANDIDATES_PER_NEEDED = 8  # about 2.3 are expected; a task with more is search
 
 @dataclass(frozen=True)
 class WithRatio(Compressor):
-    """Base of the methods that send a share of the elements, which is their level.
+    """Base class of the methods that send a share of the elements. The share is the level.
 
     Attributes:
-        ratio: share of the elements that is sent; k = max(1, ceil(ratio d)).
+        ratio: share of the elements that is sent: k = max(1, ceil(ratio * d)) of d elements.
     """
 
-    ratio: Annotated[
-        float, Rule(SHARE.allows, "the share of elements sent, 0 < ratio <= 1 (0.01 sends one in a hundred)")
-    ]
+    ratio: Annotated[float, Rule(SHARE.allows, "a share above 0 and at most 1 (0.01 sends one element in a hundred)")]
 
     level_name: ClassVar[str | None] = "ratio"
 
@@ -47,7 +45,7 @@ class WithRatio(Compressor):
 
 @dataclass(frozen=True)
 class ByRatio(WithRatio):
-    """Base of methods that send k elements, whatever the tensor's shape."""
+    """Base class of methods that send k elements of a tensor of any shape."""
 
     def most_elements(self, budget: float, size: int) -> int:
         """The most elements of a tensor of `size` whose payload is within `budget` bytes; 1 if no payload is."""
@@ -64,13 +62,14 @@ class ByRatio(WithRatio):
 
 @dataclass(frozen=True)
 class Sparsifier(ByRatio):
-    """Base of the sparsifiers whose ranks choose for themselves and gather values and indices.
+    """Base class of the sparsifiers in which each rank chooses its own elements, and the ranks gather values and
+    indices.
 
-    The indices take two bytes each where that is less (`sparse_payload`).
+    An index takes two bytes if this makes the payload smaller (`sparse_payload`).
 
     Attributes:
-        values: encoding of values: "same" as the gradient's, or "fp16". The memory keeps the rounding error, and the
-            excess above the largest half-precision number.
+        values: element type of the values that are sent: "same" as the gradient, or "fp16". The memory keeps the
+            rounding error, and the excess above the largest half-precision number.
     """
 
     values: sparse_payload.How = field(default="same", kw_only=True)
@@ -104,7 +103,7 @@ class Sparsifier(ByRatio):
 
 @dataclass(frozen=True)
 class TopK(Sparsifier):
-    """The k elements of largest magnitude (Aji & Heafield 2017; Stich et al. 2018).
+    """Sends the k elements of largest magnitude (Aji & Heafield 2017; Stich et al. 2018).
 
     Example:
         >>> TopK(ratio=0.01).payload_bytes((1000, 1000))
@@ -125,13 +124,14 @@ class TopK(Sparsifier):
 
 @dataclass(frozen=True)
 class SparseTernary(ByRatio):
-    """Sparse ternary compression, STC: the k elements of largest magnitude as plus or minus their mean magnitude
-    (Sattler et al. 2019, arXiv:1903.02891, algorithm 1).
+    """Sparse ternary compression, STC: sends the k elements of largest magnitude, each as plus or minus their mean
+    magnitude (Sattler et al. 2019, arXiv:1903.02891, algorithm 1).
 
         C(x)_i = mu sign(x_i) for the k largest |x_i|, else 0;  mu = the mean of these k magnitudes
 
-    A zero among the k counts as positive. Indices are encoded as in `topk`, and not in the paper's Golomb code, whose
-    length depends on the gradient, which a payload's length must not. A sign takes one bit, and mu is one float32.
+    A zero among the k elements counts as positive. Indices are encoded as in `topk`. The paper's Golomb code is not
+    used, because its length depends on the gradient, and the length of a payload must not. A sign takes one bit, and mu
+    is one float32.
 
     Example:
         >>> SparseTernary(ratio=0.01).payload_bytes((100, 100))  # 100 places, 100 bits in 13 bytes, one float32
@@ -140,7 +140,7 @@ class SparseTernary(ByRatio):
 
     name: ClassVar[str] = "stc"
     examples: ClassVar[tuple[str, ...]] = ("stc:ratio=0.01",)
-    sends: ClassVar[str] = "k indices, k sign bits, one magnitude"
+    sends: ClassVar[str] = "k indices, k sign bits, and one magnitude"
     biased: ClassVar[bool] = True
     reference: ClassVar[str] = "Sattler et al. 2019, arXiv:1903.02891"
 

@@ -1,7 +1,8 @@
-"""Threshold sparsifiers: instead of sorting they search for a magnitude that about k elements reach.
+"""Threshold sparsifiers: instead of sorting, these methods search for a threshold that the magnitudes of about k
+elements reach.
 
-All use the counts and means of `Magnitudes` above a threshold, and choose exactly k elements, so that the payload has a
-fixed size. They differ in the search for the threshold.
+All of them use the counts and means of `Magnitudes` above a threshold, and choose exactly k elements, so that the
+payload has a fixed size. They differ in how they search for the threshold.
 """
 
 from __future__ import annotations
@@ -102,15 +103,16 @@ class ThresholdSparsifier(Sparsifier):
 
 @dataclass(frozen=True)
 class MSTopK(ThresholdSparsifier):
-    """The k largest elements, by bisection for a threshold (Shi et al. 2021, arXiv:2010.10458, algorithm 1).
+    """Sends the k largest elements, which a bisection for a threshold finds (Shi et al. 2021, arXiv:2010.10458,
+    algorithm 1).
 
-    The search goes from the mean to the largest magnitude, until exactly k elements reach the threshold or the rounds
-    are over. All elements that reach the upper bound (at most k) are chosen; those still missing are chosen from the
-    elements between the lower and the upper bound, in index order, where the paper takes a random run. No element left
-    out exceeds a chosen one by more than the distance of the two bounds.
+    The bisection starts between the mean and the largest magnitude, and ends when exactly k elements reach the
+    threshold or after `rounds` rounds. All elements that reach the upper bound (at most k) are chosen. The remaining
+    elements are chosen, in index order, from the elements between the lower and the upper bound (the paper chooses a
+    random run). No element left out exceeds a chosen one by more than the distance of the two bounds.
 
     Attributes:
-        rounds: rounds of the search, at most 100.
+        rounds: maximum number of rounds of the bisection, at most 100.
 
     Example:
         >>> MSTopK(ratio=0.01).payload_bytes((1000, 1000))
@@ -133,8 +135,8 @@ class MSTopK(ThresholdSparsifier):
 
 @dataclass(frozen=True)
 class RedSync(ThresholdSparsifier):
-    """The k largest elements, by bisection for a threshold that k to 2k elements reach, and an exact choice among them
-    (Fang et al. 2019, arXiv:1808.04357, trimmed top-k with threshold binary search).
+    """Sends the k largest elements: a bisection finds a threshold that k to 2k elements reach, and the k largest of
+    these are chosen exactly (Fang et al. 2019, arXiv:1808.04357, trimmed top-k with threshold binary search).
 
     If there is no such threshold, as with many equal elements, or if 25 rounds do not find it, the choice is among the
     first 2k elements, in index order, that reach the nearest thresholds.
@@ -158,20 +160,21 @@ class RedSync(ThresholdSparsifier):
 
 @dataclass(frozen=True)
 class DGC(ThresholdSparsifier):
-    """Deep gradient compression: the k largest elements by a sampled threshold, of what momentum correction
-    accumulates (Lin et al. 2018, arXiv:1712.01887, sections 3 and 5).
+    """Deep gradient compression: sends the k largest elements of the gradients that momentum correction accumulates; a
+    sample gives the threshold (Lin et al. 2018, arXiv:1712.01887, sections 3 and 5).
 
     The first threshold is the magnitude that a share `ratio` of a strided 1 % sample reaches. It is multiplied by 0.8
-    while fewer than k elements reach it, and by 1.3 while more than 2 k do, at most 10 times; a step past a threshold
-    already tested goes half-way to it instead. The k largest of the elements that reach the threshold are sent, which
-    are the k largest of all. If the rounds end without such a threshold, the k largest of the first 2 k elements, in
-    index order, that reach the nearest tested thresholds are sent.
+    while fewer than k elements reach it, and by 1.3 while more than 2 k do, at most 10 times; if this would pass a
+    threshold that was already tested, the next threshold is half-way to the tested threshold. The k largest of the
+    elements that reach the threshold are sent, which are the k largest of all. If the rounds end without such a
+    threshold, the k largest of the first 2 k elements, in index order, that reach the nearest tested thresholds are
+    sent.
 
     The optimizer must have no momentum of its own. Momentum and clipping are settings of the default memory
     (`MomentumCorrection`), without effect on another memory.
 
     Attributes:
-        momentum, nesterov, clip: settings of the default memory.
+        momentum, nesterov, clip: settings of the default memory, `MomentumCorrection`.
 
     Example:
         >>> DGC(ratio=0.01).payload_bytes((1000, 1000))
@@ -213,8 +216,8 @@ class DGC(ThresholdSparsifier):
 
 @dataclass(frozen=True)
 class SIDCo(ThresholdSparsifier):
-    """About the k largest elements, by a threshold estimated from a fitted distribution (Abdelmoniem et al. 2021,
-    arXiv:2101.10761, algorithm 1 with double-exponential gradients).
+    """Sends about the k largest elements, by a threshold that is estimated from a fitted distribution (Abdelmoniem et
+    al. 2021, arXiv:2101.10761, algorithm 1 with double-exponential gradients).
 
     If gradients are double-exponential, a share delta of the magnitudes reaches mean * log(1 / delta), and the excess
     of magnitudes above a threshold has the same distribution. So the first of several stages aims at a quarter of the
@@ -226,8 +229,8 @@ class SIDCo(ThresholdSparsifier):
     before (or among all elements, if too few reach it). Each element is sent at most once, with its true value.
 
     Attributes:
-        stages: stages of the estimate, at most 100; 1 aims at `ratio` at once. The paper adapts their number; here it
-            is fixed.
+        stages: number of stages of the estimate, at most 100. With 1, the first threshold already aims at `ratio`. The
+            paper adapts the number of stages; here it is fixed.
 
     Example:
         >>> SIDCo(ratio=0.01).payload_bytes((1000, 1000))

@@ -1,12 +1,13 @@
-"""Two levels: dense among the ranks of a node, whose link is fast, and compressed between nodes, whose link is not.
+"""Two-level exchange: uncompressed within a node, where links are fast, and compressed between nodes, where links are
+slow.
 
-The ranks of a node add their gradients up and deal the sum out (reduce-scatter), so that each has a shard of the node's
-mean. The ranks that hold the same shard, one on each node, exchange it through a compressor. Then the ranks of a node
-put the shards together (allgather). Encoding, decoding and the bytes of each rank between nodes fall by the number of
-ranks a node, and over a node's link goes one compressed model in all.
+A reduce-scatter within each node gives each rank one shard of the node's mean gradient. The ranks with the same shard,
+one on each node, exchange it through a compressor. Then an allgather within each node puts the shards together. With n
+ranks per node, each rank encodes, decodes and sends only 1/n of the model between nodes, so the link of a node carries
+one compressed model in all.
 
 Methods for matrices get whole matrices: each tensor has an owner among the ranks of a node, chosen by size. The other
-ranks of the node exchange a matrix of one zero meanwhile, so that all ranks send the same requests.
+ranks of the node meanwhile exchange a matrix of one zero, so that all ranks make the same requests.
 """
 
 from __future__ import annotations
@@ -61,10 +62,10 @@ def _of_compressor(name: str) -> Any:
 class TwoLevel(Compressor):
     """Exchanges the mean of each node through a compressor, shard by shard, or matrix by matrix.
 
-    A rank's residual is x - C(x) of its shard of the node's mean, times the number of the node's ranks: added to its
-    gradient, it counts once in the next step's mean of the node. So the compressor's own memory fits, and the ranks'
-    C(x) add up to the result. The compressor's state, such as PowerSGD's Q, travels back with the result, so that all
-    ranks hold the same state and any rank may own the matrix in the next step.
+    The residual of a rank is x - C(x) of its shard of the node's mean, times the number of ranks of the node: when the
+    rank adds this residual to its gradient, it counts once in the node's mean of the next step. So the compressor can
+    use its own memory, and the C(x) of the ranks add up to the result. The compressor's state, such as PowerSGD's Q, is
+    sent back with the result, so that all ranks have the same state, and any rank may own the matrix in the next step.
 
     Attributes:
         compressor: the compressor of the shards. It must not have a momentum of its own, as DGC has.
@@ -84,13 +85,15 @@ class TwoLevel(Compressor):
         "two_level(efsignsgd:exchange=scatter)",
         "two_level(powersgd:rank=4)",
     )
-    sends: ClassVar[str] = "all elements within a node, what the compressor sends between nodes"
+    sends: ClassVar[str] = "all elements within a node; between nodes, the payload of the inner compressor"
     sent_is_own: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.compressor, Compressor):
-            raise SpecError(f"two_level: {self.compressor!r} is not a compressor; give one, such as TopK(ratio=0.01)")
+            raise SpecError(
+                f"two_level: {self.compressor!r} is not a compressor; give a compressor, such as TopK(ratio=0.01)"
+            )
         for leaf in self.compressor.leaves():
             if isinstance(leaf, TwoLevel):
                 raise SpecError(f"two_level: {leaf} inside two_level is not allowed, because there are only two levels")
@@ -129,7 +132,8 @@ class TwoLevel(Compressor):
         return TwoLevel(self.compressor.at_level(level))
 
     def route(self, tensor: TensorInfo) -> Compressor:
-        """A tensor that the compressor sends dense goes in one level, by Horovod's own allreduce."""
+        """The compressor for a tensor. Tensors that the compressor sends uncompressed use a single allreduce among all
+        ranks."""
         inside = self.compressor.route(tensor)
         return inside if inside.lossless else TwoLevel(inside)
 
@@ -234,8 +238,8 @@ class TwoLevel(Compressor):
 def aggregate_two_levels(bucket: Bucket, places: NodePlaces) -> BucketAggregation:
     """As `TwoLevel.aggregate`, in passes over all tensors of the bucket:
 
-    1. `dense_encode` makes x; one reduce-scatter with rows of equal length hands out the shards, and whole tensors
-       too. The rows are as long as the largest share, so that their length follows from the bucket alone.
+    1. `dense_encode` makes x; one reduce-scatter with rows of equal length distributes the shards, or whole
+       tensors. The rows are as long as the largest share, so that their length depends only on the bucket.
     2. The compressor's own bucket form exchanges this rank's shard, which is a bucket too, with other nodes.
     3. `dense_keep` writes the residuals, and `dense_decode` the shards of the node's ranks to the results.
     """
@@ -429,12 +433,12 @@ class _Layout:
 
 
 def needs_nodes(compressor: Compressor) -> bool:
-    """Whether a method has two levels, which matter only on nodes with several ranks."""
+    """Whether a method is two-level, and therefore depends on the number of ranks per node."""
     return any(isinstance(leaf, TwoLevel) for leaf in compressor.leaves())
 
 
 def within(compressor: Compressor) -> Compressor:
-    """The compressor between nodes; the compressor itself if it has one level."""
+    """The compressor between nodes; for a compressor that is not two-level, the compressor itself."""
     return compressor.compressor if isinstance(compressor, TwoLevel) else compressor
 
 

@@ -125,7 +125,7 @@ def _what_differs(everyone: Sequence[Mapping[str, Any]], broadcast: str) -> str:
         different.sort(key=lambda key: key.startswith(WEIGHTS))
     if KERNELS in different:
         ways_out = (
-            "Run `hvdcomp doctor` on each host: it says why a host has no kernels. Or set HVDCOMP_KERNELS=off on every "
+            "Run `hvdcomp doctor` on each host to see why a host has no kernels. Or set HVDCOMP_KERNELS=off on every "
             "rank (with mpirun, pass it to other hosts by -x HVDCOMP_KERNELS)."
         )
         remedy = f"{remedy} {ways_out}" if len(different) > 1 else ways_out

@@ -1,8 +1,8 @@
-"""The ledger: what each step, and each tensor over all steps, cost in bytes, floats and time.
+"""The ledger: the bytes, floats and time of each step, and of each tensor over all steps.
 
-Bytes are what one rank hands to the collectives (indices, scales, padding and the engine's own flags included),
-not what a ring then moves over each link. Times are taken between marks on the gradients' device (`clock`); on an
-accelerator a mark is an event, read when it has passed, so that no step waits for the device.
+Bytes are the bytes that one rank passes to the collectives (including indices, scales, padding and the engine's own
+flags), not the bytes that a ring then moves over each link. Times are taken between marks on the gradients' device
+(`clock`); on an accelerator a mark is an event, read when it has passed, so that no step waits for the device.
 
 The times of a bucket on a device are those of the stream that the step runs on, during the bucket's turns. Kernels
 beside it, on a second stream (`kernels/cuda/aside.py`), are not counted, but the time that a later turn waits for them
@@ -25,14 +25,15 @@ class Cost:
     """Bytes, floats and seconds of one step, of one tensor, or of a whole run.
 
     Attributes:
-        bytes_sent: bytes that this rank handed to collectives.
+        bytes_sent: bytes that this rank passed to collectives.
         dense_bytes: bytes of the same gradients uncompressed.
         floats_sent: values sent, as 32-bit floats, without indices and padding: the papers' unit.
-        encode_seconds: maths before and between the collectives; None while not known.
-        communicate_seconds: waiting for collectives. For a tensor it is its share by bytes.
-        decode_seconds: maths after the last collective.
-        bytes_in_node: of `bytes_sent`, those handed to collectives among the ranks of a node, where there are others.
-            All other bytes may leave the node. On a single node it is 0: no link between nodes is spared anything.
+        encode_seconds: seconds of computation before and between the collectives; None while unknown.
+        communicate_seconds: seconds of waiting for collectives. A tensor has a share of this time in proportion to its
+            bytes.
+        decode_seconds: seconds of computation after the last collective.
+        bytes_in_node: the part of `bytes_sent` that went to collectives among the ranks of a node, if there are several
+            nodes. All other bytes may leave the node. On a single node, this is 0.
     """
 
     bytes_sent: int = 0
@@ -72,7 +73,8 @@ class Cost:
 
 
 def compression_factor(dense_bytes: float, bytes_sent: float, bytes_in_node: float = 0) -> float | None:
-    """Dense bytes over the bytes that may leave the node, which are what a slow link carries; None if there are none.
+    """Uncompressed bytes divided by the sent bytes that may leave the node, because only these cross a slow link; None
+    if there are no such bytes.
 
     Args:
         dense_bytes, bytes_sent, bytes_in_node: as in `Cost`, of a step, a tensor or a run, or means of several.
@@ -86,7 +88,7 @@ def compression_factor(dense_bytes: float, bytes_sent: float, bytes_in_node: flo
 
 
 class Sent(NamedTuple):
-    """Bytes that a rank handed to collectives in all, and of these to collectives among the ranks of its node."""
+    """Bytes that a rank passed to collectives: in all, and to collectives among the ranks of its node."""
 
     bytes: int = 0
     in_node: int = 0
@@ -171,7 +173,7 @@ class Ledger:
         return self._timed if self._unsettled or self._timed is self.last else None
 
     def of_this_process(self) -> tuple[Cost, int]:
-        """The sum of all steps that this process made, and their number. Unlike `totals`, these do not change when a
+        """The sum of all steps that this process made, and their number. Unlike `totals`, these are not reset when a
         checkpoint is loaded."""
         made, number, totals, steps = self._continued
         cost = self.totals.without(totals)

@@ -241,7 +241,7 @@ class Overlap:
         if self._communicator.rank == 0:
             warn_alone(
                 f"in {self._due} steps no gradients could be sent before the end of the backward pass. From now on all "
-                "gradients are sent together at its end, as with overlap=False"
+                "gradients are sent together after the backward pass, as with overlap=False"
             )
         self.follow([], 0)
         self.least_bytes = None  # for good

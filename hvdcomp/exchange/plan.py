@@ -49,7 +49,9 @@ class Planner(Chooser):
             ValueError: if the plan is of other tensors.
         """
         if set(plan) != set(self.tensors):
-            raise ValueError(f"a plan needs exactly these tensors: {', '.join(self.tensors)}")
+            raise ValueError(
+                f"a plan must have a compressor for each of these tensors, and for no others: {', '.join(self.tensors)}"
+            )
         self._next_plan = MappingProxyType(dict(plan))
 
     def set_level(self, level: Level | str | LevelsBySize | None) -> None:

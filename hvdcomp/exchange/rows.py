@@ -35,7 +35,8 @@ def wire_name(dtype: Any) -> str | None:
     name = str(getattr(dtype, "name", dtype)).rpartition(".")[2]
     if name not in (*FLOATING, _INT8):
         raise ConfigurationError(
-            f"RowExchange: wire_dtype={dtype!r} is not allowed; give bfloat16, float16 or int8 of the framework"
+            f"RowExchange: wire_dtype={dtype!r} is not allowed; give the type bfloat16, float16 or int8 of the "
+            "framework, such as torch.bfloat16"
         )
     return name
 

@@ -45,10 +45,11 @@ def what_is_not_compressed(engine: Engine, plan: Plan) -> str | None:
         return None
     largest = max(engine.tensors.values(), key=lambda tensor: tensor.size)
     return (
-        f"{own} compresses no tensor of this model: all {len(plan)} tensors are sent uncompressed, because they have "
-        f"fewer than {planner.min_numel} elements (min_numel) or fewer than {planner.min_ndim} dimensions (min_ndim), "
-        f"because a rule says so, or because they would not become smaller. The largest tensor is {largest.name} "
-        f"{largest.own_shape}. Change the settings, or train without hvdcomp, which only costs time with such a model"
+        f"{own} compresses no tensor of this model, so all {len(plan)} tensors are sent uncompressed. Each tensor has "
+        f"fewer than {planner.min_numel} elements (min_numel), has fewer than {planner.min_ndim} dimensions "
+        "(min_ndim), is left uncompressed by a rule, or would not become smaller. The largest tensor is "
+        f"{largest.name} {largest.own_shape}. Change the settings, or train without hvdcomp: for this model, hvdcomp "
+        "only costs time"
     )
 
 
@@ -71,12 +72,12 @@ def what_is_wasted(engine: Engine, plan: Plan) -> str | None:
         if everything <= total or engine.planner.casts(plan):
             return None
         return (
-            f"compression sends {everything:.0f} bytes per step, and uncompressed gradients would be {total} bytes. "
-            "Compression saves nothing, because ranks exchange other data beside the gradients. Compress harder (a "
-            "lower level), or train without hvdcomp"
+            f"with compression, a rank sends {everything:.0f} bytes per step, but the uncompressed gradients have only "
+            f"{total} bytes. Compression saves nothing, because ranks also exchange other data than gradients. "
+            "Compress harder (a lower level), or train without hvdcomp"
         )
     return (
-        f"compression makes {len(larger)} of {len(plan)} tensors larger: it sends {more} bytes of them per step "
-        f"instead of {less} ({listed(larger)}). Compress these tensors harder (a lower level), or send them "
-        'uncompressed: raise min_numel or min_ndim, or give them "none" by a rule'
+        f"compression makes {len(larger)} of {len(plan)} tensors larger: a rank sends {more} bytes per step for these "
+        f"tensors instead of {less} ({listed(larger)}). Compress these tensors harder (a lower level), or send them "
+        'uncompressed: raise min_numel or min_ndim, or add a rule with "none" for them'
     )

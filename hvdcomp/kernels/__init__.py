@@ -1,4 +1,4 @@
-"""Kernels in C for the arithmetic of a step on the CPU, in one shared object that serves every framework.
+"""Kernels in C for the arithmetic of a step on the CPU, in one shared object for all frameworks.
 
 The object is built when hvdcomp is installed, if there is a C compiler (`build.py`). Without it, array functions do the
 same work, more slowly (`exchange/tensor_group.py`). It is loaded at the first use, not at import.
@@ -39,7 +39,10 @@ __all__ = [
 INSTRUCTION_SETS = ("plain", "avx2", "avx512")
 _MOST_THREADS = 2**31 - 1  # kernels take an int32
 _BUILD = "python -m hvdcomp.kernels.build"
-_LACKING = {1: "the shared object was not built for it", 2: "this CPU lacks its instructions"}
+_LACKING = {
+    1: "the compiled library of hvdcomp was built without this instruction set",
+    2: "this CPU does not support this instruction set",
+}
 
 
 @dataclass(frozen=True)
@@ -51,13 +54,14 @@ class _Loaded:
 
 
 def library(*, release: bool = True) -> ctypes.CDLL | None:
-    """The shared object; None without kernels.
+    """The loaded shared object with the kernels; None if there are no kernels.
 
-    Its functions are those of `src/hvdcomp.h` and `src/kernels.def`, with their types declared.
+    The shared object has the functions of `src/hvdcomp.h` and `src/kernels.def`, and their types are declared for
+    ctypes.
 
     Args:
-        release: whether a call releases the interpreter's lock. A busy thread may then keep this one waiting for 5 ms
-            after the call; for calls of less than a millisecond, holding the lock is faster.
+        release: whether a call releases the interpreter's lock. If it does, another busy thread may make this thread
+            wait for 5 ms after the call. Calls of less than a millisecond are faster without releasing the lock.
 
     Raises:
         ConfigurationError: for a value of `HVDCOMP_KERNELS` that is unknown or not usable here.
@@ -72,7 +76,7 @@ def library(*, release: bool = True) -> ctypes.CDLL | None:
 
 
 def available() -> bool:
-    """Whether there are kernels."""
+    """Whether kernels can be used."""
     return library() is not None
 
 
@@ -87,7 +91,7 @@ def way_out() -> str:
 
 
 def instruction_set() -> str | None:
-    """The instruction set in use, of `INSTRUCTION_SETS`; None without kernels."""
+    """The instruction set that the kernels use, one of `INSTRUCTION_SETS`; None without kernels."""
     loaded = library()
     return None if loaded is None else loaded.hvd_instruction_set().decode()
 
@@ -213,7 +217,7 @@ def _load(path: Path) -> _Loaded:
         fits = False
     if not fits:
         return _Loaded(
-            why_not=f"{path} was built from other sources than those of this version",
+            why_not=f"{path} was built from the sources of another version of hvdcomp",
             way_out=f"To build it again, run {_BUILD}",
         )
     return _Loaded(releasing, holding)

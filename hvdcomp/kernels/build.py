@@ -160,7 +160,8 @@ def _run(command: Sequence[str]) -> str:
 
 
 def build_or_say_why(folder: Path) -> Path | None:
-    """`build`; if it fails, says why here and in a file that `hvdcomp doctor` reads, and leaves no shared object."""
+    """Calls `build`. If it fails, prints the reason, writes it to a file that `hvdcomp doctor` reads, and leaves no
+    shared object."""
     try:
         return build(folder)
     except (CompilationError, OSError) as error:

@@ -198,7 +198,7 @@ class Tasks:
     """Parts of a bucket's tensors, such as rows, columns or chunks, divided into tasks for threads.
 
     Args:
-        pieces: for each tensor the number of parts, and how many make a task.
+        pieces: for each tensor, the number of parts, and the number of parts in a task.
 
     Attributes:
         passed: the kernels' arguments: the address of a `TASK` vector, and the number of tasks.

@@ -1,4 +1,5 @@
-"""Advice before training: step times by method, the fastest method, and the bandwidths where that changes."""
+"""Advice before training: step times by method, the fastest method, and the bandwidths at which another method becomes
+the fastest."""
 
 from __future__ import annotations
 
@@ -62,10 +63,11 @@ class Method:
         exchange: the exchange of a step.
         encode: time of encoding and decoding; None if the library sends it itself and no time is known.
         parts: parts of the step's time, s.
-        at_end_s: time of a step that sends all after the backward pass, s; None if the step sends nothing earlier.
+        at_end_s: time of a step that sends all gradients after the backward pass, s; None if the step sends no
+            gradients earlier.
         limited_by: the largest part: "compute", "encode", "network" or "latency".
         wins: ranges of bandwidth, bytes/s, in which the method is faster than dense; None for an open end.
-        why_not: why the method is not recommended, as a clause; None if it may be.
+        why_not: why the method is not recommended, as a clause; None if the method may be recommended.
     """
 
     spec: str
@@ -95,14 +97,14 @@ class Advice:
     Attributes:
         methods: the methods by spec, dense first; without two levels if nodes have different numbers of ranks.
         winner: spec of the fastest method that may be recommended; None for one rank, which exchanges nothing.
-        free: the faster of dense and fp16, which libraries have themselves.
+        free: the faster of dense and fp16 gradients, which need no hvdcomp.
         take: the recommended method: the winner, if its lead over `free` exceeds the model's error, or else `free`.
         alike: methods that may be recommended and whose times cannot be distinguished from that of `take`, the fastest
             first.
         bucket_bytes: the bucket size that would make the winner's step faster by more than the calibration's noise;
-            None if there is none, or if buckets are the library's.
+            None if there is no such size, or if the library sets the buckets.
         error: largest relative difference at which two times count as equal.
-        least_factor: see `least_compression_factor`; None if no factor suffices.
+        least_factor: the result of `least_compression_factor`; None if no factor suffices.
     """
 
     methods: dict[str, Method] = field(default_factory=dict)
@@ -126,23 +128,24 @@ class Adviser:
     Args:
         calibration: the calibration.
         model: one of its models; None for the only one.
-        specs: compressors to compare; None for all with a known or estimated encode time (`encode_times`), gathered
-            and scattered if possible, and in two levels if the calibration has nodes of several ranks. Dense and fp16
-            are always compared.
+        specs: compressors to compare; None for all compressors with a known or estimated encode time (`encode_times`),
+            with both exchanges "gather" and "scatter" if possible, and also two-level if the calibration has nodes of
+            several ranks. Dense and fp16 are always compared.
         early_bytes: least bytes of gradients in a bucket sent during the backward pass, `bucket_bytes` of
-            `hvdcomp.Compression`; 0 if all are sent at its end, as in TensorFlow; None for the calibration's, or else
-            hvdcomp's default. It matters only if the calibration has the times when gradients are ready.
+            `hvdcomp.Compression`; 0 if all gradients are sent after the backward pass, as in TensorFlow; None for the
+            calibration's size, or else hvdcomp's default. It matters only if the calibration has the times when
+            gradients are ready.
         optimizer: as in `hvdcomp.compressors.evidence.Evidence`: recommend only compressors that suit it, by
             `hvdcomp.perfmodel.quality.why_not`. None if it is unknown: then all compressors of `specs` may be
             recommended, or, without `specs`, those that `why_not` allows.
 
     Attributes:
         compressors: the compressors by spec.
-        why_not: by spec, why a compressor is not recommended; without those that may be.
+        why_not: by spec, why a compressor is not recommended; only for compressors that are not recommended.
         encode: time of encoding and decoding by spec; None if the library sends it itself and no time is known.
 
     Raises:
-        CalibrationError: for a model that is not in the calibration, or a compressor without encode time.
+        CalibrationError: for a model that is not in the calibration, or a compressor without an encode time.
         SpecError: for an unknown compressor, or a pattern that matches no tensor of the model; or for two levels if
             nodes of several ranks are not known.
     """
@@ -168,8 +171,8 @@ class Adviser:
                 compressors = [one for one in compressors if str(one) in FREE or reduces_shards(one)]
             elif refused := [str(one) for one in compressors if str(one) not in FREE and not reduces_shards(one)]:
                 raise CalibrationError(
-                    f"{self.model} is sharded (FSDP2), and its reduce-scatter does not work with {', '.join(refused)}; "
-                    "use a quantizer, such as int8 or int4"
+                    f"the model {self.model} is sharded (FSDP2), and the reduce-scatter of FSDP2 does not work with "
+                    f"{', '.join(refused)}; use a quantizer, such as int8 or int4"
                 )
         elif specs is None:
             compressors = [way for compressor in compressors for way in (compressor, *in_each_way(compressor))]
@@ -190,9 +193,10 @@ class Adviser:
         for spec, encode in self.encode.items():
             if encode is None and not self.exchange(spec, 1).overlapped:
                 raise CalibrationError(
-                    f"{calibration.name} has no encode time of {spec!r} for {self.model}; it has encode times of: "
-                    f"{', '.join(known) or 'none'}. Add it to your own calibration file (hvdcomp calibrate measures "
-                    "it), or leave this compressor out"
+                    f"the calibration {calibration.name} has no encode time of {spec!r} for {self.model}; it has "
+                    f"encode times of: {', '.join(known) or 'none'}. The encode time is the time to compress and "
+                    "decompress the gradients on a rank. Measure it with hvdcomp calibrate, or leave this compressor "
+                    "out"
                 )
 
     @cached_property
@@ -296,7 +300,7 @@ class Adviser:
     def wins(self, spec: str, setting: Setting, dense_s: Any = None) -> tuple[Range, ...]:
         """Ranges of bandwidth, bytes/s, in which a method is faster than dense, all else as in the setting.
 
-        Evaluated from 1 Mb/s to 10 Tb/s at 200 points per decade; a range that reaches an end is taken to be open.
+        Evaluated from 1 Mb/s to 10 Tb/s at 200 points per decade; a range that reaches an end is assumed to be open.
 
         Args:
             spec: spec of the method.

@@ -1,4 +1,5 @@
-"""Estimated encode times: scaled from another model by the models' sizes, or those of hvdcomp's kernels on a GPU."""
+"""Estimated encode times: scaled from another model by the number of elements, or the times of hvdcomp's kernels on a
+GPU."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ REFERENCE = "h100"
 def encode_times(calibration: Calibration, model: str) -> dict[str, EncodeTime]:
     """The encode times of a model by spec: its own, and estimates of other methods.
 
-    Encode time is taken to be proportional to the number of elements. The estimate is from the model of nearest size
-    with a time of the method, among the calibration's models; if none has an encode time, it is that of hvdcomp's own
-    kernels on the calibration's card, or on `REFERENCE`.
+    The encode time is assumed to be proportional to the number of elements. The estimate comes from the model of the
+    calibration that has an encode time of the method and is closest in size. If no model has such a time, the estimate
+    is the time of hvdcomp's own kernels on the calibration's card, or on `REFERENCE`.
     """
     facts, own = calibration.models[model], calibration.models[model].compute.encode
     models: Mapping[str, ModelFacts] = calibration.models

@@ -1,7 +1,7 @@
 """The calibration file: measured (or published) times of a network, of models and of compressors on one machine.
 
-JSON, version 1; `docs/calibration-file.md` documents its fields. The presets of the package are such files. Those of
-today's machines name a GPU of `cards` instead of models, whose times are then estimated (`workloads`).
+JSON, version 1; `docs/calibration-file.md` documents its fields. The presets of the package are such files. The presets
+of current machines name a GPU of `cards` instead of models: the times of the models are then estimated (`workloads`).
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class Calibration:
         name: name in output.
         network, models: the measured times.
         machine: texts by name, such as accelerator, link and versions.
-        noise: relative difference of times below which no method counts as faster.
+        noise: relative difference of step times that is within the noise: a method counts as faster only beyond this
+            difference.
         noise_note: the basis of `noise`.
         network_source: source of the network's numbers.
         card: key of `hvdcomp.perfmodel.cards.CARDS`, the GPU for which unknown encode times are estimated; empty if
@@ -106,7 +107,8 @@ def load(source: str | Path) -> Calibration:
     """The calibration in a file, or a preset by its name.
 
     Raises:
-        CalibrationError: if it does not exist, cannot be read, or a field is missing or invalid; names the field.
+        CalibrationError: if the file does not exist, cannot be read, or has a missing or invalid field. The message
+            names the field.
     """
     place = Path(source)
     if isinstance(source, str) and os.sep not in source and not source.endswith(".json") and not Path(source).exists():

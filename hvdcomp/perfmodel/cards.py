@@ -1,7 +1,7 @@
-"""GPUs by the numbers that decide how long a training step and its compression take on them.
+"""The properties of GPUs that determine how long a training step and its compression take.
 
-All numbers are those of NVIDIA's data sheets. The rate of whole-number operations is that of 64 units for 32-bit
-integers in each multiprocessor, at the boost clock; all of these architectures have 64.
+All numbers are from NVIDIA's data sheets. The rate of whole-number operations assumes 64 units for 32-bit integers in
+each multiprocessor, at the boost clock; all of these architectures have 64.
 """
 
 from __future__ import annotations

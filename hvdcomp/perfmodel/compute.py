@@ -39,7 +39,7 @@ class EncodeTime:
         return np.maximum(seconds, self.host_s)
 
     def part(self, share: float) -> EncodeTime:
-        """The time of a share of the model, taken to be proportional."""
+        """The time for a share of the model, assuming that the time is proportional to the share."""
         device = (self.encode_s * share, self.decode_s * share, self.decode_per_rank_s * share)
         return EncodeTime(*device, host_s=self.host_s)
 
@@ -60,9 +60,9 @@ class Compute:
             send these bytes; both ascending. Empty if unknown. Horovod sends single gradients, DistributedDataParallel
             its buckets.
         gamma: factor by which concurrent communication slows the backward pass, 1 or more.
-        hides: the share, from 0 to 1, of the time that hvdcomp's engine really saves by sending during the backward
-            pass, relative to the saving if computation and communication shared no resource except by gamma. Far below
-            1 if one processor core does both.
+        hides: the time that hvdcomp's engine saves by sending during the backward pass, as a share (0 to 1) of the time
+            that it would save if computation and communication shared no resource except by gamma. Far below 1 if one
+            processor core computes and communicates.
         batch_size: batch size of one rank for these times; None if unknown.
         encode: encode time by spec of the compressor. For methods that the library exchanges itself, "none" included,
             it is the time of such a step that the other numbers do not include.
@@ -80,7 +80,8 @@ class Compute:
     hides: float = 1.0
 
     def share(self, batch_size: ArrayLike | None) -> Array:
-        """The factor of the passes' times for another batch size, taken to be proportional.
+        """The factor by which the times of the passes change for another batch size, assuming that they are
+        proportional to the batch size.
 
         Raises:
             ValueError: if the batch size of the times is unknown.

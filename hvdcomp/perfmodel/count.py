@@ -148,7 +148,7 @@ def setups(
 
     Yields:
         calibration, gpu, model, method: the names; the GPU is empty if the calibration has none.
-        ranks, batch_size, gbps: of the set-up; the batch size is None if the calibration has none.
+        ranks, batch_size, gbps: the set-up; the batch size is None if the calibration has none.
         step_ms, dense_ms, fp16_ms: predicted times of a step with the method, with dense gradients and with fp16.
         gain_percent: the lead over the faster of dense and fp16; negative if the method is slower.
         taken: whether `advise` recommends the method.

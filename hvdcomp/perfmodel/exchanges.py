@@ -2,8 +2,8 @@
 
 The plan gives each tensor a compressor, and the compressor determines the rounds. Payloads share collectives by the
 rule of `hvdcomp.exchange.fusion`. Scattered tensors of one element type are counted as one bucket if they can be in a
-bucket. Otherwise each tensor is counted alone, padded to whole units for each rank. Tensors in two levels are counted
-in the same way, and each rank sends an equal share of the bytes between nodes.
+bucket. Otherwise each tensor is counted alone, padded to whole units for each rank. Tensors with a two-level exchange
+are counted in the same way, and each rank sends an equal share of the bytes between nodes.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def exchange_of(
         compressor: the compressor; `Chooser` gives each tensor its own.
         tensors: all tensors with a gradient.
         ranks: number of ranks; matters if chunks are scattered, and in two levels.
-        ranks_per_node: number of ranks of a node; None if unknown. All nodes but the last are taken to be full.
+        ranks_per_node: number of ranks of a node; None if unknown. All nodes except the last are assumed to be full.
         min_numel, min_ndim: as in `Chooser`.
 
     Raises:
@@ -204,7 +204,7 @@ def sharded_exchange_of(
 def exchange_of_plan(
     tensors: Iterable[TensorInfo], plan: Plan, overlapped: bool, ranks: int, ranks_per_node: int | None = None
 ) -> Exchange:
-    """The exchange of one step under a plan; the same bytes are not counted as in `exchange_of`.
+    """The exchange of one step under a plan. As in `exchange_of`, some bytes are not counted.
 
     Args:
         tensors: all tensors with a gradient, sorted by name.
@@ -219,8 +219,8 @@ def exchange_of_plan(
     two_level = [compressor for _, compressor in members if isinstance(compressor, TwoLevel)]
     if ranks_per_node is None and two_level:
         raise SpecError(
-            f"{two_level[0]} needs the number of ranks on each node, which is not known here; calibrate with several "
-            "ranks on each node, or leave this compressor out"
+            f"{two_level[0]} needs the number of ranks on each node, but the calibration does not contain this number; "
+            "calibrate with several ranks on each node, or leave this compressor out"
         )
     rounds = _rounds_of(members, ranks, ranks_per_node or 1)
     # The flag is sent with allreduces and allgathers of all ranks, but not with an alltoall.

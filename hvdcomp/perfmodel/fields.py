@@ -49,35 +49,35 @@ class Fields:
         return self._data.get(name) is not None
 
     def finish(self) -> None:
-        """Raises CalibrationError for a field that was never read, which is probably misspelt."""
+        """Raises CalibrationError for a field that was never read: its name is probably misspelt."""
         unknown = [name for name in self._data if name not in self._read]
         if unknown:
             known = ", ".join(sorted(self._read))
             raise self.error(f"is not a known field; the known fields are: {known}", unknown[0])
 
     def text(self, name: str, default: str = _REQUIRED) -> str:
-        """A text."""
+        """Reads a text."""
         return self._typed(str, name, default)
 
     def truth(self, name: str, default: bool) -> bool:
-        """true or false."""
+        """Reads true or false."""
         return self._typed(bool, name, default)
 
     def number(
         self, name: str, default: float = _REQUIRED, *, lowest: float | None = None, above: float | None = None
     ) -> float:
-        """A finite number, at least `lowest` or more than `above`."""
+        """Reads a finite number, at least `lowest` or more than `above`."""
         return self._number(self._get(name, default), name, lowest, above)
 
     def share(self, name: str, default: float) -> float:
-        """A number from 0 to 1."""
+        """Reads a number from 0 to 1."""
         value = self.number(name, default, lowest=0)
         if value > 1:
             raise self.error(f"is {value}, and must be at most 1", name)
         return value
 
     def whole(self, name: str, *, lowest: int) -> int:
-        """A whole number, at least `lowest`."""
+        """Reads a whole number, at least `lowest`."""
         value = self.number(name, lowest=lowest)
         if value != int(value):
             raise self.error(f"must be a whole number, not {shortened(value)}", name)
@@ -86,7 +86,7 @@ class Fields:
     def pairs(
         self, name: str, noun: str, *, second_rises: bool = False, lowest_second: float = 0
     ) -> tuple[tuple[float, float], ...]:
-        """A list of pairs whose first numbers are positive and ascending; empty if the field is missing.
+        """Reads a list of pairs whose first numbers are positive and ascending; empty if the field is missing.
 
         Args:
             name: name of the field.
@@ -108,7 +108,7 @@ class Fields:
         return tuple(pairs)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The dimensions of a tensor."""
+        """Reads the dimensions of a tensor."""
         sizes = self._typed(tuple[int, ...], name)
         if any(size < 0 for size in sizes):
             raise self.error(f"must be a list of whole numbers, each 0 or more, not {shortened(sizes)}", name)
@@ -119,15 +119,15 @@ class Fields:
         return {name: self.text(name) for name in self._data}
 
     def list_of_texts(self, name: str) -> list[str]:
-        """A list of texts; empty if the field is missing."""
+        """Reads a list of texts; empty if the field is missing."""
         return list(self._typed(tuple[str, ...], name, []))
 
     def section(self, name: str, optional: bool = False) -> Fields:
-        """An object in this one; an empty one if it is optional and missing."""
+        """Reads an object inside of this object; an empty object if it is optional and missing."""
         return Fields(self._get(name, {} if optional else _REQUIRED), self._file, self._place(name))
 
     def sections(self, name: str) -> list[Fields]:
-        """A list of objects."""
+        """Reads a list of objects."""
         path = self._place(name)
         return [Fields(value, self._file, f"{path}[{place}]") for place, value in enumerate(self._list(name))]
 

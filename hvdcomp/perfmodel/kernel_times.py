@@ -1,4 +1,4 @@
-"""The encode times of hvdcomp's own kernels on any GPU, from those measured on an H200.
+"""The encode times of hvdcomp's own kernels on any GPU, computed from measurements on an H200.
 
 For one step of a method, the device needs
 

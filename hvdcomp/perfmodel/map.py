@@ -1,5 +1,5 @@
-"""The map that shows where compression pays on one card: a row for each model, a column for each rate of a node's link,
-and a panel for each number of ranks."""
+"""The map that shows where compression makes training faster on one card: a row for each model, a column for each rate
+of a node's link, and a panel for each number of ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def cells(
         setting: other attributes of `Setting`.
 
     Yields:
-        calibration, ranks, model, batch_size, gbps: of the set-up.
+        calibration, ranks, model, batch_size, gbps: the set-up.
         method: the fastest compressor that may be recommended; empty if there is none.
         step_ms, dense_ms, fp16_ms: predicted times of a step with this compressor, with dense gradients and with fp16.
         gain_percent: the lead of this compressor over the faster of dense and fp16; negative if it is slower.

@@ -1,6 +1,6 @@
-"""Times of the network: latency and transfer time of collectives, from few measured numbers.
+"""Times of the network: latency and transfer time of collectives, from a few measured numbers.
 
-An algorithm is described by two numbers: the messages that follow one another, and the bytes over a rank's busiest
+Two numbers describe an algorithm: the number of messages that follow one another, and the bytes over a rank's busiest
 link. All functions take numbers or NumPy arrays that broadcast against each other.
 """
 
@@ -175,11 +175,11 @@ class CollectiveCost:
 
 
 def network_of_link(bits_per_s: float, latency_s: float) -> Network:
-    """The network of ranks with a link of this rate each, and ring algorithms.
+    """The network of ranks of which each has a link of the given rate. The collectives are ring algorithms.
 
     Args:
         bits_per_s: rate of each link, both ways at once.
-        latency_s: seconds of a message.
+        latency_s: latency of a message, in seconds.
     """
     cost = CollectiveCost("ring", latency_s, bits_per_s / 8)
     return Network(cost, cost)
@@ -216,9 +216,10 @@ def network_of_nodes(
 
 
 def reduction_of_scatter(of_allreduce: Mapping[str, float]) -> dict[str, float]:
-    """`reduction_s_per_byte` of a reduce-scatter, from that of an allreduce.
+    """Computes `reduction_s_per_byte` of a reduce-scatter from `reduction_s_per_byte` of an allreduce.
 
-    A reduce-scatter adds up all bytes that it moves, an allreduce only half of them, as the others are sums.
+    A reduce-scatter adds up all bytes that it moves. An allreduce adds up only half of its bytes, because the other
+    half are finished sums.
     """
     return {dtype: 2 * seconds for dtype, seconds in of_allreduce.items()}
 

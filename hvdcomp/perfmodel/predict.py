@@ -1,6 +1,6 @@
 """The performance model: the time of a step, from its exchange, the costs of network and computer, and a schedule.
 
-Everything in a `Setting` may be an array; a sweep over thousands of settings is one call.
+Every value in a `Setting` may be an array, so one call computes a sweep over thousands of settings.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Setting:
 
     Attributes:
         world_size: number of ranks, 1 or more.
-        bytes_per_s: bandwidth of a rank's (or node's) link; None for the calibration's.
-        batch_size: batch size of one rank; None for the calibration's.
+        bytes_per_s: bandwidth of a rank's (or node's) link; None for the calibrated bandwidth.
+        batch_size: batch size of one rank; None for the calibrated batch size.
         compute_speed: factor by which the computer is faster than calibrated, encoding included.
         encode_speed: additional factor by which encoding and decoding are faster.
         payload: factor of the bytes sent after the backward pass.
         micro_batches: number of backward passes of a step, of which only the last one hides communication (gradient
-            accumulation). The batch size is that of one of them.
+            accumulation). `batch_size` is the batch size of one backward pass.
         recompute: share of the forward pass that the backward pass repeats (activation checkpointing).
 
     Raises:
@@ -122,8 +122,8 @@ def local_step_s(
     """Mean seconds of a step if only every `every`-th step ends with an exchange (`hvdcomp.torch.LocalSteps`): a step
     without exchange, plus the exchange and the outer step over `every`.
 
-    The exchange does not overlap with anything, because it begins after the optimizer's step. The outer step also goes
-    through all weights once, and is taken to last as long as the optimizer's step.
+    The exchange does not overlap with anything, because it begins after the optimizer's step. The outer step also
+    processes all weights once, and is assumed to take as long as the optimizer's step.
 
     Args:
         network, compute, exchange, setting, encode: as in `predict`.

@@ -1,4 +1,5 @@
-"""Proposed compressors: the fastest of each kind that evidence allows and a calibration can predict."""
+"""Proposed compressors: of each kind, the compressor with the fastest predicted step that loses little enough
+quality."""
 
 from __future__ import annotations
 
@@ -51,9 +52,9 @@ class Proposals:
         if self.unpredicted:
             options = " ".join(f"--compressor '{spec}'" for spec in self.unpredicted)
             return (
-                f"auto leaves out compressors that loss={criteria.loss:g} allows, because {source} does not have "
-                f"their encode times for this model: {', '.join(self.unpredicted)}. To include them, calibrate with "
-                f"{options}"
+                f"the policy auto leaves out compressors that loss={criteria.loss:g} allows, because the calibration "
+                f"{source} has no encode times (times to compress and decompress) of these compressors for this model: "
+                f"{', '.join(self.unpredicted)}. To include these compressors, run hvdcomp calibrate with {options}"
             )
         if self.specs or any(_allowed(criteria)):
             return None
@@ -65,8 +66,8 @@ class Proposals:
                 "known",
             )
         return (
-            f"auto proposes no compressor: in hvdcomp's own trainings with {optimizer}, no compressor raised the loss "
-            f"by {criteria.loss:.2%} or less. {way_out}"
+            f"the policy auto proposes no compressor: in hvdcomp's own trainings with {optimizer}, no compressor "
+            f"raised the loss by {criteria.loss:.2%} or less. {way_out}"
         )
 
 
@@ -79,8 +80,9 @@ def propose(
 ) -> Proposals:
     """Chooses a few compressors by the predicted time of a step.
 
-    The fastest is always among them, as a network may become slower. The others are of other kinds and within `REACH`
-    of the fastest method, as long as residuals stay bounded if all of them take turns.
+    The compressor with the fastest step is always proposed, because a network may become slower. The others are of
+    other kinds, and within `REACH` of the fastest method. They are only proposed if residuals stay bounded when all of
+    them take turns.
 
     Args:
         criteria: the criteria.

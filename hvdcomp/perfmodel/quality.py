@@ -1,4 +1,4 @@
-"""Which compressors the advice recommends, by what they cost in quality in hvdcomp's own trainings."""
+"""Which compressors the advice recommends, judged by the quality that they lost in hvdcomp's own trainings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ MUCH = 2 * HARMFUL
 
 
 def is_harmless(compressor: Compressor, optimizer: str | None) -> bool:
-    """Whether a method lost at most `HARMLESS` of quality in hvdcomp's own trainings; False if that was not measured.
+    """Whether a method lost at most `HARMLESS` of quality in hvdcomp's own trainings; False if the method was not
+    measured.
 
     Args:
         compressor: the method.
@@ -28,9 +29,9 @@ def is_harmless(compressor: Compressor, optimizer: str | None) -> bool:
 def why_not(compressor: Compressor, optimizer: str | None = None) -> str | None:
     """Why a method is not recommended, as a phrase; None if it may be recommended.
 
-    With a known optimizer, a method may be recommended if it `is_harmless`. Without, a method may be recommended unless
-    it was never trained, or lost `MUCH` with every one of the `OPTIMIZERS`: a method that suits only one of them may
-    still suit the user's.
+    With a known optimizer, a method may be recommended if it `is_harmless`. If the optimizer is unknown, a method may
+    be recommended unless it was never trained, or lost `MUCH` with every one of the `OPTIMIZERS`: a method that works
+    with only one of them may still work with the user's optimizer.
 
     Args:
         compressor: the method.

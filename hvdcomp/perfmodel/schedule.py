@@ -140,7 +140,7 @@ def when_ready(
 
 
 def sequential(compute: Array, encode: Array, exchange: Exchange, cost_of: CostOf, payload: Array = 1.0) -> Parts:
-    """compute + encode and decode + all collectives in turn; those of a round start together.
+    """compute + encode and decode + all collectives one after the other; the collectives of a round start together.
 
     Args:
         compute: seconds of a step without communication.
@@ -220,7 +220,7 @@ def early(
         gamma: as in `Compute`.
         encode, decode: seconds of encoding and of decoding, of the whole model.
         exchange: the exchange.
-        buckets: the early buckets in order; their shares of encode time and of bytes are taken to be equal.
+        buckets: the early buckets in order; their shares of encode time are assumed to equal their shares of bytes.
         cost_of: cost of collectives.
         payload: factor of the bytes.
     """
@@ -276,8 +276,8 @@ def sharded(
 
     `before` are the passes before the last of m backward passes. G gathers the weights of all modules, once in each
     pass, as modules are resharded after the forward pass. R reduces the gradients of all modules to the ranks' shards.
-    Both run beside the computation on other modules; only the reduction of the last module follows the backward pass.
-    Encoding competes with the backward pass for the device.
+    Both run at the same time as the computation on other modules; only the reduction of the last module follows the
+    backward pass. Encoding competes with the backward pass for the device.
 
     Args:
         compute: seconds of a step without communication.

@@ -52,7 +52,7 @@ class Sweep:
         axis: a key of `AXES`.
         values: values on the axis (points,), ascending.
         step_s: seconds of a step (points,), by method.
-        least_factor: see `least_compression_factor`, (points,); NaN where no factor suffices.
+        least_factor: the results of `least_compression_factor`, (points,); NaN where no factor suffices.
     """
 
     axis: str

@@ -11,7 +11,8 @@ _RIVALS = {UNCOMPRESSED: "dense gradients", "fp16": "fp16 gradients"}
 
 
 def verdict(report: dict[str, Any]) -> list[str]:
-    """One sentence that says whether compression pays, and one sentence for each rival.
+    """One sentence that says whether compression makes training faster, and one sentence for each rival of compression:
+    uncompressed gradients and fp16.
 
     Args:
         report: the JSON of `hvdcomp advise`.
@@ -25,25 +26,27 @@ def verdict(report: dict[str, Any]) -> list[str]:
     factors = {rival: methods[rival]["step_ms"] / methods[best]["step_ms"] for rival in FREE}
     beaten = [rival for rival in FREE if factors[rival] - 1 >= error]
     if len(beaten) == len(FREE):
-        answer = "Compression pays here."
+        answer = "Compression makes training faster here."
     elif beaten:
         answer = (
-            f"Compression pays here only in comparison with {_named(beaten)}: measure it before you rely on it."
+            f"Compression makes training faster here only in comparison with {_named(beaten)}. Measure the speedup "
+            "before you rely on this prediction."
         )
     else:
-        answer = "Compression does not pay here."
-    return [f"{answer} The fastest compressor is {best}:", *(_over(rival, factors[rival], error) for rival in FREE)]
+        answer = "Compression does not make training faster here."
+    lines = (_over(best, rival, factors[rival], error) for rival in FREE)
+    return [f"{answer} The fastest compressor is {best}:", *lines]
 
 
 def _named(rivals: list[str]) -> str:
     return " and ".join(_RIVALS[rival] for rival in rivals)
 
 
-def _over(rival: str, factor: float, error: float) -> str:
+def _over(spec: str, rival: str, factor: float, error: float) -> str:
     """Compare a compressor with a rival whose step takes `factor` times the time."""
     is_clear = max(factor, 1 / factor) - 1 >= error
     within = "" if is_clear else f", which is within the model's error of {100 * error:.1f}%"
-    return f"- It is {compared(factor, _RIVALS[rival])}{within}."
+    return f"- {spec} is {compared(factor, _RIVALS[rival])}{within}."
 
 
 def compared(ratio: float, rival: str) -> str:
@@ -80,7 +83,7 @@ def lines_of(spec: str, row: dict[str, Any], ranges: str) -> list[str]:
     if row["bytes_in_node"]:
         third += " between nodes"
     if row["kept_bytes_per_parameter"]:
-        third += f"; keeps {row['kept_bytes_per_parameter']:.1f} bytes per parameter"
+        third += f"; needs {row['kept_bytes_per_parameter']:.1f} bytes of memory per parameter"
     return [
         f"{spec}: {row['step_ms']:.1f} ms{beside}",
         f"    in ms: {', '.join(parts)}; limited by {row['limited_by']}",

@@ -72,11 +72,11 @@ def encode_time_of(
 ) -> EncodeTime | None:
     """The encode time of a compressor: its own, or an estimate from the same method with another exchange.
 
-    Gathered and scattered payloads are taken to have the same encode time. The number of decoded payloads follows from
-    the exchange, and matters if the time to decode one is known (`decode_per_rank_s`). Other costs of scattering, such
-    as additional passes for error feedback, are not estimated. In two levels a rank encodes and decodes its share of
-    the model; cutting and joining shards is not estimated. The time of a cast is estimated from that of dense
-    gradients, in proportion to the bytes.
+    Payloads of exchange "gather" and "scatter" are assumed to have the same encode time. The number of decoded payloads
+    follows from the exchange, and matters if the time to decode one is known (`decode_per_rank_s`). Other costs of
+    scattering, such as additional passes for error feedback, are not estimated. With a two-level exchange, a rank
+    encodes and decodes its share of the model; cutting and joining shards is not estimated. The time of a cast is
+    estimated from that of dense gradients, in proportion to the bytes.
 
     Args:
         compressor: the compressor.
@@ -125,8 +125,8 @@ def encode_time_at(
 ) -> EncodeTime | None:
     """The encode time of a compressor at `factor` times its level.
 
-    It is interpolated between levels with known times; beyond them it is that of the nearest level. If the compressor's
-    methods do not have a common level, it is the compressor's own time.
+    The time is interpolated between levels with known times; beyond these levels, it is the time of the nearest level.
+    If the compressor's methods do not have a common level, it is the compressor's own time.
 
     Args:
         compressor: the compressor.

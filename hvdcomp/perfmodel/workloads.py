@@ -134,7 +134,7 @@ def _model(workload: Workload, card: Card) -> dict[str, Any]:
             "backward_s": f"two thirds of a step: {workload.source}; {card.sources}",
             "gamma": "Agarwal et al. 2022, section 4.1: between 1.04 and 1.1; the middle",
             "bucket_bytes": "the default of DistributedDataParallel; if sharded, the gradients of a module",
-            "optimizer_s": "estimated: AdamW moves 28 bytes of an element",
+            "optimizer_s": "estimated: AdamW reads and writes 28 bytes per element",
             "early_bytes": "hvdcomp's own on GPUs: a quarter of the gradients",
             "ready": "estimated: the backward pass visits the tensors from last to first, and takes time for each "
             "matrix in proportion to its elements, the same time for each convolution, and none for embeddings",
@@ -154,7 +154,7 @@ def _model(workload: Workload, card: Card) -> dict[str, Any]:
 
 
 def ready_times(tensors: Iterable[TensorInfo], size: float) -> list[tuple[float, float]]:
-    """When the library can send which share of the gradients, as in `Compute.ready`: a pair for each of its buckets.
+    """At which times the library can send which share of the gradients, as in `Compute.ready`: a pair for each bucket.
 
     Args:
         tensors: the model's tensors in the order of the forward pass, all of one element type.

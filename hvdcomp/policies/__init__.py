@@ -1,4 +1,5 @@
-"""Policies decide when, and how hard, to compress. They are pure objects without framework, Horovod or clock.
+"""Policies decide in which steps gradients are compressed, and how strongly. They use neither a framework nor Horovod
+nor a clock, so the same input gives the same decision.
 
 A class with a `name` in a file of this folder is found without registration.
 """

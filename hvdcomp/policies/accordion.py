@@ -1,4 +1,4 @@
-"""Accordion: little compression in critical regimes of the training, much outside them.
+"""Accordion: compresses little in critical regimes of the training, and more outside of critical regimes.
 
 A regime is critical when the norm of the gradient accumulated over an epoch has changed much since the last comparison,
 or when the learning rate falls. Each tensor has its own regime.

@@ -1,4 +1,5 @@
-"""AdaQS: halve the compression factor whenever the gradient's mean has become smaller against its spread.
+"""AdaQS: halves the compression factor whenever the gradient's mean has become smaller relative to its standard
+deviation.
 
 The mean-to-standard-deviation ratio (MSDR) of a gradient falls while a training converges and noise takes over; a
 noisier gradient is then sent more exactly.
@@ -35,9 +36,9 @@ class AdaQS(AccumulatedGradientPolicy[AdaQSState]):
     """AdaQS (Guo et al. 2020, Accelerating distributed deep learning by adaptive gradient quantization, ICASSP), for
     any compressor, as in the comparison of Agarwal et al. 2021 (arXiv:2010.16248, section 5).
 
-    Each tensor is treated on its own. Its first ratio is the reference. When (reference - ratio) / reference >= fall,
-    its compression factor is halved once, and the ratio becomes the reference. A rising ratio changes neither, and a
-    factor never rises again.
+    Each tensor is treated on its own. The first ratio (MSDR) of a tensor is its reference. When (reference - ratio) /
+    reference >= fall, the compression factor is halved once, and the ratio becomes the new reference. A rising ratio
+    changes nothing, and a factor never rises.
 
     Attributes:
         start: the first compression factor.
@@ -69,7 +70,7 @@ class AdaQS(AccumulatedGradientPolicy[AdaQSState]):
         return AdaQSState(dict.fromkeys(tensors, float(self.start)), dict.fromkeys(tensors))
 
     def request(self, state: AdaQSState) -> Request:
-        """No statistic once every factor has reached the floor."""
+        """Which statistics the policy needs next: none, if the factors of all tensors have reached their minimum."""
         ended = all(factor <= self.floor for factor in state.factors.values())
         ratios = {Statistic.MEAN_TO_STD}
         return self.request_after(self.interval, set() if ended else ratios, ever=ratios)

@@ -1,11 +1,12 @@
 """Auto: chooses between dense, fp16 and some compressors by the time of steps, so that compression never costs time.
 
 The performance model names the candidates and predicts a step's time for each (`hvdcomp.adaptation.candidates`). The
-training begins with the candidate predicted to be fastest, and measures it. Candidates that the model puts near the
-best are tried, each for a few steps, between steps of the best: as a machine's speed changes, only measurements in
-succession can be compared. The fastest by measurement stays. A trial begins when its expected cost is at most a small
-share of the time so far, so that all trials together stay below that share. When the time of steps has changed since
-the candidate was chosen, all candidates are open again; and a candidate tried long ago is tried once more.
+training begins with the candidate predicted to be fastest, and measures it. Candidates with a predicted time close to
+the best are tried, each for a few steps, between steps of the best candidate: because the speed of a machine changes,
+only measurements in succession can be compared. The policy keeps the candidate that was measured to be fastest. A trial
+begins when its expected cost is at most a small share of the training time so far, so that all trials together stay
+below this share. When step times have changed since the candidate was chosen, all candidates may be tried again. A
+candidate whose trial was long ago is tried once more.
 
 The policy is hvdcomp's own, not from a paper.
 """
@@ -74,12 +75,13 @@ class Auto(Policy[AutoState]):
             (`hvdcomp.compressors.evidence`); 0 for no more compressors.
         model: model of the calibration; empty for the model whose tensors have the training's shapes.
         batch: batch size of one rank, if it differs from the calibration; otherwise 0.
-        window: number of steps for which a candidate is measured, after the steps that settle.
-        every: steps between two decisions while no candidate is tried; more steps if these take less than a second.
+        window: number of steps for which a candidate is measured, after a few steps that do not count.
+        every: number of steps between two decisions while no candidate is tried; more, if these steps take less than a
+            second.
         margin: a candidate is tried if its steps may take at most this share longer than the best steps.
         budget: share of the time that trials may cost.
-        drift: all candidates are open again if the step time differs by more than this share from the time when the
-            candidate was chosen, at four decisions in a row.
+        drift: all candidates may be tried again if, at four decisions in a row, the step time differs by more than this
+            share from the step time when the present candidate was chosen.
 
     Example:
         >>> str(Auto(calibration="calibration.json"))
@@ -143,7 +145,7 @@ class Auto(Policy[AutoState]):
             state = dataclasses.replace(state, trial=trial)
             missing = self._missing(state)
             if missing:
-                why = f"measures {state.chosen} for {missing} more steps"
+                why = f"auto measures {state.chosen} for {missing} more steps"
                 return dataclasses.replace(state, until=step + missing, why=why)
             latest = Measured.of(trial.times)
             if trial.rival and latest.seconds * _HOPELESS > trial.of_rival.seconds:
@@ -164,7 +166,10 @@ class Auto(Policy[AutoState]):
             if abs(latest.seconds - usual) > max(self.drift * usual, SURE * latest.error):
                 state = dataclasses.replace(state, drifted=state.drifted + 1)
                 if state.drifted < state.patience:
-                    why = f"steps take {_ms(latest.seconds)}, {_ms(usual)} before: looks once more at {state.chosen}"
+                    why = (
+                        f"steps now take {_ms(latest.seconds)} instead of {_ms(usual)}, so auto measures "
+                        f"{state.chosen} again"
+                    )
                     return dataclasses.replace(state, until=step + self._until_look(latest.seconds), why=why)
                 state = state.opened_again(latest)
             else:
@@ -181,7 +186,10 @@ class Auto(Policy[AutoState]):
             raise ValueError(f"{self.name} needs candidates with positive finite times, not {dict(candidates)}")
         state = dataclasses.replace(state, order=tuple(offer.order), candidates=candidates)
         first = min(candidates, key=lambda name: candidates[name].seconds)
-        why = f"begins with {first}: predicted {_ms(candidates[first].seconds)}, the fastest of {len(candidates)}"
+        why = (
+            f"auto begins with {first}: of {len(candidates)} candidates, it has the shortest predicted step "
+            f"({_ms(candidates[first].seconds)})"
+        )
         tried = state.trying(first, step, why)
         return dataclasses.replace(tried, since=tried.since + WARM_UP, until=tried.until + WARM_UP)
 
@@ -270,7 +278,7 @@ class Auto(Policy[AutoState]):
         return dataclasses.replace(
             state,
             chosen=rival,
-            why=f"compares {state.chosen} with {rival} before and after",
+            why=f"auto measures {rival} again, to compare {state.chosen} with {rival} before and after the trial",
             since=step,
             until=step + SETTLING + self.window,
             trial=dataclasses.replace(state.trial, trying=False, rival="", tried=state.chosen),
@@ -316,20 +324,35 @@ class Auto(Policy[AutoState]):
 def _why_try(state: AutoState, best: str, name: str) -> str:
     known = state.measured[best]
     if name in state.measured:
-        return f"tries {name} again: {_ms(state.measured[name].seconds)} is too near {best} to be told apart"
-    text = f"tries {name}: {_ms(state.expected(best, name))} expected, {best} takes {_ms(known.seconds)}"
-    return f"steps have changed; {text}" if state.reopened else text
+        return (
+            f"auto tries {name} again, because its step of {_ms(state.measured[name].seconds)} is too close to the "
+            f"step of {best}"
+        )
+    text = (
+        f"auto tries {name}: it expects {_ms(state.expected(best, name))} per step, and {best} takes "
+        f"{_ms(known.seconds)}"
+    )
+    return f"step times have changed; {text}" if state.reopened else text
 
 
 def _why_stay(state: AutoState, best: str) -> str:
     seconds_of = {name: measured.seconds for name, measured in state.measured.items() if name != best}
     seconds = _ms(state.measured[best].seconds)
     if not seconds_of:
-        return f"{best} takes {seconds}; nothing else promises to be faster at a price that is low enough"
+        return (
+            f"auto keeps {best} ({seconds} per step), because no other candidate is expected to be so much faster that "
+            "a trial is worth its cost"
+        )
     second = min(seconds_of, key=lambda name: seconds_of[name])
     if seconds_of[second] < state.measured[best].seconds:
-        return f"{best} stays at {seconds}: {second} takes {_ms(seconds_of[second])}, a difference that may be chance"
-    return f"{best} is the fastest measured: {seconds}, then {second}: {_ms(seconds_of[second])}"
+        return (
+            f"auto keeps {best} ({seconds} per step): {second} takes {_ms(seconds_of[second])}, and this difference "
+            "may be noise"
+        )
+    return (
+        f"auto keeps {best}, the fastest measured candidate ({seconds} per step; the second fastest, {second}, takes "
+        f"{_ms(seconds_of[second])})"
+    )
 
 
 def _ms(seconds: float) -> str:

@@ -35,12 +35,12 @@ class Policy(Described, Generic[State]):
     Class attributes:
         name: the policy's name in a spec string.
         state_type: the dataclass of its state, whose fields have types that `hvdcomp.specs.typed.typed` takes.
-        state_growth: bytes by which a state's JSON may grow, beside an allowance for each tensor; a larger state takes
-            another message.
+        state_growth: bytes by which a state's JSON may grow, in addition to an allowance for each tensor. A larger
+            state needs a second message.
 
     Attributes:
-        lag: 1 to obey a decision one step later, so that its broadcast overlaps with the next step's computation. 0 to
-            have every step wait for its decision.
+        lag: 1: a decision takes effect one step later, so that its broadcast overlaps with the computation of the next
+            step. 0: every step waits for its decision.
     """
 
     lag: Annotated[int, Rule(between(0, 1).allows, "0 or 1")] = 1
@@ -50,12 +50,13 @@ class Policy(Described, Generic[State]):
     state_growth: ClassVar[int] = 512
 
     def request(self, state: State) -> Request:
-        """The request of the policy in a state: the time of its next decision and the statistics for it."""
+        """The request of the policy in a state: when the policy decides next, and which statistics it needs for the
+        decision."""
         raise NotImplementedError
 
     @property
     def compressors(self) -> tuple[str, ...]:
-        """Specs of the compressors that decisions may name beside that of the training."""
+        """Specs of the compressors that decisions may use in addition to the compressor of the training."""
         return ()
 
     @property
@@ -65,11 +66,12 @@ class Policy(Described, Generic[State]):
         return 0.0
 
     def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
-        """Raises SpecError if the policy cannot work with this compressor or run."""
+        """Raises SpecError if the policy does not work with this compressor or these settings."""
         period = self.first_request.period
         if period is not None and period.epochs and not steps_per_epoch:
             raise SpecError(
-                f"{self.name}: the policy counts epochs, so it needs steps_per_epoch=len(loader); or give steps instead"
+                f"{self.name}: the policy counts epochs, so it needs steps_per_epoch=len(loader) of "
+                "hvdcomp.Compression; or set steps of the policy instead"
             )
         if self.first_decision.uses_factors and compressor.level is None:
             raise SpecError(
@@ -86,7 +88,7 @@ class Policy(Described, Generic[State]):
         raise NotImplementedError
 
     def decision(self, state: State) -> Decision:
-        """The decision in force in a state: at the start, after each update and after a restart."""
+        """The decision that is in force in a state: at the start, after each update, and after a restart."""
         raise NotImplementedError
 
     @property
@@ -100,11 +102,11 @@ class Policy(Described, Generic[State]):
         return self.request(self.initial_state(()))
 
     def update(self, state: State, statistics: Statistics) -> State:
-        """The state after a moment of decision."""
+        """Computes the state after a decision, from the state before the decision and the statistics."""
         raise NotImplementedError
 
     def decide(self, state: State, statistics: Statistics) -> tuple[State, Decision]:
-        """Decides once.
+        """Makes one decision.
 
         Args:
             state: the state from the last call, or `initial_state`. It is not changed.
@@ -119,7 +121,9 @@ class Policy(Described, Generic[State]):
         requested = self.request(state).statistics
         missing = sorted(statistic.value for statistic in requested if getattr(statistics, statistic.value) is None)
         if missing:
-            raise ValueError(f"{self.name} needs {', '.join(missing)} to decide after step {statistics.step}")
+            raise ValueError(
+                f"{self.name} needs the statistics {', '.join(missing)} to decide after step {statistics.step}"
+            )
         state = self.update(state, statistics)
         return state, self.decision(state)
 
@@ -163,7 +167,9 @@ class Policy(Described, Generic[State]):
         wrong = {"missing": tensors.keys() - values.keys(), "not expected": values.keys() - tensors.keys()}
         words = [f"{word}: {', '.join(sorted(names))}" for word, names in wrong.items() if names]
         if words:
-            raise ValueError(f"{self.name} was given {noun} of other tensors than it began with; {'; '.join(words)}")
+            raise ValueError(
+                f"{self.name} was given {noun} of other tensors than in its first decision; {'; '.join(words)}"
+            )
         return values
 
 

@@ -1,4 +1,4 @@
-"""Policies of the batch size: fewer exchanges by larger batches, for which gradients are accumulated.
+"""Policies that change the batch size: larger batches, made by gradient accumulation, need fewer exchanges.
 
 Both scale the learning rate by the same factor as the batch, which keeps the noise of the updates (Goyal et al. 2017,
 arXiv:1706.02677; Smith et al. 2018, arXiv:1711.00489).
@@ -69,7 +69,7 @@ class AccordionBatchSize(CriticalRegimes[AccordionBatchSizeState]):
         if self.high <= self.low or self.high % self.low:
             raise SpecError(
                 f"{self.name}: low={self.low},high={self.high} is not allowed: the large batch is accumulated from "
-                "small ones, so high must be a multiple of low"
+                "small batches, so high must be a multiple of low"
             )
 
     def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
@@ -105,7 +105,7 @@ def require_room(policy: Policy[Any], accumulation: int, steps_per_epoch: int | 
     if steps_per_epoch is not None and accumulation > steps_per_epoch:
         raise SpecError(
             f"{policy}: the largest batch consists of {accumulation} batches of the first size, but an epoch has only "
-            f"{steps_per_epoch} (steps_per_epoch); choose a smaller high, or start with a larger batch"
+            f"{steps_per_epoch} batches (steps_per_epoch); choose a smaller high, or start with a larger batch"
         )
 
 
@@ -124,7 +124,7 @@ class IncreaseBatchSizeState:
 
 @dataclass(frozen=True, kw_only=True)
 class IncreaseBatchSize(Policy[IncreaseBatchSizeState]):
-    """Grows the batch where the schedule would decay the learning rate (Smith et al. 2018, arXiv:1711.00489).
+    """Increases the batch size instead of decaying the learning rate (Smith et al. 2018, arXiv:1711.00489).
 
     The batch grows by the factor by which the schedule's rate is below its peak, rounded down to a whole number and
     limited by `high`. The learning rate is multiplied by that number, so that the part of the decay that the batch

@@ -1,4 +1,4 @@
-"""A budget of bytes, error or time: the levels of all tensors that use it best."""
+"""A policy that chooses the best levels of all tensors within a budget of bytes, error or time."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ class BudgetState(TensorLevels):
 
 @dataclass(frozen=True, kw_only=True)
 class Budget(OptimalLevels[BudgetState]):
-    """Chooses the levels of all tensors by the programme of L-GreCo, within a limit of bytes, error or time.
+    """Chooses the levels of all tensors by the optimization of L-GreCo, within a limit of bytes, error or time.
 
     L-GreCo (Markov et al. 2022, arXiv:2210.17357) measures the error of a level as ||G - C(G)||, with the mean G of the
     last gradients. Here the error of each tensor is in units of the root mean square of its elements of G, as the
     square root of Adam's second moment is: ||G - C(G)|| sqrt(n) / ||G|| for n elements. With `factor`, the levels have
     the least error of all that send at most the uncompressed bytes / `factor`; with `ms`, of all that can be exchanged
     in that time, by the performance model and a calibration. With `error`, the levels send the fewest bytes of all with
-    at most that error. The limit in bytes and the units are not published.
+    at most that error. The limit in bytes and these units are hvdcomp's own, and not from the paper.
 
     Until the first decision, after `last` steps (after `interval` steps with `critical` and an `interval` below twice
     `last`), all tensors have their own levels: those of the training's compressor, or of the methods that it routes
     tensors to. Levels to choose from lie around the own levels. If no choice is within the limit, all tensors get the
-    levels nearest to it.
+    levels that come closest to the limit.
 
     With `critical` there are two limits. Accordion's rule (Agarwal et al. 2021, arXiv:2010.16248), applied to the whole
     model, chooses at each decision: in critical regimes, `critical` replaces the other limit.
@@ -71,7 +71,7 @@ class Budget(OptimalLevels[BudgetState]):
         eta: for `critical`, the relative change of the norm between two decisions from which a regime is critical.
         calibration: for `ms`, a file or a preset of `hvdcomp.perfmodel`. Only rank 0 reads it.
         model: model of the calibration; empty for the model whose tensors have the training's shapes.
-        batch: batch size of one rank, if it is not the calibration's; 0 if it is.
+        batch: batch size of one rank; 0 for the batch size of the calibration.
         interval, last, least, most, levels, statistic: as in `OptimalLevels`.
 
     Example:
@@ -116,7 +116,8 @@ class Budget(OptimalLevels[BudgetState]):
             )
         if (of_ms := self._given("calibration", "model", "batch")) and not self.ms:
             raise SpecError(
-                f"{self.name}: {' and '.join(of_ms)} can be used only with ms, not with {given[0]}; leave it out"
+                f"{self.name}: {' and '.join(of_ms)} can be used only with ms, not with {given[0]}; leave "
+                f"{' and '.join(of_ms)} out"
             )
         if self.critical:
             allows_more = self.critical > self.ms if self.ms else self.critical < self._limit

@@ -1,4 +1,4 @@
-"""Decisions of policies: each knows its plan, its JSON form and its row of a report.
+"""The decisions of policies. Each decision has a method for its plan, for its JSON form, and for its row in a report.
 
 A new kind of decision is a subclass of `Decision`, without registration.
 """
@@ -40,7 +40,7 @@ class Decision:
         return plans.own()
 
     def batch(self) -> BatchSize:
-        """The batch size of this decision; by default that of the start."""
+        """The batch size of this decision; by default, the batch size at the start."""
         return BatchSize()
 
     def observer(self, observers: Any) -> Any:

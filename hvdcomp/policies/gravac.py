@@ -1,8 +1,8 @@
 """GraVAC: searches during training for the compression factor with the best product of speed and compression gain.
 
-Every step compresses twice: to a moderate factor known to be good, and its result to a candidate factor. The gains,
-the shares of the gradient's energy that are kept, decide which result is sent; the throughput decides where the search
-ends.
+Every step compresses twice: the gradient by a moderate factor that is known to be good, and then the result by a
+candidate factor. The gains, the shares of the gradient's energy that are kept, decide which result is sent; the
+throughput decides where the search ends.
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ class GraVACState:
 class GraVAC(Policy[GraVACState]):
     """GraVAC (Tyagi and Swany 2023, arXiv:2305.12201, algorithm 1).
 
-    Smoothing starts anew for each factor with its first gain, as gains of other candidates say nothing about it. A
-    factor whose gain is not yet known is not sent. Gains that are not finite are ignored. The time spent only on
-    measuring gains is subtracted from a step's time. If the search ends at a factor that is not above the first one,
-    that factor is always sent, and nothing is evaluated any more.
+    For each factor, smoothing starts with the first gain of this factor, because gains of other candidates say nothing
+    about it. A factor whose gain is not yet known is not sent. Gains that are not finite are ignored. The time spent
+    only on measuring gains is subtracted from a step's time. If the search ends at a factor that is not above the first
+    factor, this factor is used from then on, and no more gains are measured.
 
     Attributes:
         min: the initial factor of the first compression.
@@ -119,7 +119,7 @@ class GraVAC(Policy[GraVACState]):
         factor: unit of the factors: "bytes", indices included, or "elements", without indices, as published. For
             methods that leave out no element, "elements" counts 32-bit numbers.
         gain: "error_feedback", the share of x = g + r that is kept (`error_gain`), as in the published text, or "raw",
-            the energy kept of x over that of the gradient g (`raw_gain`), as in the published code.
+            the energy kept of x divided by the energy of the gradient g (`raw_gain`), as in the published code.
         lag: 1: a step obeys the decision of the step before it; steps are dense until gains are first measured.
 
     Example:

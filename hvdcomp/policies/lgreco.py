@@ -23,8 +23,9 @@ class LGreCo(OptimalLevels[TensorLevels]):
     no choice is within the budget, each tensor gets the level with the least error. If a sum of gradients is not
     finite, levels do not change.
 
-    Bytes stand for time: in the performance model a byte of one method takes the same time in every tensor and at every
-    level (tested by tests/policies/test_policies_lgreco.py), so that no calibration could change a choice.
+    The policy minimizes bytes instead of time, because in the performance model a byte of a method takes the same time
+    in every tensor and at every level (tested by tests/policies/test_policies_lgreco.py). So a calibration could not
+    change a choice.
 
     Attributes:
         alpha: the budget, as a share of the error at the own levels.

@@ -90,7 +90,7 @@ Chosen = TypeVar("Chosen", bound=TensorLevels)
 
 @dataclass(frozen=True, kw_only=True)
 class OptimalLevels(Policy[Chosen]):
-    """Base of the policies that choose the best levels by errors and bytes.
+    """Base class of the policies that choose the best levels by measured errors and bytes.
 
     If a sum of gradients is not finite, levels do not change.
 

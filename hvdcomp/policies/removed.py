@@ -1,4 +1,4 @@
-"""Removed policies: the error for an old spec, log or checkpoint names the replacement."""
+"""Removed policies. The error message for an old spec, log or checkpoint names the replacement."""
 
 from __future__ import annotations
 

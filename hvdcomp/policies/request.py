@@ -1,6 +1,7 @@
-"""The requests of policies, and the statistics that answer them.
+"""The requests of policies, and the statistics that policies get in return.
 
-`Policy.request` names statistics and a period, at whose end the policy gets them as one `Statistics`.
+`Policy.request` names statistics and a period. At the end of the period, the policy gets these statistics as one
+`Statistics`.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class LevelTable:
-    """The error and the bytes of some levels of each tensor.
+    """The errors and the bytes of several levels of each tensor.
 
     The table leaves out levels that a tensor's method does not have, and tensors without a level or a gradient.
 
@@ -230,7 +231,8 @@ class Request:
         statistics: statistics that the next `decide` reads; no others need be computed in the period before it.
         period: the period at whose end `decide` is called, and over which gradients are accumulated; None for never.
         source: the gradients that are accumulated: "local", rank 0's own, or "aggregated", the mean over ranks.
-        ever: statistics that requests of any state may name, by which all ranks prepare, whatever rank 0's state is.
+        ever: statistics that the requests of any state may name, so that all ranks can prepare for all states of rank
+            0.
         around: levels for LEVEL_TABLE and EXCHANGE_SECONDS, as factors of each tensor's own level; 1.0 is one of them.
         scaled: whether LEVEL_TABLE has errors in units of the root mean square of each tensor's mean gradient.
     """

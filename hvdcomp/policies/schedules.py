@@ -1,4 +1,4 @@
-"""Schedules: levels that depend on the step only, so that every rank finds them by itself."""
+"""Schedules: levels that depend only on the number of the step, so that every rank computes them by itself."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class LevelSchedule(Described):
         raise NotImplementedError
 
     def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
-        """Raises SpecError if the schedule cannot work with this compressor or run."""
+        """Raises SpecError if the schedule does not work with this compressor or these settings."""
 
     def require_epochs_to_count(self, steps_per_epoch: int | None) -> None:
         """Raises SpecError if the number of steps of an epoch is unknown."""
         if not steps_per_epoch:
             raise SpecError(
-                f"{self.name}: the schedule counts epochs, so it needs steps_per_epoch=len(loader); or give steps "
-                "instead"
+                f"{self.name}: the schedule counts epochs, so it needs steps_per_epoch=len(loader) of "
+                "hvdcomp.Compression; or set steps of the schedule instead"
             )
 
 
@@ -107,7 +107,7 @@ class ListedLevels(LevelSchedule):
             compressor.at_level(level)
 
     def ends(self, steps_per_epoch: int | None) -> list[int]:
-        """The ends of the levels in steps."""
+        """The steps at which the levels end."""
         return list(self.steps) or [end * (steps_per_epoch or 0) for end in self.epochs]
 
 
@@ -139,12 +139,14 @@ class Schedule(ListedLevels):
 class Legacy(ListedLevels):
     """LEGACY (ICLR 2026): less compression early in the training, or of small tensors, without measurements.
 
-    The compressor's own level is not used: the last level is that of the last steps, or of the largest tensors.
+    The compressor's own level is not used: the last level of the list is for the last steps, or for the largest
+    tensors.
 
     Attributes:
         levels: the levels, descending.
         epochs, steps: end of each level but the last, in epochs or in steps.
-        sizes: instead of ends: each level but the last is for tensors with fewer elements than its size.
+        sizes: instead of `epochs` or `steps`: for each level except the last, the number of elements below which a
+            tensor gets this level.
 
     Example:
         >>> str(Legacy(levels=(0.1, 0.01, 0.001), sizes=(10000, 1000000)))
@@ -215,7 +217,7 @@ class WarmUp(LevelSchedule):
         if self._set and (self.epochs > 0) == (self.steps > 0):
             raise SpecError("warmup: give exactly one of epochs=... and steps=..., to say how long each level lasts")
         if not self._set and not self.dense_steps:
-            raise SpecError("warmup: there is nothing to do; give levels, start, or dense_steps")
+            raise SpecError("warmup: without settings, warmup changes nothing; give levels, start, or dense_steps")
 
     @property
     def _set(self) -> tuple[Level, ...]:

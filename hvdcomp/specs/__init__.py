@@ -1,1 +1,2 @@
-"""Spec strings: descriptions that are parsed from text and print as that text. Independent of compressors."""
+"""Spec strings: objects that are parsed from a text such as `topk:ratio=0.01`, and print as the same text. Independent
+of compressors."""

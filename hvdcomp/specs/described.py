@@ -1,4 +1,4 @@
-"""Descriptions that print as the spec string from which they are parsed."""
+"""Base class of objects that are parsed from a spec string, and print as this spec string."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdcomp.errors import SpecError
 
 
 class Rule(NamedTuple):
-    """A rule of a setting, in its type: `rank: Annotated[int, Rule(allows, allowed_text)]`.
+    """A rule for the values of a setting, as part of its type: `rank: Annotated[int, Rule(allows, allowed_text)]`.
 
     The type is evaluated later from its text, so that a lambda in it can use its own argument only.
 

@@ -38,7 +38,7 @@ def parse(spec: str, kinds: Mapping[str, type[Kind]], noun: str, plugins: Plugin
     if kind is None:
         _refuse_other_notations(name, spec, kinds, noun)
         guess, own = did_you_mean(name, kinds), "" if plugins is None else f"; {plugins.ways()}"
-        raise SpecError(f"unknown {noun} {name!r} in {spec!r}{guess}; there are: {', '.join(kinds)}{own}")
+        raise SpecError(f"unknown {noun} {name!r} in {spec!r}{guess}; choose one of: {', '.join(kinds)}{own}")
     types = typing.get_type_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}

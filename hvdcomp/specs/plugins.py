@@ -1,4 +1,4 @@
-"""Classes of other packages, found by the name in a spec string when it is asked for; nothing is imported before.
+"""Compressors and policies of other packages. A class is imported only when a spec string contains its name.
 
 A package offers a class by an entry point, whose name is the class's. A module that a user names, by `hvdcomp ...
 --plugin MODULE` or in the variable HVDCOMP_PLUGINS, offers the classes that are defined in it.
@@ -31,7 +31,7 @@ class Plugins:
     Args:
         noun: the word for the classes in errors, such as "compressor".
         group: the group of entry points.
-        bases: classes one of which they derive from.
+        bases: the base classes; each class must be a subclass of one of these.
         known: hvdcomp's own classes by name.
     """
 
@@ -41,10 +41,10 @@ class Plugins:
     known: Mapping[str, type]
 
     def find(self, name: str) -> type[Any] | None:
-        """The class of this name, hvdcomp's own or another; None if there is none.
+        """The class of this name, from hvdcomp or another package; None if there is no such class.
 
         Raises:
-            SpecError: if a plugin cannot be imported, or is not as it must be, or if two have the name.
+            SpecError: if a plugin cannot be imported, is not a valid class, or if two plugins have this name.
         """
         named = {module: self.of_module(module).get(name) for module in named_modules()}
         found = {f"the module {module!r}": kind for module, kind in named.items() if kind is not None}
@@ -53,7 +53,7 @@ class Plugins:
             for point in points:
                 warn_alone(
                     f"{_package_of(point)} offers a {self.noun} {name!r}, but hvdcomp has its own {self.noun} of this "
-                    f"name and uses that one; give the {self.noun} of the package another name"
+                    f"name, and uses its own; give the {self.noun} of the package another name"
                 )
             return self.known[name]
         for point in points:
@@ -102,8 +102,8 @@ class Plugins:
             )
 
     def ways(self) -> str:
-        """For an error of an unknown name: how a class of the user's own is found."""
-        return f"a {self.noun} of your own needs --plugin MODULE, or {VARIABLE}=MODULE in the environment"
+        """The part of the error for an unknown name that says how to use the user's own classes."""
+        return f"for a {self.noun} of your own, pass --plugin MODULE, or set {VARIABLE}=MODULE in the environment"
 
 
 def named_modules() -> list[str]:
@@ -112,7 +112,8 @@ def named_modules() -> list[str]:
 
 
 def name_modules(names: tuple[str, ...]) -> None:
-    """Names more modules, in this process and those that it starts. They are also looked for in the present folder."""
+    """Adds modules in which plugins are searched, in this process and in the processes that it starts. Modules are also
+    searched in the current folder."""
     os.environ[VARIABLE] = ",".join(dict.fromkeys([*named_modules(), *names]))
     if names and os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())  # which `python -m` has, and a command in a folder of programs has not

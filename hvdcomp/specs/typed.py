@@ -1,4 +1,5 @@
-"""Typed values, dataclasses included, from parsed JSON or TOML: the check of all such files."""
+"""Checks values from parsed JSON or TOML against types, dataclasses included. All JSON and TOML files are checked in
+this way."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def typed(kind: Any, value: Any, where: str, texts: Mapping[str, float] | None =
         return tuple(typed(inner[0], item, f"{where}[{place}]", texts) for place, item in enumerate(value))
     if origin is not None and issubclass(origin, collections.abc.Mapping):
         if not isinstance(value, Mapping):
-            raise ValueError(f"{where}: {shortened(value)} must be a table of values by name")
+            raise ValueError(f"{where}: {shortened(value)} must be a table (in JSON an object) of names and values")
         return {
             key if inner[0] is str else number(key, f"{where}.{key}"): typed(inner[1], item, f"{where}.{key}", texts)
             for key, item in value.items()
@@ -74,7 +75,7 @@ def typed(kind: Any, value: Any, where: str, texts: Mapping[str, float] | None =
 def as_fields(value: Any) -> dict[str, Any]:
     """The fields of a dataclass for a file, from which `typed` restores it.
 
-    Fields in the class's `later` are left out if they have their defaults, so that files equal those of versions
+    Fields in the class's `later` are left out if they have their defaults, so that files are the same as in versions
     without these fields.
     """
     later = getattr(value, "later", ())

@@ -1,4 +1,5 @@
-"""The names for TensorFlow users beside `hvdcomp.Compression`; `hvdcomp.tensorflow.keras` has a Keras callback."""
+"""What TensorFlow users need in addition to `hvdcomp.Compression`. A Keras callback is in
+`hvdcomp.tensorflow.keras`."""
 
 from __future__ import annotations
 

@@ -205,9 +205,9 @@ class TensorFlowBinding(TensorFlowTraining):
         if self.setup.parameters is None:
             source = f"{len(self._variables)} variables that hvdcomp.Compression found in the first list of gradients"
         raise ConfigurationError(
-            f"a gradient of {variable.name!r} arrived, but this variable is not among the {source}; give "
-            "hvdcomp.Compression all variables that are trained, variables=model.trainable_variables. For several "
-            "models, give the sum of their lists"
+            f"a gradient of {variable.name!r} arrived, but this variable is not among the {source}; pass all trained "
+            "variables, hvdcomp.Compression(..., variables=model.trainable_variables). For several models, pass the "
+            "sum of their lists"
         )
 
     def _check(self, call: GradientsCall) -> None:
@@ -223,8 +223,8 @@ class TensorFlowBinding(TensorFlowTraining):
             )
         if self.setup.process_set is None and call.process_set.process_set_id != 0:
             raise ConfigurationError(
-                f"Horovod averages over process set {call.process_set}; give this process set to hvdcomp.Compression "
-                "too, process_set=..."
+                f"Horovod averages over process set {call.process_set}; pass the same process set to "
+                "hvdcomp.Compression(..., process_set=...)"
             )
 
     # Calls while a graph runs.
@@ -305,7 +305,7 @@ def _known_variables(variables: Any, tensor: tf.Tensor | None) -> dict[str, tf.V
         return by_name(variables())
     if tensor is None:
         raise ConfigurationError(
-            "hvdcomp.Compression does not know before the first step which variables are trained; give it "
+            "hvdcomp.Compression does not know before the first step which variables are trained; pass "
             "variables=model.trainable_variables"
         )
     return by_name(gradients_call(tensor).variables)

@@ -1,7 +1,7 @@
-"""Finds out what Horovod does not say: it passes a compressor nothing but one tensor at a time.
+"""Finds out the context of a gradient, because Horovod passes only one tensor at a time to a compressor.
 
-While TensorFlow traces a step, Horovod goes through the gradients of a list, one `compress` after the other. That
-list, the variables beside it, and what the tape or optimizer was set to, are in the frames of the callers.
+While TensorFlow traces a step, Horovod goes through the gradients of a list, one `compress` after the other. The list
+of gradients, the list of variables, and the settings of the tape or optimizer are in the frames of the callers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def gradients_call(tensor: tf.Tensor) -> GradientsCall:
     if gradients is None or variables is None:
         raise ConfigurationError(
             f"hvdcomp.Compression was given {tensor!r} outside of hvd.DistributedGradientTape and "
-            "hvd.DistributedOptimizer; use it only as their compression= argument"
+            "hvd.DistributedOptimizer; use hvdcomp.Compression only as the compression= argument of these two"
         )
     _refuse_compilation()
     return GradientsCall(
@@ -76,8 +76,8 @@ def refuse_keras_3(optimizer: Any) -> None:
     from_keras = any(kind.__module__.startswith("keras.") for kind in type(optimizer).__mro__)  # or its subclass
     if from_keras and int(getattr(sys.modules.get("keras"), "__version__", "0").split(".")[0]) >= 3:
         raise ConfigurationError(
-            f"{type(optimizer).__name__} is an optimizer of Keras 3. Horovod does not work with it, and gives no "
-            "error: it trains every rank separately. Set TF_USE_LEGACY_KERAS=1 before TensorFlow is imported, with "
+            f"{type(optimizer).__name__} is an optimizer of Keras 3. Horovod does not work with Keras 3, and gives no "
+            "error: every rank trains separately. Set TF_USE_LEGACY_KERAS=1 before TensorFlow is imported, with "
             "tf_keras installed, or use tf_keras.optimizers"
         )
 
@@ -92,8 +92,8 @@ def refuse_to_be_traced() -> None:
     if tf.inside_function() and not tf.executing_eagerly():  # which it does in tf.init_scope
         raise ConfigurationError(
             "hvdcomp.Compression was made while TensorFlow was tracing a function. Each trace would make a new "
-            "Compression, and the residuals of the previous one would be lost. Make it once, outside of the "
-            "tf.function, and give this Compression to Horovod inside of the tf.function"
+            "Compression, and the residuals of the previous Compression would be lost. Make the Compression once, "
+            "outside of the tf.function, and pass it to Horovod inside of the tf.function"
         )
 
 

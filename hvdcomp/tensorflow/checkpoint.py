@@ -4,8 +4,8 @@
         model=model, optimizer=optimizer, compression=hvdcomp.tensorflow.CompressionState(compression)
     )
 
-Residuals differ between the ranks: to keep them, every rank saves to a path of its own. `saved_state` reads the state
-in such a checkpoint, for `hvdcomp.state_for`.
+Residuals differ between ranks. To keep the residuals, every rank must save to its own path. `saved_state` reads the
+state from such a checkpoint, for `hvdcomp.state_for`.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class CompressedAdam(tf_keras.optimizers.AdamW):
         if options.get("amsgrad"):
             raise ConfigurationError(
                 "CompressedAdam: amsgrad=True is not allowed, because it has no meaning once the second moment is "
-                "frozen; leave it out"
+                "frozen; leave amsgrad out"
             )
         super().__init__(learning_rate, name=name, **options)
         self.freeze_after = int(freeze_after or 0)

@@ -29,9 +29,9 @@ class PolicyCallback(tf_keras.callbacks.Callback):
       CSVLogger and the progress bar show them.
     - On rank 0 it writes TensorBoard scalars: `Compression.metrics` of the latest step, the level of each tensor, the
       learning rate, and the megabytes sent since the epoch began.
-    - It excludes validation from step times, by which some policies decide.
+    - It excludes validation from the step times that some policies use.
 
-    Decisions do not depend on it: `fit` without this callback trains alike.
+    The callback does not change the training: `fit` gives the same weights without it.
 
     Args:
         compression: the compression of Horovod's optimizer.
@@ -39,7 +39,7 @@ class PolicyCallback(tf_keras.callbacks.Callback):
         update_freq: "epoch", or the number of batches between writing the scalars.
 
     Raises:
-        ConfigurationError: for another update_freq; in `fit`, for a failed check.
+        ConfigurationError: for an invalid update_freq; in `fit`, if a check fails.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class PolicyCallback(tf_keras.callbacks.Callback):
         if settings.steps_per_epoch and steps and settings.steps_per_epoch != steps:
             raise ConfigurationError(
                 f"hvdcomp.Compression was given steps_per_epoch={settings.steps_per_epoch}, but fit makes {steps} "
-                "steps per epoch, so its policy would not decide at the ends of epochs; give it "
-                f"steps_per_epoch={steps}"
+                "steps per epoch, so its policy would not decide at the ends of epochs; use hvdcomp.Compression(..., "
+                f"steps_per_epoch={steps})"
             )
         if self._log_dir is not None and hvd.rank() == 0:
             self._writer = tf.summary.create_file_writer(str(self._log_dir))

@@ -1,6 +1,6 @@
 """The matrix shape of a variable, for methods that work on matrices.
 
-These methods take the first dimension for the rows, as in PyTorch: (out, in, height, width). In Keras the kernel of a
+These methods use the first dimension as the rows, as in PyTorch: (out, in, height, width). In Keras the kernel of a
 convolution is (height, width, in, out), that of a dense layer for attention (in, heads, size), and that of the layer
 after it (heads, size, out).
 """

@@ -12,9 +12,9 @@ from hvdcomp.errors import ConfigurationError
 def stable_names(names: Sequence[str]) -> list[str]:
     """Unique names without Keras's counters, in the same order.
 
-    Keras names the first dense layer of a process `dense`, the second `dense_1`, in whatever model they are, so that a
-    model built twice would have other names, and not find its state. So the layers are counted anew: the first, such as
-    `dense_7`, becomes `dense`, the next one of that kind `dense_1`.
+    Keras names the first dense layer of a process `dense`, the second `dense_1`, even in different models. A model that
+    is built twice would therefore have other names, and would not find its state. So the layers are counted again: the
+    first, such as `dense_7`, becomes `dense`, the next one of that kind `dense_1`.
 
     >>> stable_names(["dense_7/kernel:0", "dense_7/bias:0", "dense_9/kernel:0"])
     ['dense/kernel', 'dense/bias', 'dense_1/kernel']

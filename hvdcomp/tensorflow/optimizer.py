@@ -74,7 +74,7 @@ class ScaledRate:
             self.begin_step()
 
     def begin_step(self) -> None:
-        """Fixes the multiple of a step; to be called when the exchange of its gradients begins.
+        """Fixes the multiple of a step. Call it when the exchange of the step's gradients begins.
 
         A decision applied after that, as for a checkpoint, is for the next step, as other ranks may apply it later.
         """

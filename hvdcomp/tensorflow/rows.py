@@ -21,7 +21,8 @@ _ON_HOST = np.zeros(0, np.float32)
 
 
 class RowExchange:
-    """Makes Horovod's tape or optimizer exchange `tf.IndexedSlices` row by row, and dense gradients as before.
+    """Makes Horovod's tape or optimizer exchange `tf.IndexedSlices` (gradients of embeddings) row by row. Dense
+    gradients are exchanged as before.
 
         rows = hvdcomp.tensorflow.RowExchange()  # once, on every rank
         tape = rows.serve(hvd.DistributedGradientTape(tape, compression=compression))          # in a loop, or
@@ -60,15 +61,15 @@ class RowExchange:
         """Changes a tape of hvd.DistributedGradientTape or an optimizer of hvd.DistributedOptimizer, and returns it.
 
         Raises:
-            ConfigurationError: for another object, or one served before; with op=hvd.Adasum or
-                backward_passes_per_step above 1.
+            ConfigurationError: for another object, or if `serve` was already called with this object; with
+                op=hvd.Adasum or backward_passes_per_step above 1.
         """
         reduce_dense: Any = getattr(distributed, "_allreduce_grads", None)
         settings = _settings_of(reduce_dense)
         if "process_set" not in settings:
             raise ConfigurationError(
-                f"RowExchange.serve was given a {type(distributed).__name__}; give it what hvd.DistributedGradientTape "
-                "or hvd.DistributedOptimizer returns, and only once"
+                f"RowExchange.serve was given a {type(distributed).__name__}; pass the tape or optimizer that "
+                "hvd.DistributedGradientTape or hvd.DistributedOptimizer returned, and call serve only once"
             )
         if settings["op"] not in (hvd.Average, hvd.Sum):
             raise ConfigurationError(
@@ -76,8 +77,8 @@ class RowExchange:
             )
         if getattr(distributed, "_agg_helper", None) is not None:
             raise ConfigurationError(
-                "RowExchange works only with backward_passes_per_step=1, because Horovod adds up several passes in "
-                "whole tables"
+                "RowExchange works only with backward_passes_per_step=1, because Horovod adds up the gradients of "
+                "several passes as whole (dense) tables"
             )
         if self._ranks is None:
             self._ranks = HorovodTensorFlowCommunicator(settings["process_set"])
@@ -111,8 +112,8 @@ class RowExchange:
         }
         if self._tables not in ({}, tables):
             raise ConfigurationError(
-                f"RowExchange exchanges {', '.join(self._tables)}, but was called for {', '.join(tables)}; give each "
-                "tape or optimizer its own RowExchange"
+                f"RowExchange exchanges {', '.join(self._tables)}, but was called for {', '.join(tables)}; use a "
+                "separate RowExchange for each tape or optimizer"
             )
         self._tables = tables
         assert self._ranks is not None

@@ -61,7 +61,7 @@ def serve_simulated(
     communicator: SimulatedCommunicator,
     optimizer: Any,
 ) -> Callable[[Sequence[np.ndarray]], list[np.ndarray]]:
-    """Lets the model of a simulated rank exchange its gradients compressed.
+    """Makes the model of a simulated rank exchange compressed gradients.
 
     Args:
         compression: a compression of this model only.
@@ -70,7 +70,7 @@ def serve_simulated(
         optimizer: the model's Keras optimizer.
 
     Returns:
-        The function from the gradients of all variables to their means, in order; to be called once in each step.
+        A function that returns the means for the gradients of all variables, in order. Call it once in each step.
     """
     named = by_name(variables)
     return compression.serve(lambda setup: SimulatedBinding(setup, named, communicator), optimizer).exchange

@@ -139,7 +139,7 @@ class TensorFlowTraining(Binding):
         if self._optimizer is None:
             raise ConfigurationError(
                 f"the policy {self.setup.compression.settings.policy} follows the learning rate of the optimizer, "
-                "which a gradient tape does not know; give hvdcomp.Compression the optimizer, optimizer=..."
+                "which a gradient tape does not know; pass the optimizer, hvdcomp.Compression(..., optimizer=optimizer)"
             )
         return self._optimizer
 

@@ -113,7 +113,8 @@ def at_least(least: float, words: str | None = None) -> Rule:
 
 
 def between(least: float, most: float, words: str | None = None) -> Rule:
-    """A rule for numbers from `least` to `most`; `words` replaces the text "from ... to ..."."""
+    """A rule that allows numbers from `least` to `most`. In the error message, `words` replaces the text "from ... to
+    ..."."""
     return Rule(lambda value: least <= value <= most, words or f"from {least} to {most}")
 
 

@@ -39,8 +39,8 @@ def is_model(value: Any) -> bool:
 
 def check_optimizer(optimizer: Any) -> None:
     raise ConfigurationError(
-        "optimizer= works only with TensorFlow; leave it out in PyTorch, where hvdcomp finds Horovod's optimizer by "
-        "itself"
+        "optimizer= works only with TensorFlow; leave optimizer= out in PyTorch, where hvdcomp finds Horovod's "
+        "optimizer by itself"
     )
 
 

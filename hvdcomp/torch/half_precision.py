@@ -22,7 +22,8 @@ def narrow(vector: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def widen(halves: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
-    """Casts a result of `narrow`, or the ranks' mean of such, back into the vector; returns the vector."""
+    """Casts a result of `narrow`, or the mean of such results over the ranks, back into the vector, and returns the
+    vector."""
     if not _has_kernel(vector, halves.dtype):
         return vector.copy_(halves)
     size = vector.numel()

@@ -57,8 +57,8 @@ def by_name(named_parameters: Any, optimizer: Any) -> dict[str, Any]:
     if named_parameters is None:
         if optimizer is None:
             raise ConfigurationError(
-                "hvdcomp.Compression has no named_parameters, and cannot get them, because it was not called by "
-                "hvd.DistributedOptimizer; give it named_parameters=model.named_parameters()"
+                "hvdcomp.Compression has no named_parameters, and cannot find them, because hvd.DistributedOptimizer "
+                "did not call it; use hvdcomp.Compression(..., named_parameters=model.named_parameters())"
             )
         return unique((name, parameter) for parameter, name in optimizer._parameter_names.items())
     return unique(named_parameters()) if callable(named_parameters) else dict(named_parameters)

@@ -1,4 +1,4 @@
-"""The check, without waiting, that all ranks make a step, before its buckets start in the backward pass."""
+"""Checks, without waiting, that all ranks make a step, before the buckets of this step start in the backward pass."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PresenceCheck:
         waits: whether `agrees` waits for the result, so that it is the same on all ranks.
 
     Attributes:
-        waits: as given.
+        waits: whether `agrees` waits for the result.
     """
 
     def __init__(self, communicator: PolledCommunicator, waits: bool = False) -> None:
@@ -38,7 +38,7 @@ class PresenceCheck:
         self._total = 0
 
     def start(self, presence: int, name: str) -> None:
-        """Starts the allreduce; to be called on all ranks.
+        """Starts the allreduce. Call it on all ranks.
 
         Args:
             presence: as in `Binding`.

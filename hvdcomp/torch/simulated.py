@@ -56,7 +56,7 @@ class SimulatedBinding(TorchTraining):
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Replaces gradients by means; to be called after the backward passes of a step."""
+        """Replaces the gradients by their means. Call it after the backward passes of a step."""
         ready, self._ready = self._ready, {}
         gradients = {name: gradient for name in ready if (gradient := self._parameters[name].grad) is not None}
         if not self.exchanges:
@@ -139,7 +139,7 @@ class SimulatedBinding(TorchTraining):
 def serve_simulated(
     compression: UsedCompression, model: torch.nn.Module, communicator: SimulatedCommunicator, optimizer: Any
 ) -> Callable[[], None]:
-    """Lets the model of a simulated rank exchange its gradients compressed.
+    """Makes the model of a simulated rank exchange compressed gradients.
 
     Args:
         compression: a compression of this model only.
@@ -148,6 +148,6 @@ def serve_simulated(
         optimizer: the optimizer of the model.
 
     Returns:
-        The function that replaces gradients by means; to be called after the backward passes of each step.
+        A function that replaces the gradients by their means. Call it after the backward passes of each step.
     """
     return compression.serve(lambda setup: SimulatedBinding(setup, model, communicator), optimizer).exchange

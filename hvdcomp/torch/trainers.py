@@ -1,7 +1,8 @@
-"""What the callbacks and strategies for trainers share: the state of each rank in a trainer's checkpoint.
+"""The common code of the callbacks and strategies for trainers: it saves the state of each rank in a trainer's
+checkpoint.
 
-A trainer saves on one rank what all ranks have alike. Residuals differ between the ranks, so each rank writes its own
-state to a file of its own, in the checkpoint's folder or beside the checkpoint.
+A trainer saves the common state of all ranks on one rank. Residuals differ between ranks, so each rank writes its own
+state to its own file, in the checkpoint's folder or beside the checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from hvdcomp.policies import changes_batch_size
 
 
 def missing(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError:
-    """The error for a library that a module of hvdcomp is for.
+    """The error to raise if a library is not installed that a module of hvdcomp needs.
 
     Args:
         error: the error of the import.
@@ -37,13 +38,14 @@ def refuse_batch_sizes(compression: UsedCompression, trainer: str) -> None:
     policy = compression.settings.policy
     if changes_batch_size(policy):
         raise ConfigurationError(
-            f"the policy {policy} changes the batch size, and {trainer} accumulates gradients by its own rules; take a "
-            "policy of levels, such as accordion, or write a training loop that reads compression.accumulation"
+            f"the policy {policy} changes the batch size, but {trainer} decides by itself how it accumulates "
+            "gradients; use a policy that changes levels, such as accordion, or write a training loop that reads "
+            "compression.accumulation"
         )
 
 
 def save(compression: UsedCompression, file: Path) -> None:
-    """Saves the state of this rank. A file of this name is whole, even if the rank was killed while it saved."""
+    """Saves the state of this rank. The file is always complete, even if the rank is killed while it saves."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f"{file.name}.new")
     torch.save(compression.state_dict(), unfinished)
@@ -51,7 +53,7 @@ def save(compression: UsedCompression, file: Path) -> None:
 
 
 def read(file: Path) -> dict[str, Any] | None:
-    """What `save` has written; None if there is no such file."""
+    """The state that `save` wrote; None if there is no such file."""
     return torch.load(file, map_location="cpu", weights_only=True) if file.exists() else None
 
 
@@ -62,7 +64,7 @@ def restore(
     ranks: int,
     checkpoint: object,
 ) -> None:
-    """Restores the state of this rank before the first step; to be called on every rank.
+    """Restores the state of this rank before the first step. Call it on every rank.
 
     If the number of ranks has changed, the new ranks share the residuals of all old ranks, as in `hvdcomp.state_for`.
     If no rank has a file, as after a training without compression, residuals start at zero, with a warning.
@@ -81,7 +83,8 @@ def restore(
     if known is None and rank == 0:
         warn_alone(
             f"the checkpoint {str(checkpoint)!r} has no state of hvdcomp: either the training that saved it did not "
-            "compress, or files are missing. What was left to be sent (residuals) starts at zero"
+            "compress, or files are missing. The residuals (the parts of gradients that were not sent yet) start at "
+            "zero"
         )
     if not known:  # no state, or that of a training without a step
         return
@@ -92,9 +95,9 @@ def restore(
             state = own if old == rank else read_state(old)
             if state is None:
                 raise ConfigurationError(
-                    f"the checkpoint {str(checkpoint)!r} was saved by {size} ranks, and the file of rank {old} is "
-                    f"missing, which rank {rank} of {ranks} needs: copy the files of all hosts there, or resume from "
-                    "another checkpoint"
+                    f"the checkpoint {str(checkpoint)!r} was saved by {size} ranks. Rank {rank} of {ranks} needs the "
+                    f"file of rank {old}, which is missing: copy the checkpoint files of all hosts to this folder, or "
+                    "resume from another checkpoint"
                 )
             yield state
 

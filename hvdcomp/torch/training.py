@@ -21,20 +21,21 @@ from hvdcomp.torch.parameters import with_plain_names
 
 # `Training.absence` under torch.distributed, which matches collectives by their order only.
 WITHOUT_HOROVOD = (
-    "the other ranks were in another collective. Give every rank the same number of batches, and start your own "
-    "collectives at the same places on all ranks."
+    "the other ranks took part in another collective at the same time. Give every rank the same number of batches, and "
+    "start your own collectives at the same places on all ranks."
 )
 
 
 def refuse_capture() -> None:
     """Raises ConfigurationError while a CUDA graph captures the current stream.
 
-    The host chooses what changes from step to step: random numbers, addresses of residuals, decisions of a policy.
+    Random numbers, addresses of residuals and decisions of a policy change from step to step, and the host chooses
+    them, so a captured graph would repeat old values.
     """
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise ConfigurationError(
             "hvdcomp does not exchange gradients while a CUDA graph is captured, because the graph would repeat one "
-            "step, with the same random numbers and the same places of residuals. Capture the model with "
+            "step, with the same random numbers and the same addresses of residuals. Capture the model with "
             "torch.cuda.make_graphed_callables before DistributedDataParallel or hvd.DistributedOptimizer gets it, and "
             "leave backward() and optimizer.step() outside of torch.cuda.graph"
         )
@@ -126,7 +127,7 @@ class TorchTraining(Binding):
             self._scaled_steps().begin_step()
 
     def add_momentum(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        """Adds the momentum to a gradient, in place; to be called once before the engine gets it."""
+        """Adds the momentum to a gradient, in place. Call it once, before the engine gets the gradient."""
         if name in self.units.momenta:
             self.units.momenta[name].add_to(gradient, self.units.of_momenta)
         return gradient
@@ -143,7 +144,7 @@ class TorchTraining(Binding):
         return settings.policy is not None or settings.compressor.level is not None or follows
 
     def compress(self, tensor: torch.Tensor) -> Any:
-        """Raises ConfigurationError: Horovod must not hand over gradients that another object averages."""
+        """Raises ConfigurationError, because another object already averages the gradients that Horovod passes."""
         raise ConfigurationError(
             f"this hvdcomp.Compression is used by a model in {self.averaged_by}, which averages its gradients already; "
             "use the optimizer without hvd.DistributedOptimizer"

@@ -246,7 +246,7 @@ _TABLE = '{"errors": {"a": {"x": 0.5}}, "sent": {}, "own": {}, "other_bytes": 0,
         (1, _change(1, '"ranks":2,', ""), "start lacks ranks"),
         (1, _change(1, '"ranks":2', '"ranks":2,"more":1'), "start has an unknown more"),
         (1, _change(1, "[32,1,3,3]", "[32,1.5]"), r"tensors.conv.weight\[1\]: 1.5 must be a whole number"),
-        (2, _change(2, "0.1", "NaN"), "NaN is not JSON"),
+        (2, _change(2, "0.1", "NaN"), "NaN is not a number that JSON allows"),
         (2, _change(2, "0.1", '"nan"'), "norms.conv.weight: 'nan' must be a number"),
         (2, _change(2, "0.1", "null"), "norms.conv.weight: None must be a number"),
         (2, _change(2, '"norms"', '"normes"'), "statistics has an unknown normes"),
@@ -257,13 +257,13 @@ _TABLE = '{"errors": {"a": {"x": 0.5}}, "sent": {}, "own": {}, "other_bytes": 0,
         (3, lambda lines: lines.append(lines[1][:40] + "\n"), "Expecting|Unterminated|Invalid control"),
         (2, _change(2, '"norms"', '"learning_rates": {"now": [1], "next": []}, "norms"'), "must have the same length"),
         (2, _change(2, '"norms"', f'"level_table": {_TABLE}, "norms"'), "errors.a.x: expected a number"),
-        (1, lambda lines: lines.pop(0), "does not begin with a start line"),
-        (1, _change(1, '"format":2', '"format":3'), f"does not know format 3; .* {version('hvdcomp')} or later"),
-        (1, _change(1, '{"by_tensor":[4,null]}', '{"by_tensor":[4]}'), "does not fit the lines before it: ValueError"),
-        (2, _change(2, '{"0":1}', '{"2":1}'), "does not fit the lines before it: KeyError"),
-        (2, _change(2, '{"changed":{"levels"', '{"changed":{"lovels"'), "does not fit the lines before it: KeyError"),
-        (2, _change(2, '{"conv.weight":0.1}', '{"changed":{"0":0.1}}'), "does not fit the lines before it: TypeError"),
-        (2, _change(2, '"norms":', '"mean_to_std":{"as":"x"},"norms":'), "does not fit the lines before it: KeyError"),
+        (1, lambda lines: lines.pop(0), "must be a start line"),
+        (1, _change(1, '"format":2', '"format":3'), f"logs of format 3; .* {version('hvdcomp')} or later"),
+        (1, _change(1, '{"by_tensor":[4,null]}', '{"by_tensor":[4]}'), "lines before this line: ValueError"),
+        (2, _change(2, '{"0":1}', '{"2":1}'), "lines before this line: KeyError"),
+        (2, _change(2, '{"changed":{"levels"', '{"changed":{"lovels"'), "lines before this line: KeyError"),
+        (2, _change(2, '{"conv.weight":0.1}', '{"changed":{"0":0.1}}'), "lines before this line: TypeError"),
+        (2, _change(2, '"norms":', '"mean_to_std":{"as":"x"},"norms":'), "lines before this line: KeyError"),
     ],
 )  # fmt: skip
 def test_damage_is_found_at_its_line(tmp_path: Path, line: int, change: Any, said: str) -> None:
@@ -359,7 +359,8 @@ except ConfigurationError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=60)
-    assert done.stdout == f"the decision log {path} cannot be written: File too large; give another file\n"
+    way_out = "choose another file for decision_log"
+    assert done.stdout == f"the decision log {path} cannot be written: File too large; {way_out}\n"
     assert done.stderr == "", "nothing more from closing the file"
 
 

@@ -325,7 +325,7 @@ def without_start(path: Path) -> None:
         (lambda path: path.write_text('{"step": 1, "loss": 2.3}\n'), "line 1: this is not a line of a decision log"),
         (lambda path: path.write_text("step,loss\n1,2.3\n"), "line 1: Expecting value"),
         (lambda path: path.write_text("[" * 100_000 + "\n"), "line 1: lists and objects are nested more than"),
-        (without_start, "line 1: the decision log does not begin with a start line"),
+        (without_start, "line 1: the first line of a decision log must be a start line"),
         (lambda path: tamper(path, 1, ("policy",), "acordion:low=1"), "line 1: unknown policy 'acordion'"),
         (lambda path: tamper(path, 1, ("policy",), "gravac:min=0.5"), "line 1: gravac: min=0.5 is not allowed"),
         (lambda path: tamper(path, 1, ("policy",), "warmup:dense_steps=5"), "is a schedule, which makes no decisions"),

@@ -75,7 +75,7 @@ def test_all_backends_define_the_same_functions_and_numpy_documents_them() -> No
 def test_each_array_finds_its_functions() -> None:
     assert arrays_for(np.zeros(1)) is numpy_arrays
     assert arrays_for(np.float32(1)) is numpy_arrays
-    with pytest.raises(TypeError, match=r"builtins\.list; give it a NumPy array or a PyTorch tensor"):
+    with pytest.raises(TypeError, match=r"builtins\.list; pass a NumPy array or a PyTorch tensor"):
         arrays_for([1.0])
 
 

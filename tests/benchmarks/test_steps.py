@@ -135,7 +135,9 @@ def test_two_levels_are_left_out_where_hosts_have_one_rank() -> None:
     assert options.compressors_on(Hosts(2)) == specs[:1]
     assert options.compressors_on(Hosts(2, 2)) == specs[:2]
     said = runs.left_out([Hosts(2), Hosts(4), Hosts(2, 2)], options)
-    assert said.startswith("Left out on 2 hosts and 4 hosts, because hosts with one rank each")
+    assert said.startswith(
+        "Two-level compressors are left out on 2 hosts and 4 hosts, because these clusters have only"
+    )
     assert said.endswith(": two_level(topk:ratio=0.01).")
     assert runs.left_out([Hosts(2, 2)], options) == ""
     assert runs.left_out([Hosts(2)], runs.Options(("mlp",), specs[:1], 4, 60.0)) == ""

@@ -89,7 +89,7 @@ def test_a_log_that_rank_0_cannot_write_is_told_to_all(
     (tmp_path / "missing").write_text("a file where a folder should be")
     said = messages(*[options] * ranks)
     assert len(set(said)) == 1
-    assert f"{options['decision_log']} cannot be written: Not a directory; give another file" in said[0]
+    assert f"{options['decision_log']} cannot be written: Not a directory; choose another file" in said[0]
     assert "the same model and arguments on every rank" not in said[0]
     assert ("some ranks cannot take part in the training. rank 0: the decision log" in said[0]) == (ranks == 2)
 
@@ -134,7 +134,7 @@ def test_a_training_that_does_not_follow_the_batch_is_refused_on_every_rank() ->
             for _ in range(10):
                 binding.average(gradients(communicator))
 
-        with pytest.raises(ConfigurationError, match=r"Read compression\.accumulation"):
+        with pytest.raises(ConfigurationError, match=r"read compression\.accumulation"):
             train()
         return binding.engine.step_number
 

@@ -385,7 +385,7 @@ def test_what_is_no_checkpoint_or_one_of_another_format_is_refused() -> None:
         {**state, "shared": {**state["shared"], "format": FORMAT + 1}},
         {"model": {}, "optimizer": {}},
     ):
-        refused(wrong, "this is not a state of hvdcomp.Compression")
+        refused(wrong, "the given value is not a state of hvdcomp.Compression")
 
 
 def test_a_checkpoint_without_a_policy_is_refused_with_one() -> None:

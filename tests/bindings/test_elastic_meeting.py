@@ -126,7 +126,7 @@ def test_track_refuses_what_is_no_state():
     import hvdcomp
 
     compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.1))
-    with pytest.raises(hvdcomp.ConfigurationError, match=r"which has no method save\(\); give it an elastic state"):
+    with pytest.raises(hvdcomp.ConfigurationError, match=r"which has no method save\(\); pass an elastic state"):
         hvdcomp.track({"step": 0}, compression)
     with pytest.raises(hvdcomp.ConfigurationError, match=r"hvdcomp.track was given 3 as compression"):
         hvdcomp.track(object(), 3)

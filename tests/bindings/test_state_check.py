@@ -90,21 +90,27 @@ DAMAGED = [
     (put("own", "coordinator", "latest", value={}), "not a state of accordion"),
     (put("own", "coordinator", "ended", value={"what": 1}), "ended: .*must contain step"),
     (put("own", "coordinator", "step_times", value="soon"), "step_times: 'soon' must be a list"),
-    (put("own", "coordinator", "sums", value={"other": np.zeros(3)}), "of 'other', which is not a parameter"),
+    (put("own", "coordinator", "sums", value={"other": np.zeros(3)}), "of 'other', but this model has no"),
     (put("own", "coordinator", "sums", "conv", value=np.zeros(3)), r"gradients of conv has the shape \[3\]"),
     (put("own", "size", value=0), "size: 0 must be a whole number of at least 1"),
     (put("own", "rank", value=1), "rank: 1 must be from 0 to 0"),
     (put("own", "steps", value=-2), "steps: -2 must be a whole number of at least 0"),
     (put("own", "totals", "bytes_sent", value="many"), "bytes_sent: 'many' must be a number"),
-    (put("own", "totals", "bytes_sent", value=float("nan")), "bytes_sent=nan must be"),
-    (put("own", "totals", "coins", value=3), "coins=3 must be one of bytes_sent"),
+    (put("own", "totals", "bytes_sent", value=float("nan")), "bytes_sent=nan is not allowed"),
+    (put("own", "totals", "coins", value=3), "coins=3 is not allowed; the names are bytes_sent"),
     (put("own", "loss_scale", value=-2.0), "loss_scale: -2.0 must be a finite number above 0"),
     (put("own", "residuals", "other", value=None), "other.*must be an object"),
     (put("own", "residuals", "conv", "memory", value="elephant"), "elephant"),
-    (put("own", "residuals", "conv", "memory", value="none"), "residual of conv has 1 arrays, and none needs 0"),
+    (
+        put("own", "residuals", "conv", "memory", value="none"),
+        "residual of conv has 1 arrays, but the memory none needs 0",
+    ),
     (put("own", "residuals", "conv", "arrays", value=None), "residual of conv: None must be a list of arrays"),
     (put("own", "residuals", "conv", "arrays", value=["x"]), "conv: an array has type str.* must have one of"),
-    (put("own", "residuals", "conv", "arrays", value=lambda old: old * 2), "has 2 arrays, and error_feedback needs 1"),
+    (
+        put("own", "residuals", "conv", "arrays", value=lambda old: old * 2),
+        "has 2 arrays, but the memory error_feedback needs 1",
+    ),
     (
         put("own", "residuals", "conv", "arrays", 0, value=lambda old: old[:4]),
         r"residual of conv has the shape \[4, 4, 3, 3\], and the parameter has the shape \[8, 4, 3, 3\]",
@@ -127,7 +133,10 @@ DAMAGED = [
         r"linear has arrays of shapes \[\[24\]\], and powersgd:rank=2 needs arrays of shapes such as \[\[24, 2\]\]",
     ),
     (put("shared", "warm_starts", "linear", "method", value=3), "method: 3 must be text"),
-    (put("shared", "warm_starts", "lost", value={"method": "powersgd", "arrays": []}), "of 'lost', which is not"),
+    (
+        put("shared", "warm_starts", "lost", value={"method": "powersgd", "arrays": []}),
+        "of 'lost', but this model has no",
+    ),
 ]
 
 

@@ -261,8 +261,8 @@ def test_what_cannot_be_taken_over_is_refused_by_name() -> None:
     other = {**states[1]["shared"]["tensors"], "conv": [4, 3, 5, 5]}
     momentum = kept_of(1, memory="momentum_correction:momentum=0.9")
     for offered, rank, ranks, message in (
-        (states[:2], 0, 2, f"rank 0 of 2 needs the state of old rank 2 .the checkpoint has 3 ranks., .*{way_out}"),
-        (states[1:2], 0, 1, "rank 0 of 1 needs the state of old ranks 0, 2 .the checkpoint has 3"),
+        (states[:2], 0, 2, f"rank 0 of 2 needs the state that rank 2 saved .* 3 ranks., .*{way_out}"),
+        (states[1:2], 0, 1, "rank 0 of 1 needs the state that ranks 0, 2 saved .the checkpoint was saved by 3"),
         ([], 0, 1, "no state was given"),
         ([states[0], states[0]], 0, 1, "the state of rank 0 was given twice"),
         ([{"model": 1}], 0, 1, "not a state of hvdcomp.Compression"),
@@ -315,7 +315,7 @@ def test_the_policy_goes_on_with_what_rank_0_alone_knows(before: int, after: int
 
     plans = list(run_ranks(after, work))
     assert all(each == plans[0] for each in plans)
-    with pytest.raises(ConfigurationError, match=r"rank 0 of 2 needs the state of old rank 0 .* the pending decision"):
+    with pytest.raises(ConfigurationError, match=r"needs the state that rank 0 saved .* the pending decision"):
         hvdcomp.state_for(states[1:], 0, 2, residuals="drop")
 
 

@@ -73,5 +73,5 @@ def test_a_rank_that_ends_too_early_is_an_error_and_no_hang(rounds: tuple[int, .
         for _ in range(rounds[communicator.rank]):
             communicator.wait(communicator.start_allgather(mine(communicator), "counts"))
 
-    with pytest.raises(RuntimeError, match=r"rank \d has ended, and another waits for it: \('allgather', 'counts', "):
+    with pytest.raises(RuntimeError, match=r"waits for rank \d in this collective: \('allgather', 'counts', "):
         run_ranks(3, work)

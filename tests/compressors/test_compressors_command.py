@@ -47,12 +47,13 @@ def test_json_lists_every_compressor() -> None:
 def test_json_of_one_with_everything() -> None:
     entry = listed()["powersgd"]
     meanings = [parameter.pop("meaning") for parameter in entry["parameters"]]
-    assert meanings[0] == "number of columns of P and Q; no more than rows or columns."
+    assert meanings[0].startswith("number of columns of the factors P and Q, at most the number of rows and of columns")
     whole, switch = "it must be a whole number of at least 1 and ", "it must be true or false"
     positive = "it must be positive (1 is usual)"
     assert entry == {
         "name": "powersgd",
-        "summary": "Power iteration a training step, warm-started (Vogels et al. 2019, arXiv:1905.13727, algorithm 1).",
+        "summary": "One power iteration per training step, warm-started (Vogels et al. 2019, arXiv:1905.13727, "
+        "algorithm 1).",
         "example": "powersgd:rank=4",
         "examples": list(COMPRESSORS["powersgd"].examples),
         "parameters": [
@@ -62,7 +63,7 @@ def test_json_of_one_with_everything() -> None:
             {"name": "alternating", "type": "bool", "required": False, "default": False, "allowed": switch},
         ],
         "level": "rank",
-        "sends": "P (rows x rank) and Q (columns x rank); one of them if alternating",
+        "sends": "the factors P (rows x rank) and Q (columns x rank); only one of them per step if alternating",
         "collective": "allreduce, allreduce",
         "biased": True,
         "biased_when": {},

@@ -96,7 +96,7 @@ class Looking(Compressor):
 
 
 def test_a_size_that_depends_on_the_gradient_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="counts the bytes before there are values"):
+    with pytest.raises(ConfigurationError, match="runs the compressor on arrays without values"):
         Looking().payload_bytes((4,))
 
 

@@ -241,7 +241,7 @@ def test_description() -> None:
     assert parse_compressor("chunkedtopk:chunk=8,k=1,values=sign") == ChunkedTopK(8, 1, "sign")
     for settings, message in (
         ({"k": 0}, "k=0 is not allowed"),
-        ({"chunk": 10, "k": 11}, "k=11 is not allowed; it must be at most chunk, .* 10"),
+        ({"chunk": 10, "k": 11}, "k=11 is not allowed; it must be at most chunk=10"),
         ({"chunk": 1}, "chunk=1 is not allowed"),
         ({"chunk": 65_537}, "chunk=65537 is not allowed"),
         ({"values": "4bit"}, "values='4bit' is not allowed"),

@@ -41,13 +41,13 @@ def test_whole_levels_stay_whole() -> None:
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("warmup", "nothing to do"),
+        ("warmup", "changes nothing"),
         ("warmup:levels=0.5|0.1", "how long"),
         ("warmup:levels=0.5,epochs=1,steps=2", "exactly one of epochs=... and steps=..."),
         ("warmup:levels=0.5,start=0.3,steps=2", "not both"),
         ("warmup:dense_steps=-1", "dense_steps=-1"),
         ("warmup:levels=half,steps=1", "half"),
-        ("cooldown:steps=1", "there are: schedule, legacy, warmup"),
+        ("cooldown:steps=1", "choose one of: schedule, legacy, warmup"),
         ("schedule:levels=0.1", "give exactly one of epochs=... or steps=..., to say when levels end; you gave none"),
         ("schedule:levels=0.1,epochs=1,steps=2", "you gave epochs and steps"),
         ("schedule:levels=0.1|0.2,epochs=1", "2 levels need 2 epochs, but there are 1: levels=0.1|0.2,epochs=1"),

@@ -32,8 +32,8 @@ def test_tensors_bytes_and_the_way_out_are_named() -> None:
     text = said("topk:ratio=0.99")
     assert text is not None
     sent, plain = (9900 + 1980) * 6, 12000 * 4
-    for part in (f"2 of 3 tensors larger: it sends {sent} bytes of them per step instead of {plain} (",
-                 "a (100, 100) with topk:ratio=0.99", "min_numel", '"none" by a rule'):  # fmt: skip
+    for part in (f"2 of 3 tensors larger: a rank sends {sent} bytes per step for these tensors instead of {plain} (",
+                 "a (100, 100) with topk:ratio=0.99", "min_numel", 'add a rule with "none"'):  # fmt: skip
         assert part in text
 
 
@@ -48,7 +48,7 @@ def test_a_model_with_nothing_to_compress_is_told_so(spec: str) -> None:
     engine = Engine(LoopbackCommunicator(2), infos(shapes), parse_compressor(spec))
     text = what_is_not_compressed(engine, engine.plan)
     assert text is not None
-    for part in (f"{spec} compresses no tensor of this model: all 3 tensors", "fewer than 1024 elements (min_numel)",
+    for part in (f"{spec} compresses no tensor of this model, so all 3 tensors", "fewer than 1024 elements (min_numel)",
                  "2 dimensions (min_ndim)", "The largest tensor is c (5000,)", "train without hvdcomp"):  # fmt: skip
         assert part in text
 
@@ -71,7 +71,7 @@ def test_a_model_that_sends_more_than_it_has_is_told_so() -> None:
         text = what_is_wasted(engine, engine.plan)
         assert (text is not None) == wasted, spec
         sent = 40 * (9 * 6 + 8)  # of 15 elements 9, of 4 and 2 bytes, and the presence
-        told = f"sends {sent} bytes per step, and uncompressed gradients would be {40 * 60} bytes"
+        told = f"sends {sent} bytes per step, but the uncompressed gradients have only {40 * 60} bytes"
         assert text is None or told in text, text
 
 

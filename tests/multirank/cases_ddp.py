@@ -125,7 +125,7 @@ def case_a_warning_points_to_the_line_of_the_program() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(distributed, optimizer, steps=1)
-    said = [one for one in caught if "tensors larger: it sends" in str(one.message)]
+    said = [one for one in caught if "tensors larger: a rank sends" in str(one.message)]
     assert len(said) == (dist.get_rank() == 0)
     for one in said:
         assert ".backward()" in linecache.getline(one.filename, one.lineno), one
@@ -613,7 +613,7 @@ def case_a_checkpoint_goes_on_bit_for_bit() -> None:
         told = raised(hvdcomp.ConfigurationError, lambda how=goes_on: distribute(large_model(), how, momentum=0))
         assert f"the residual of {name} has the shape" in told
         told = raised(hvdcomp.ConfigurationError, lambda how=goes_on: how.load_state_dict(None))
-        told = told.replace(", or it is from another version of hvdcomp", "")
+        told = told.replace(", or another version of hvdcomp saved it", "")
         assert "not a state of hvdcomp.Compression (None)" in told
 
 
@@ -710,7 +710,7 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
     assert "accepts only one communication hook" in message
     used = made()
     distribute(large_model(), used)
-    assert "one for each model" in refused(used)
+    assert "a separate Compression for each model" in refused(used)
     for wrong in (torch.nn.Linear(2, 2), "model"):
         message = raised(hvdcomp.ConfigurationError, lambda wrong=wrong: hvdcomp.ddp.register(wrong, made()))
         assert type(wrong).__name__ in message
@@ -764,7 +764,7 @@ def case_a_rank_that_makes_no_more_steps_is_noticed() -> None:
     if dist.get_rank() == 0:
         dist.all_reduce(torch.ones(1, dtype=torch.int64))
     else:
-        with pytest.raises(hvdcomp.ConfigurationError, match=r"this step: the other ranks were in another"):
+        with pytest.raises(hvdcomp.ConfigurationError, match=r"this step: the other ranks took part in another"):
             train(distributed, optimizer, steps=1)
 
 
@@ -1098,7 +1098,7 @@ def case_roll_back_is_refused_with_the_way_out() -> None:
     train(distributed, optimizer, steps=1)
     how.roll_back(how.state_dict())
     message = raised(hvdcomp.ConfigurationError, lambda: train(distributed, optimizer, steps=1))
-    assert "Start all ranks again" in message
+    assert "Restart all ranks" in message
 
 
 def case_a_state_that_does_not_fit_one_rank_is_refused_on_all() -> None:

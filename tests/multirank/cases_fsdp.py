@@ -234,7 +234,7 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
     fully_shard(frozen, mesh=mesh["shard"], ignored_params={frozen[0].bias})
     hvdcomp.fsdp.register(frozen, made(), mesh["replicate"])
     assert "as optimizer, which is not an optimizer" in refused(model, made(), mesh["replicate"], model)
-    assert "a mesh instead" in refused(model, made(process_set=object()), mesh["replicate"])
+    assert "pass a mesh to hvdcomp.fsdp.register" in refused(model, made(process_set=object()), mesh["replicate"])
     of_one = made(process_set=object()) if mesh["replicate"].get_local_rank() else made()
     told = raised(hvdcomp.RankMismatchError, lambda: hvdcomp.fsdp.register(model, of_one, mesh["replicate"]))
     assert "rank 0: no error; rank 1: process_set works only with Horovod" in told, told

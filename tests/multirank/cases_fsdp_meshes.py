@@ -491,11 +491,11 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
     if ranks == 4:
         assert "leave mesh out" in refused(model, mesh["shard"])
     hvdcomp.fsdp.register(model, hvdcomp.Compression.from_spec("none"), mesh["replicate"])  # the same, by name
-    assert "before. Call it once for each model" in refused(model)
+    assert "before. Call register once for each model" in refused(model)
     mixed = torch.nn.Sequential(*layers())
     fully_shard(mixed[0], mesh=mesh["shard"])
     fully_shard(mixed, mesh=mesh)
-    assert "give fully_shard the same replicas for all modules" in refused(mixed)
+    assert "call fully_shard with the same replicas for all modules" in refused(mixed)
     with torch.device("meta"):
         empty = layers()
     assert "is on the meta device" in refused(parallelized((2, ranks // 2), empty))
@@ -516,7 +516,7 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
     if ranks == 4:
         wrong = states[dist.get_rank() ^ 1]  # of the other shard
         told = raised(hvdcomp.ConfigurationError, lambda: other.load_state_dict(wrong))
-        assert "on another mesh use hvdcomp.dcp" in told, told
+        assert "on another mesh, use hvdcomp.dcp" in told, told
     other.load_state_dict(states[dist.get_rank()])
 
 

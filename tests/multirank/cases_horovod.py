@@ -217,5 +217,5 @@ def case_compression_that_saves_nothing_is_said_once_by_rank_0() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(model, optimizer, steps=3)
-    texts = [str(warning.message) for warning in caught if "tensors larger: it sends" in str(warning.message)]
+    texts = [str(warning.message) for warning in caught if "tensors larger: a rank sends" in str(warning.message)]
     assert len(texts) == (1 if hvd.rank() == 0 else 0), texts

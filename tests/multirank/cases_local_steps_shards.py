@@ -156,7 +156,7 @@ def refused(model: Any, /, **options: Any) -> str:
 def case_a_wrong_mesh_is_refused() -> None:
     mesh = mesh_of_ranks()
     model = sharded(mesh["shard"])
-    assert "give LocalSteps mesh=mesh['replicate']" in refused(model)
+    assert "use LocalSteps(..., mesh=mesh['replicate'])" in refused(model)
     assert "the dimension of the replicas" in refused(model, mesh=mesh)
     assert "FSDP averages their gradients in every step" in refused(sharded(mesh), mesh=mesh["replicate"])
     if dist.get_world_size() == 4:

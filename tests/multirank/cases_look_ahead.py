@@ -234,7 +234,7 @@ def case_what_is_not_as_it_was_said_is_refused_on_every_rank() -> None:
 
     assert f"rank {last} has fewer batches" in train(Loader(2 if rank == last else 3))
     said = train([batch_of(5, 2000 if rank == last else 3)])
-    assert f"rank {last} cannot say which rows a batch looks up" in said
+    assert f"rank {last} could not find out which rows a batch looks up" in said
     assert rank != last or "named rows from 5 to 2000 of items.weight, which has only rows 0 to 1999" in said
     said = train([batch_of(5)], **({"items": torch.tensor([[5, 6]])} if rank == last else {}))
     assert f"rank {last} has a gradient of rows that `ids` did not name" in said
@@ -248,7 +248,7 @@ def case_wrong_uses_are_refused() -> None:
         (torch.optim.SparseAdam(parameters), "given a SparseAdam"),
         (torch.optim.SGD(parameters, lr=0.1, momentum=0.9), "momentum=0.9 of SGD"),
         (torch.optim.Adagrad(parameters, lr_decay=0.1), "lr_decay=0.1 of Adagrad"),
-        (torch.optim.SGD(parameters[:1]), "give it an optimizer of items.weight, words.weight"),
+        (torch.optim.SGD(parameters[:1]), "pass an optimizer of items.weight, words.weight"),
     ):
         said = raised(ConfigurationError, lambda one=optimizer: LookAhead([], ours.rows, one, ids_of))
         assert message in said

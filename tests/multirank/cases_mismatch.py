@@ -321,7 +321,7 @@ def case_two_optimizers_that_share_a_compression() -> None:
     ]
     train(models[0], optimizers[0], steps=1)
     message = raised(hvdcomp.ConfigurationError, lambda: train(models[1], optimizers[1], steps=1))
-    assert "make one for each" in message, message
+    assert "make a Compression for each" in message, message
 
 
 def case_two_models_with_equal_names_in_one_backward_pass() -> None:

@@ -140,8 +140,11 @@ def case_keras_fit() -> None:
 
 def case_what_does_not_fit_is_refused() -> None:
     for given, message in (
-        (tf.GradientTape(), "give it what hvd.Dist"),
-        (RowExchange().serve(hvd.DistributedGradientTape(tf.GradientTape())), "give it what hvd.Dist"),
+        (tf.GradientTape(), "pass the tape or optimizer that hvd.Dist"),
+        (
+            RowExchange().serve(hvd.DistributedGradientTape(tf.GradientTape())),
+            "pass the tape or optimizer that hvd.Dist",
+        ),
         (hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Adasum), "not with op=hvd.Adasum"),
         (DistributedOptimizer(sgd(), backward_passes_per_step=2), "backward_passes_per_step=1"),
     ):

@@ -216,7 +216,7 @@ def test_a_sharded_model_is_compared_with_quantizers_only() -> None:
     assert slow.take not in ("none", "fp16")
     assert fast.take in ("none", "fp16")
     assert slow.least_factor is None
-    with pytest.raises(ValueError, match=r"reduce-scatter does not work with topk:ratio=0.01; use a quantizer"):
+    with pytest.raises(ValueError, match=r"of FSDP2 does not work with topk:ratio=0.01; use a quantizer"):
         Adviser(load("h100x8"), "llama-1b-fsdp", ["topk:ratio=0.01"])
 
 

@@ -236,7 +236,7 @@ def test_two_levels_are_a_choice_where_nodes_are_known(tmp_path: Path) -> None:
     row = report["methods"][WITHIN]
     assert row["bytes_in_node"] == pytest.approx(1.25e8, rel=1e-3)
     assert row["compression_factor"] == pytest.approx(4 * 32 / 9, rel=1e-3)
-    assert any("no times of reducescatter within nodes, so they are predicted from allreduce" in one
+    assert any("no times of reducescatter within nodes, so these times are predicted from the times of allreduce" in one
                for one in report["notes"])  # fmt: skip
     save(calibration(FLAT), file)
     assert set(advised("--calibration", file)["methods"]) == {"none", "fp16", "natural", "natural:exchange=scatter"}

@@ -81,7 +81,7 @@ def test_what_scales_no_loss(scaler: Any) -> None:
     words = f"grad_scaler={scaler!r} is not a loss scaler; give a torch.amp.GradScaler or a Keras LossScaleOptimizer"
     with pytest.raises(ConfigurationError, match=re.escape(words)):
         Compression(TopK(0.1), grad_scaler=scaler)
-    with pytest.raises(ConfigurationError, match=r"give a torch\.amp\.GradScaler, or leave it out"):
+    with pytest.raises(ConfigurationError, match=r"give a torch\.amp\.GradScaler, or leave grad_scaler out"):
         Compression(TopK(0.1), named_parameters=[("w", np.zeros(3))], grad_scaler=scaler)
 
 

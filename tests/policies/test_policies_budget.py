@@ -155,7 +155,7 @@ def test_milliseconds_are_the_bytes_that_take_so_long(seconds: dict[int, float],
     assert MS.request(state).statistics == {Statistic.LEVEL_TABLE, Statistic.EXCHANGE_SECONDS}
     _, decision = MS.decide(state, dataclasses.replace(told(900), exchange_seconds=seconds))
     assert decision == Levels(chosen)
-    with pytest.raises(ValueError, match="budget needs exchange_seconds to decide after step 10"):
+    with pytest.raises(ValueError, match="budget needs the statistics exchange_seconds to decide after step 10"):
         MS.decide(state, told(900))
 
 

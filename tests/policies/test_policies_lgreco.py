@@ -127,7 +127,7 @@ def test_statistics_that_do_not_belong_together_are_refused() -> None:
     state = TensorLevels({"a": None})
     whole = told({"a": {2: 1.0, 4: 1.0}})
     for wrong, words in (
-        (dataclasses.replace(whole, level_table=None), "needs level_table"),
+        (dataclasses.replace(whole, level_table=None), "needs the statistics level_table"),
         (told({"b": {2: 1.0, 4: 1.0}}), "not expected: b"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -98,7 +98,7 @@ def test_an_installed_package_offers_its_classes(folder: Path) -> None:
 
 def test_a_module_that_is_named_offers_what_it_defines(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module(folder, "halving", METHOD.format(kind="Halves", name="halves") + POLICY)
-    with pytest.raises(SpecError, match=r"unknown compressor 'halves'.*of your own needs --plugin MODULE"):
+    with pytest.raises(SpecError, match=r"unknown compressor 'halves'.*of your own, pass --plugin MODULE"):
         parse_compressor("halves")
     monkeypatch.setenv(plugins.VARIABLE, " halving ,")
     assert str(parse_compressor("halves:parts=3")) == "halves:parts=3"

@@ -100,7 +100,7 @@ def test_parameters_and_variables_exclude_each_other() -> None:
     given = variables("a")
     with pytest.raises(ConfigurationError, match="parameters of more than one framework"):
         compression(given, named_parameters=[("a", given[0])])
-    with pytest.raises(ConfigurationError, match=r"was given a model \(Sequential\); give it"):
+    with pytest.raises(ConfigurationError, match=r"was given a model \(Sequential\); pass"):
         hvdcomp.Compression.from_spec("topk:ratio=0.1", variables=tf_keras.Sequential())
     with pytest.raises(ConfigurationError, match="optimizer= works only with TensorFlow"):
         hvdcomp.Compression.from_spec("none", named_parameters=[("a", given[0])], optimizer=tf_keras.optimizers.SGD())
@@ -123,9 +123,9 @@ def test_a_state_that_would_need_variables_too_early_says_so() -> None:
 def test_one_made_at_each_trace_is_refused() -> None:
     given = variables("a")
     for made in (lambda: compression(given), lambda: hvdcomp.Compression(hvdcomp.TopK(0.1))):
-        with pytest.raises(ConfigurationError, match="Make it once, outside"):
+        with pytest.raises(ConfigurationError, match="Make the Compression once, outside"):
             tf.function(made)()
-        with pytest.raises(ConfigurationError, match="Make it once, outside"):
+        with pytest.raises(ConfigurationError, match="Make the Compression once, outside"):
             tf.function(made, autograph=False)()
 
 

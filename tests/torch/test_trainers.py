@@ -63,8 +63,10 @@ def test_a_missing_file_is_named_with_the_way_out() -> None:
     for states, rank, ranks, lost in (({0: first}, 1, 3, 1), ({0: first, 1: second}, 0, 2, 2)):
         with pytest.raises(ConfigurationError) as error:
             restored(states, rank, ranks)
-        assert f"saved by 3 ranks, and the file of rank {lost} is missing" in str(error.value)
-        assert "copy the files of all hosts there, or resume from another checkpoint" in str(error.value)
+        assert f"saved by 3 ranks. Rank {rank} of {ranks} needs the file of rank {lost}, which is missing" in str(
+            error.value
+        )
+        assert "copy the checkpoint files of all hosts to this folder" in str(error.value)
 
 
 def test_a_checkpoint_without_compression_is_warned_of_once() -> None:
@@ -136,7 +138,8 @@ def test_a_policy_that_changes_the_batch_size_is_refused_at_once(library: str, n
     kind = getattr(module_for(library), name)
     compression = topk(policy=hvdcomp.IncreaseBatchSize(low=128, high=2048), steps_per_epoch=100)
     with pytest.raises(
-        ConfigurationError, match=r"changes the batch size, and the Trainer of .* accumulates gradients"
+        ConfigurationError,
+        match=r"changes the batch size, but the Trainer of .* decides by itself how it accumulates gradients",
     ):
         kind(compression)
 
@@ -145,7 +148,7 @@ def test_accelerate_names_what_register_needs() -> None:
     register = module_for("accelerate").register
     accelerate = importlib.import_module("accelerate")
     model = torch.nn.Linear(4, 4)
-    with pytest.raises(ConfigurationError, match="was given a Linear as accelerator; give it the accelerate"):
+    with pytest.raises(ConfigurationError, match="was given a Linear as accelerator; pass the accelerate"):
         register(model, topk(), None)
     accelerator = accelerate.Accelerator(cpu=True)
     with pytest.raises(ConfigurationError, match=r"a Linear that .* num_processes=1, .*, and start two or more"):

@@ -72,7 +72,7 @@ def why_not() -> str:
 
 
 def way_out() -> str:
-    """Instructions to get kernels for CUDA devices; empty if there are."""
+    """Instructions for getting kernels for CUDA devices; an empty text if there are kernels."""
     return _reason_and_remedy()[1]
 
 
@@ -99,8 +99,8 @@ def _missing() -> tuple[str, str]:
         return str(error), install
     failure = "" if language.INTERPRETED or not torch.cuda.is_available() else _failure_of_loader(language.triton)
     return failure, failure and (
-        f"Install gcc, or set CC to a C compiler (CC=/path/to/cc), or set {_COMPILED_AHEAD}=/path to a folder where "
-        "this code is compiled already."
+        f"Install gcc, or set CC to a C compiler (CC=/path/to/cc), or set {_COMPILED_AHEAD}=/path to a folder that "
+        "already contains this code in compiled form."
     )
 
 
@@ -145,7 +145,7 @@ def takes(compressor: Any, size: int) -> bool:
 
 
 def serves(array: Any) -> bool:
-    """Whether kernels can work on a PyTorch array without moving it."""
+    """Whether there are kernels for the device of a PyTorch tensor."""
     return _is_served_device(array) and available()
 
 
@@ -162,13 +162,13 @@ def warn_where_none(array: Any) -> None:
 
 
 def serves_host() -> bool:
-    """Whether arrays on the CPU are served too."""
+    """Whether these kernels also run for tensors on the CPU, as in tests with Triton's interpreter."""
     return _serves_host
 
 
 @contextmanager
 def serving_host() -> Iterator[None]:
-    """A context in which these kernels serve arrays on the CPU too. For tests, one at a time."""
+    """A context manager in which these kernels also run for tensors on the CPU. For tests; do not nest it."""
     global _serves_host
     _serves_host = True
     try:
@@ -178,11 +178,11 @@ def serving_host() -> Iterator[None]:
 
 
 def placed(arrays: Sequence[Any], dtype: str = "float32") -> tuple[list[Any], list[int]] | None:
-    """The arrays in row-major order, and the addresses of their first elements.
+    """PyTorch tensors in row-major order, and the addresses of their first elements.
 
     Returns:
-        The arrays, or copies of those in another order; None if they are not all of the element type and on one device
-        that kernels serve.
+        The tensors, with a copy in place of each tensor in another order. None if they have another element type, or
+        are not all on one device for which there are kernels.
     """
     first = arrays[0]
     if not hasattr(first, "is_cuda") or not serves(first) or str(first.dtype) != f"torch.{dtype}":
@@ -211,8 +211,8 @@ def split_like(arrays: Sequence[Any], wide: bool = False) -> tuple[list[Any], li
 
 
 def let_go(array: Any) -> None:
-    """To be called before the last reference to an array is dropped that the current stream may still use: PyTorch may
-    have allocated it on another stream."""
+    """Call this before you delete the last reference to a tensor that the current stream may still use, because PyTorch
+    may have allocated the tensor on another stream."""
     if array.is_cuda:
         import torch
 

@@ -107,14 +107,15 @@ class DeviceKernels:
     """The kernels of a bucket on a device.
 
     Args:
-        table: of the bucket, with pieces of `PIECE`.
-        device: of PyTorch.
-        keeps: 0 if the memory keeps nothing, else 1 and the element type of what it keeps, as of `NARROW`.
+        table: the table of the bucket, with pieces of `PIECE` elements.
+        device: the PyTorch device.
+        keeps: 0 if the memory keeps no residuals; otherwise 1 plus the number in `NARROW` of the element type of the
+            residuals.
 
     Attributes:
-        factor: of the gradients in this step, float32 (1,) on the device.
+        factor: the factor by which this step multiplies the gradients, float32 (1,) on the device.
         moves: whether there is momentum correction.
-        flag: address of the number that is NaN once a kernel of the current call has found an inf or NaN.
+        flag: address of a number that becomes NaN if a kernel of the current call finds an inf or NaN.
         plans: results that depend on the tensors and levels alone, besides the arrays of `static`.
         room: memory for each call (`scratch`); buckets whose kernels are launched in turn may share it.
     """
@@ -165,7 +166,7 @@ class DeviceKernels:
         return self._rows.sent
 
     def begin(self, factor: torch.Tensor | None, moves: bool) -> None:
-        """To be called before the first kernel of a step."""
+        """Call this before the first kernel of a step."""
         self.factor = self._memory["one"] if factor is None else factor.to(torch.float32)
         self.moves = moves
         self._flags = torch.zeros(_FLAGS, device=self.device)
@@ -197,7 +198,7 @@ class DeviceKernels:
         """Launches the kernels of an operation.
 
         Args:
-            name: of the operation, a key of a module's `KERNELS`.
+            name: name of the operation, a key of a module's `KERNELS`.
             aside: whether to launch on the side stream, for which the network does not wait; the operation must then
                 neither look for inf or NaN nor use `scratch`.
 

@@ -24,11 +24,11 @@ class AutoTraining(Training):
     """A training with `auto`. The policy's clock stops during the turns of other trainings.
 
     Args:
-        carrier: of the gradients.
+        carrier: the library that exchanges the gradients.
         compressor: spec of a compressor that the policy may choose, besides dense and fp16.
         calibration: a file that rank 0 can read.
         log: file for rank 0's decisions.
-        model_name, batch_size, seed: as for `Training`.
+        model_name, batch_size, seed: arguments of `Training`.
         more_compressors: specs of further compressors.
     """
 

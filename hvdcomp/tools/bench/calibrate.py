@@ -55,18 +55,18 @@ def calibrate(
     """Measures network and models. Every rank must call it with the same arguments.
 
     Args:
-        carrier: of the gradients.
-        models: as for `hvdcomp.tools.bench.workload.build`.
-        compressors: to measure.
-        name: of the calibration.
-        batch_size: of a rank.
-        seed: of weights and data.
+        carrier: the library that exchanges the gradients.
+        models: the models, named as for `hvdcomp.tools.bench.workload.build`.
+        compressors: the compressors to measure.
+        name: name of the calibration.
+        batch_size: batch size of a rank.
+        seed: seed of weights and data.
         seconds: approximate time to measure.
-        device: of the model and of the sent tensors.
+        device: device of the model and of the sent tensors.
         known_network: the calibration whose network is used instead of a measured network; needed for one rank.
-        show: called with the name of each next measurement.
-        beside: called on every rank after each round of steps, for measurements to compare with the calibration, as the
-            machine's speed changes. Its time is not part of `seconds`.
+        show: function that is called with the name of each next measurement.
+        beside: function that is called on every rank after each round of steps, for measurements to compare with the
+            calibration, as the machine's speed changes. Its time is not part of `seconds`.
 
     Raises:
         SpecError: for a two-level compressor without two levels.
@@ -125,7 +125,7 @@ def network_for(
 
     Args:
         models: the tensors of each model.
-        carrier, levels, device, seconds, show: as of `probe_network`.
+        carrier, levels, device, seconds, show: arguments of `probe_network`.
         known: the calibration whose network is used instead; None to measure the network.
     """
     if known is not None:
@@ -146,11 +146,11 @@ def put_together(
     """The calibration from the measurements.
 
     Args:
-        name: of the calibration.
+        name: name of the calibration.
         source: the command that measured.
         network, models: the results.
-        readings: of the models, by name.
-        carrier, device: of the measurements.
+        readings: the measurements of the models, by name.
+        carrier, device: the library and the device of the measurements.
     """
     all_readings = {f"network, {part}": reading for part, reading in network.readings.items()} | dict(readings)
     noisy = {part: reading for part, reading in all_readings.items() if reading.noisy}
@@ -168,11 +168,17 @@ def put_together(
 
 def noise_note(noisy: dict[str, Reading]) -> str:
     """The note on noise for a calibration."""
-    meaning = "the median, over all measurements, of the relative difference between repeated medians"
+    meaning = (
+        "the relative difference between the medians of repeated measurements; this number is the median over all "
+        "measurements"
+    )
     if not noisy:
-        return f"{meaning}; none differs by more than {NOISY:.0%}"
+        return f"{meaning}; no measurement differs by more than {NOISY:.0%}"
     spreads = "; ".join(f"{part}: {reading.spread:.0%}" for part, reading in noisy.items())
-    return f"{meaning}. Too noisy to trust, because repeated medians differ by more than {NOISY:.0%}: {spreads}"
+    return (
+        f"{meaning}. These measurements are too noisy to trust, because their repeated medians differ by more than "
+        f"{NOISY:.0%}: {spreads}"
+    )
 
 
 def machine_facts(carrier: Carrier, device: torch.device) -> dict[str, str]:

@@ -104,7 +104,7 @@ class Carrier(ABC):
 
         Args:
             method: one of `stock`.
-            name: of the training, unique in this process.
+            name: name of the training, unique in this process.
         """
 
     @abstractmethod
@@ -122,10 +122,10 @@ class Carrier(ABC):
         """A training with hvdcomp.
 
         Args:
-            spec: of a compressor.
+            spec: spec of a compressor.
             bucket_bytes: the smallest bucket of gradients that is sent during the backward pass; None for hvdcomp's
                 default.
-            options: of `Compression.from_spec`.
+            options: other arguments of `Compression.from_spec`.
         """
 
     @property
@@ -138,7 +138,7 @@ class Carrier(ABC):
 
         Args:
             ready: when each gradient is ready.
-            dense_bytes: of all gradients.
+            dense_bytes: bytes of all gradients.
         """
         return ready
 

@@ -44,7 +44,10 @@ _LONGEST = 3  # times --seconds, after which the turns end in any case
 @click.option("--batch-size", type=int, required=True)
 @click.option("--seed", type=int, default=0)
 @click.option(
-    "--backend", type=click.Choice(BACKENDS), default="auto", help="auto: the library that fits the launcher."
+    "--backend",
+    type=click.Choice(BACKENDS),
+    default="auto",
+    help="Library that averages gradients. auto: Horovod under horovodrun, torch.distributed under torchrun.",
 )
 @click.option(
     "--overlap",
@@ -53,21 +56,30 @@ _LONGEST = 3  # times --seconds, after which the turns end in any case
     help="Whether compressors send gradients during the backward pass, after it, or both in turn.",
 )
 @click.option(
-    "--seconds", type=float, required=True, help="Time to calibrate; measuring steps takes the same time again."
+    "--seconds",
+    type=float,
+    required=True,
+    help="Approximate time of the calibration. The measurement of steps takes as long again.",
 )
 @click.option(
-    "--attempts", type=click.IntRange(1), default=1, help="Largest number of calibrations, if they are too noisy."
+    "--attempts",
+    type=click.IntRange(1),
+    default=1,
+    help="How many times to calibrate at most, if the measurements are too noisy.",
 )
 @click.option("--auto/--no-auto", "with_auto", default=True, help="Measure the policy auto after the compressors.")
-@click.option("--rate", help="Bandwidth of the links; it is noted in the file.")
+@click.option("--rate", help="Bandwidth of the links between the hosts, to be noted in the file.")
 @click.option("--device", default="cpu", help="Device of the models: cpu, or cuda for a CUDA device of each rank.")
 @click.option(
     "--network",
     "known_network",
     metavar="FILE|PRESET",
-    help="Calibration whose network is used instead of a measured network; needed for one rank.",
+    help=(
+        "Calibration file or preset whose network costs are used instead of measured costs. A single rank needs this "
+        "option."
+    ),
 )
-@click.option("--quiet", is_flag=True, help="Print no lines of progress.")
+@click.option("--quiet", is_flag=True, help="Do not print the progress.")
 @click.option("--output", type=click.Path(path_type=Path), required=True)
 def main(
     model: str,

@@ -32,7 +32,7 @@ def split_model(model: str) -> tuple[str, str]:
         )
     if at and (name in TEXT_MODELS or data not in IMAGES):
         raise SetupError(
-            f"{model!r} is not possible: after an image model you can write @ and the data set whose shape the random "
-            f"images get, one of {', '.join(IMAGES)}"
+            f"{model!r} is not possible: after the name of an image model, you can write @ and a data set, whose image "
+            f"size the random images then have, one of {', '.join(IMAGES)}"
         )
     return name, data

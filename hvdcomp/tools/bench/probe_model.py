@@ -73,7 +73,7 @@ def probe_model(
     Every rank must call it, with the same arguments.
 
     Args:
-        model: as for `hvdcomp.tools.bench.workload.build`.
+        model: the model, named as for `hvdcomp.tools.bench.workload.build`.
         specs: compressors whose encoding and decoding are timed.
         network: the costs of collectives.
         carrier: the library that exchanges the gradients.
@@ -82,8 +82,8 @@ def probe_model(
         batch_size: the batch size of one rank.
         seed: the seed of the weights and the data.
         seconds: approximate duration; a minimum number of steps is made in any case.
-        show: called with the name of the next measurement.
-        beside: called after each round, in which each way to train has had its turn.
+        show: function that is called with the name of the next measurement.
+        beside: function that is called after each round, in which each way to train has had its turn.
     """
     show("building")
     ranks = carrier.ranks.size
@@ -138,7 +138,11 @@ def probe_model(
         encoding_s = step.seconds - whole - engine - latency_s(exchange, network, ranks)
         encode[spec] = encode_time(compressor, plain, exchange, encoding_s, carrier.ranks)
     compute = replace(compute, encode=encode)
-    hides, source = None, "taken as 1: no measured method can send gradients during the backward pass"
+    hides = None
+    source = (
+        "assumed to be 1 (all of the possible overlap), because no measured method can send gradients during the "
+        "backward pass"
+    )
     if trial is not None:
         at_end, early = (halves(slowest(times[name])) for name in (AT_END, EARLY))
         readings |= {f"step of {trial.compressor} {AT_END}": at_end, f"step of {trial.compressor} {EARLY}": early}
@@ -164,7 +168,7 @@ def unpredicted_time(
 
     Args:
         exchange: the carrier's own.
-        step_s: as measured.
+        step_s: the measured time of a step.
     """
     predicted = predict(network, compute, exchange, bucket_bytes, Setting(ranks))
     return EncodeTime(max(0.0, step_s - float(predicted.total)), source=SOURCE)

@@ -80,11 +80,11 @@ def probe_network(
     Args:
         largest: by kind, in the order of measurement, the bytes that a rank sends in the largest collective that is
             needed: each kind among all ranks, and `IN_LEVELS` in two levels.
-        carrier: of the gradients.
-        levels: of the ranks.
-        device: of the arrays that are sent.
+        carrier: the library that exchanges the gradients.
+        levels: the nodes of the ranks.
+        device: device of the arrays that are sent.
         seconds: approximate duration.
-        show: called with the name of the next measurement.
+        show: function that is called with the name of the next measurement.
     """
     sizes = {kind: _sizes(most) for kind, most in largest.items()}
     fuses = carrier.fused_allreduce is not None
@@ -139,11 +139,11 @@ class _Measuring:
 
     Args:
         carrier: of the collectives.
-        levels: of the ranks.
-        device: of the arrays that are sent.
+        levels: the nodes of the ranks.
+        device: device of the arrays that are sent.
         seconds: mean duration for each kind and size.
         longest: seconds of a collective; sizes that would take longer are left out, except the smallest.
-        show: called with the name of the next measurement.
+        show: function that is called with the name of the next measurement.
     """
 
     def __init__(

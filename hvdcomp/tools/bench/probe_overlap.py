@@ -27,7 +27,7 @@ class OverlapTrial:
     """The training that is made in both ways.
 
     Attributes:
-        compressor: of both.
+        compressor: the compressor of both trainings.
         early_bytes: the smallest bucket of gradients, in bytes, that is sent in the backward pass.
         ranks: number of ranks.
     """
@@ -40,7 +40,7 @@ class OverlapTrial:
         """The training in one way, `EARLY` or `AT_END`.
 
         Args:
-            seed: of the compressor.
+            seed: seed of the compressor.
         """
         options = {"seed": seed, "overlap": way == EARLY}
         return carrier.compressed(workload, str(self.compressor), way, bucket_bytes=self.early_bytes, **options)
@@ -57,7 +57,7 @@ class OverlapTrial:
 
         Args:
             network, compute: as measured, with the compressor's encode time, and the moment of each gradient.
-            tensors: of the model.
+            tensors: the tensors of the model.
             at_end, early: measured steps of both ways.
         """
         exchange = exchange_of(self.compressor, tensors, self.ranks)
@@ -67,8 +67,13 @@ class OverlapTrial:
         saving = whole - least
         saved = f"{self.compressor} in buckets of {self.early_bytes:,} bytes could save {1e3 * saving:.2f} ms"
         if saving < max(_LEAST_SAVED, at_end.spread, early.spread) * whole:
-            return None, f"taken as 1, because the saving is too small to measure: {saved} of {1e3 * whole:.2f} ms"
-        times = f"a step takes {1e3 * at_end.seconds:.2f} ms without overlap, and {1e3 * early.seconds:.2f} ms with it"
+            return None, (
+                f"assumed to be 1 (all of the possible overlap), because the saving is too small to measure: {saved} "
+                f"of {1e3 * whole:.2f} ms"
+            )
+        times = (
+            f"a step takes {1e3 * at_end.seconds:.2f} ms without overlap, and {1e3 * early.seconds:.2f} ms with overlap"
+        )
         return min(max((at_end.seconds - early.seconds) / saving, 0.0), 1.0), f"measured: {saved}; {times}"
 
 

@@ -29,7 +29,7 @@ class Training:
     Args:
         workload: the model and its loss.
         distributed: exchanges the gradients.
-        after: called between the exchange and the optimizer's step.
+        after: function that is called between the exchange and the optimizer's step.
     """
 
     def __init__(

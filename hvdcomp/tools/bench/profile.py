@@ -47,7 +47,7 @@ class Profiled:
 
     Attributes:
         calibrated: the calibration for `hvdcomp advise`, with the readings that are too noisy.
-        step: of the training without hvdcomp, of the slowest rank.
+        step: time of a step of the training without hvdcomp, on the slowest rank.
         waits: seconds of a step in which ranks only wait for gradients.
         tried: measured seconds of an exchange of all gradients after the backward pass, by spec; empty for one rank.
     """
@@ -72,12 +72,12 @@ def profile(
 
     Args:
         watched: the times of the training's steps on this rank.
-        carrier: of the gradients.
-        compressors: to time.
-        name: of the calibration.
+        carrier: the library that exchanges the gradients.
+        compressors: the compressors to time.
+        name: name of the calibration.
         seconds: approximate duration.
         known_network: the calibration whose network is used instead of a measured network; needed for one rank.
-        show: called with the name of the next measurement.
+        show: function that is called with the name of the next measurement.
 
     Raises:
         SpecError: for a compressor in two levels, where there are none.

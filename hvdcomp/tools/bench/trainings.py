@@ -64,11 +64,11 @@ class Training:
     """A model trained with one method on one batch of random data, a block of steps at a time.
 
     Args:
-        carrier: of the gradients.
+        carrier: the library that exchanges the gradients.
         method: one of the carrier's `stock`, `COMPUTE`, or the spec of a compressor.
-        model_name, batch_size, seed: as for `hvdcomp.tools.bench.workload.build`.
-        overlap_bytes: as of `Times`.
-        device: of the model, as text.
+        model_name, batch_size, seed: arguments of `hvdcomp.tools.bench.workload.build`.
+        overlap_bytes: `overlap_bytes` of `Times`.
+        device: device of the model, as text.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Training:
         """Makes the steps of one round, together with all other ranks, and adds their times.
 
         Args:
-            steps: that are measured.
+            steps: number of steps that are measured.
             settling: steps before them, which are not measured.
         """
         ranks = self._carrier.ranks
@@ -175,9 +175,9 @@ class Turns:
     """Trainings that take turns, a round at a time.
 
     Args:
-        carrier: of the gradients.
-        trainings: that take turns; their earlier results are dropped.
-        show: called on every rank with the name of the next measurement.
+        carrier: the library that exchanges the gradients.
+        trainings: the trainings that take turns; their earlier results are dropped.
+        show: function that is called on every rank with the name of the next measurement.
 
     Attributes:
         rounds: number of rounds so far.
@@ -219,11 +219,11 @@ def trainings_of(
     """The trainings to compare; the first one is without communication.
 
     Args:
-        carrier: of the gradients.
+        carrier: the library that exchanges the gradients.
         overlaps: each compressor has a training with each of these `overlap_bytes` of `Times`; if empty, with hvdcomp's
             default. There is one training without communication, and one for each of the library's own methods; also
             one for each compressor if the model is so small that hvdcomp sends all gradients at the end by default.
-        device: of the models, as text.
+        device: device of the models, as text.
     """
     compute = Training(carrier, COMPUTE, model, batch_size, seed, device=device)
     if None in overlaps and 4 * compute.numel <= carrier.early_bytes:

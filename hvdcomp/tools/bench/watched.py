@@ -55,7 +55,7 @@ class Watch:
 
     Args:
         steps: number of timed steps, after `warm_up` steps.
-        then: called with the times at the end of the last step, after the optimizer's step.
+        then: function that is called with the times at the end of the last step, after the optimizer's step.
 
     Attributes:
         seen: number of steps so far.

@@ -51,10 +51,11 @@ class KerasWatch:
     """Watches the steps of the first optimizer that makes one.
 
     Args:
-        steps, warm_up, then: as of `hvdcomp.tools.bench.watched.Watch`. `then` may be called in a thread of TensorFlow.
+        steps, warm_up, then: arguments of `hvdcomp.tools.bench.watched.Watch`. `then` may be called in a thread of
+            TensorFlow.
 
     Attributes:
-        seen, done: as there.
+        seen, done: attributes of `hvdcomp.tools.bench.watched.Watch`.
         ended: the exception of a step, which TensorFlow turns into an error of its own; None without one.
     """
 

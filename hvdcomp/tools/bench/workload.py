@@ -28,7 +28,7 @@ class Workload:
     """A model, and a function that computes its loss.
 
     Attributes:
-        model: to train.
+        model: the model to train.
         loss: runs the forward pass on a batch and returns the loss, a scalar.
     """
 
@@ -81,10 +81,10 @@ def build(model: str, batch_size: int, seed: int, rank: int, device: torch.devic
             images of the shape of another data set, such as "cnn@digits"; or "package.module:function". The function is
             called with the batch size and returns the model and a function without arguments that returns its loss on
             a batch. It is called several times, and must make a new model each time. `device` is its default device.
-        batch_size: of one rank.
-        seed: of weights and data.
-        rank: of this process.
-        device: of model and batch.
+        batch_size: batch size of one rank.
+        seed: seed of weights and data.
+        rank: rank of this process.
+        device: device of model and batch.
 
     Raises:
         SetupError: for an unknown model, or a function that breaks this contract.

@@ -65,21 +65,26 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
 )
 @click.option("--model", help="Name of the model in the calibration. [default: the calibration's first model]")
 @click.option("--world-size", type=click.IntRange(1), default=64, show_default=True, help="Number of ranks.")
-@click.option("--batch", type=click.IntRange(1), help="Batch size of one rank. [default: the calibration's]")
+@click.option(
+    "--batch", type=click.IntRange(1), help="Batch size of one rank. [default: the batch size of the calibration]"
+)
 @click.option(
     "--bandwidth",
     callback=_gbps,
     metavar="RATE",
-    help="Bandwidth of each rank's link: 100mbit, 1gbit, or a number in Gb/s. [default: the calibration's]",
+    help=(
+        "Bandwidth of each rank's link: 100mbit, 1gbit, or a number in Gb/s. [default: the bandwidth of the "
+        "calibration]"
+    ),
 )
 @click.option(
     "--compressor",
     "compressors",
     multiple=True,
     metavar="SPEC",
-    help="Compressor to compare; repeatable. [default: all compressors with a measured or estimated encode time. Those "
-    f"that hvdcomp's own trainings did not include, or that lost {MUCH:.0%} or more there with SGD and with Adam, are "
-    "not recommended]",
+    help="Compressor to compare; repeatable. [default: all compressors whose encode time is measured or estimated. A "
+    f"compressor is not recommended if hvdcomp's own trainings did not include it, or if it lost {MUCH:.0%} or "
+    "more of quality there, both with SGD and with Adam]",
 )
 @click.option(
     "--sweep",
@@ -91,7 +96,10 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
 @click.option(
     "--growth",
     type=click.FloatRange(0, min_open=True),
-    help="With --sweep encode: assume that encoding k times faster sends GROWTH x k times the bytes.",
+    help=(
+        "With --sweep encode: assume that a compressor which encodes k times faster sends GROWTH x k times as many "
+        "bytes."
+    ),
 )
 @click.option(
     "--output",
@@ -110,8 +118,8 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
     "every",
     type=click.IntRange(1),
     metavar="N",
-    help="Also predict the mean step time if the ranks exchange only every N steps (LocalSteps, DiLoCo). With 1, they "
-    "exchange after each step how far the weights have moved.",
+    help="Also predict the mean step time if the ranks exchange only every N steps (LocalSteps, DiLoCo). With 1, the "
+    "ranks exchange the changes of their weights after each step.",
 )
 @click.option(
     "--count",
@@ -142,19 +150,25 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
 @click.option(
     "--optimizer",
     type=click.Choice(list(_OPTIMIZERS), case_sensitive=False),
-    help=f"Recommend only compressors that lost at most {HARMLESS:.0%} with this optimizer in hvdcomp's own trainings.",
+    help=(
+        f"Recommend only compressors that lost at most {HARMLESS:.0%} of quality with this optimizer in hvdcomp's own "
+        "trainings."
+    ),
 )
 @click.option(
     "--accumulate",
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="Number of batches whose gradients are added up in each step. Only the last backward pass hides an exchange.",
+    help=(
+        "Number of backward passes per optimizer step (gradient accumulation). Only the last of them overlaps with the "
+        "exchange."
+    ),
 )
 @click.option(
     "--recompute",
     is_flag=True,
-    help="Predict activation checkpointing, which repeats the forward pass during the backward pass.",
+    help="Predict a training with activation checkpointing, which repeats the forward pass during the backward pass.",
 )
 @click.option(
     "--all",
@@ -162,7 +176,7 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
     is_flag=True,
     help="Print the table of all methods, why some are not recommended, and all notes.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, for programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print all results as JSON.")
 @click.pass_context
 def command(
     context: click.Context,
@@ -188,8 +202,8 @@ def command(
 
     A table shows, for dense (uncompressed) gradients and for each compressor, the predicted time of a training step,
     its bottleneck, and the bandwidth below which the compressor is faster than dense gradients. A compressor is
-    recommended if it is faster than dense and fp16 gradients by more than the model's error. Libraries send dense and
-    fp16 gradients by themselves. This command measures and runs nothing.
+    recommended if it is faster than dense and fp16 gradients by more than the model's error. Horovod and PyTorch can
+    send dense and fp16 gradients without hvdcomp. This command runs no training and no measurement.
     """
     kind = None if optimizer is None else _OPTIMIZERS[optimizer.lower()]
     passes: dict[str, Any] = {"micro_batches": accumulate, "recompute": float(recompute)}
@@ -213,8 +227,8 @@ def command(
     if model is None and len(figures.models) > 1:
         other_models = ", ".join(list(figures.models)[1:])
         notes.append(
-            f"You did not name a --model, so this is the calibration's first model, {adviser.model}. Its other models "
-            f"are: {other_models}"
+            f"You did not name a --model, so this advice is for the first model of the calibration, {adviser.model}. "
+            f"The other models of the calibration are: {other_models}"
         )
     report = _report(adviser, setting, advice, swept, notes)
     if kind is not None:
@@ -298,7 +312,7 @@ def _map(
     except OSError as error:
         raise click.ClickException(f"{table_file} cannot be written: {error.strerror or error}") from None
     click.echo(f"Wrote {table_file}")
-    named = f" of those that lost at most {HARMLESS:.0%} with {optimizer}" if optimizer else ""
+    named = f" of the compressors that lost at most {HARMLESS:.0%} of quality with {optimizer}" if optimizer else ""
     title = f"{calibration}: times faster than the better of dense and fp16, with the fastest compressor{named}"
     _draw(lambda plot: plot.draw_map(rows, f"{title}\n(grey: within the model's error)", file), file)
     click.echo(f"Wrote {file}")
@@ -310,7 +324,7 @@ def _in_map(row: dict[str, Any]) -> str:
 
 def _narrowed(adviser: Adviser, optimizer: str) -> list[str]:
     """What a user who named the optimizer has to know."""
-    lost = f"lost at most {HARMLESS:.0%} with {optimizer} in hvdcomp's own trainings"
+    lost = f"lost at most {HARMLESS:.0%} of quality with {optimizer} in hvdcomp's own trainings"
     if set(adviser.recommended) <= set(FREE):
         return [f"None of the compressors that can be compared {lost}."]
     return [f"Only compressors that {lost} are recommended."]
@@ -389,9 +403,9 @@ def to_begin_with(adviser: Adviser, advice: Advice) -> list[str]:
     ]
     best = min(harmless, key=lambda method: method.step_s, default=None)
     trainings = f"with {optimizer}" if optimizer else "with SGD and with Adam"
-    methods = f"Of the methods that lost at most {HARMLESS:.0%} {trainings} in hvdcomp's own trainings,"
+    methods = f"Of the methods that lost at most {HARMLESS:.0%} of quality {trainings} in hvdcomp's own trainings,"
     if best is None:
-        return [f"{methods} none is compared here: name some with --compressor, such as int4 or powersgd:rank=4."]
+        return [f"{methods} none was compared here: add some with --compressor, such as int4 or powersgd:rank=4."]
 
     def lead_over(spec: str) -> str:
         return compared(advice.methods[spec].step_s / best.step_s, _called(spec))
@@ -428,8 +442,8 @@ def _add_local_steps(report: dict[str, Any], adviser: Adviser, setting: Setting,
     predicted = {spec: step_s for spec, step_s in compared.items() if step_s is not None}
     if not predicted:
         note = (
-            f"--local-steps {every} predicts nothing here, because {adviser.model} is sharded over all ranks, so each "
-            "weight is on one rank only. LocalSteps works if the model has replicas."
+            f"There is no prediction for --local-steps {every}, because {adviser.model} is sharded over all ranks, so "
+            "each weight is on one rank only. LocalSteps works if the model has replicas."
         )
     else:
         best = min(predicted, key=lambda spec: predicted[spec])
@@ -465,10 +479,10 @@ def _compressed_steps(report: dict[str, Any], adviser: Adviser, setting: Setting
     step_s, spec = min((step_s, spec) for spec, step_s in seconds.items() if step_s is not None)
     factor = report["methods"][free]["step_ms"] / (1e3 * step_s)
     return [
-        f"Compressed steps, hvdcomp.torch.LocalSteps.compressed(optimizer, every={every}), are predicted to take "
-        f"{1e3 * step_s:.1f} ms with {spec}: {times(factor)} times as fast as {_called(free)} in each step. Their "
-        "quality is not measured at tuned rates: search the learning rate again, and compare the loss with dense "
-        "training by the same optimizer (docs/compressed-steps.md)."
+        f"A step with hvdcomp.torch.LocalSteps.compressed(optimizer, every={every}) is predicted to take "
+        f"{1e3 * step_s:.1f} ms with {spec}: {times(factor)} times as fast as a step with {_called(free)} gradients. "
+        "The quality of such compressed steps was not measured at tuned learning rates: tune the learning rate again, "
+        "and compare the loss with dense training by the same optimizer (docs/compressed-steps.md)."
     ]
 
 
@@ -529,22 +543,31 @@ def _notes(adviser: Adviser, advice: Advice) -> list[str]:
     for kind, among in sorted({(payload.kind, payload.among) for payloads in rounds for payload in payloads}):
         if (stand_in := network.costs_among(among).stand_in(kind)) is not None:
             scope = {"all": "", "node": " within nodes", "across": " between nodes"}[among]
-            shared = " Ranks that share a link will take longer." if (kind, among) == ("alltoall", "all") else ""
+            shared = (
+                (" If ranks share a link, the exchange takes longer than predicted.")
+                if (kind, among) == ("alltoall", "all")
+                else ""
+            )
             notes.append(
-                f"The calibration has no times of {kind}{scope}, so they are predicted from {stand_in}.{shared}"
+                f"The calibration has no times of {kind}{scope}, so these times are predicted from the times of "
+                f"{stand_in}.{shared}"
             )
     if facts.compute.forward_s is None:
         notes.append(
-            "The calibration has no time of the forward pass, so a step here is the backward pass and the exchange."
+            "The calibration has no time of the forward pass, so the predicted step consists only of the backward pass "
+            "and the exchange."
         )
     left_out = [spec for spec in adviser.compressors if spec not in advice.methods]
     if left_out:
         notes.append(
-            "Left out, because two-level exchanges need the same number of ranks on each node "
+            "These compressors are left out, because two-level exchanges need the same number of ranks on each node "
             f"({adviser.ranks_per_node} here): {', '.join(left_out)}"
         )
     notes += _not_recommended(advice)
-    notes += [f"{name} is {facts.sources.get(name, 'estimated')}" for name in facts.estimated]
+    notes += [
+        (f"The value of {name} in the calibration is {facts.sources.get(name, 'estimated')}")
+        for name in facts.estimated
+    ]
     if (better := advice.bucket_bytes) is not None:
         notes.append(f"{advice.winner} would be faster with buckets of {better:,} bytes: set bucket_bytes={better}")
     sources: dict[str, list[str]] = {}
@@ -624,8 +647,8 @@ def _print_few(console: Console, report: dict[str, Any]) -> None:
                 console.print(line, soft_wrap=True)
     count, left_out = len(report["notes"]), sum(row["why_not"] is not None for row in methods.values())
     why = f", why {left_out} of them {'is' if left_out == 1 else 'are'} not recommended," if left_out else ""
-    further = f"{count} note{'' if count == 1 else 's'} about estimates (~) and about what is left out"
-    console.print(f"--all shows all {len(methods)} methods{why} and {further}.", soft_wrap=True)
+    further = f"{count} note{'' if count == 1 else 's'} about estimates (~) and about what this advice leaves out"
+    console.print(f"Add --all to see all {len(methods)} methods{why} and {further}.", soft_wrap=True)
 
 
 def _print_table(console: Console, report: dict[str, Any]) -> None:
@@ -697,24 +720,24 @@ def _conclusions(report: dict[str, Any]) -> list[str]:
     beside_free = "" if free in (winner, UNCOMPRESSED) else f", {compared(over_free, free)}"
     beside_dense = "" if winner == UNCOMPRESSED else f", {compared(over_dense, _called(UNCOMPRESSED))}"
     lines = [f"Fastest: {winner}{beside_dense}{beside_free}."]
-    lead = f"Its lead over {_called(free)}, which libraries send by themselves, is"
+    lead = f"The lead of {winner} over {_called(free)}, which works without hvdcomp, is"
     if not _compared(report):
-        lines.append("No compressor was compared: name some with --compressor.")
+        lines.append("No compressor was compared: name compressors with --compressor.")
     elif winner == UNCOMPRESSED:
-        lines.append("Use it: compression does not make the step faster here.")
+        lines.append("Use dense gradients: compression does not make the step faster here.")
     elif winner == free:
-        lines.append("Use it: it needs no encoding, and no compressor is faster.")
+        lines.append(f"Use {winner}: it needs no encoding, and no compressor is faster.")
     elif take == free and UNCOMPRESSED in report["beaten"]:
         lines.append(
-            f"It is faster than dense by more than the model's error of {error}, but its lead over {free} is smaller "
-            f"than this error: try both. {free} needs no encoding."
+            f"{winner} is faster than dense by more than the model's error of {error}, but its lead over {free} is "
+            f"smaller than this error: try both {winner} and {free}. {free} needs no encoding."
         )
     elif take == free:
         lines.append(f"{lead} within the model's error of {error}: use {free}.")
     else:
-        lines.append(f"{lead} more than the model's error of {error}: use it, if accuracy allows.")
+        lines.append(f"{lead} more than the model's error of {error}: use {winner}, if accuracy allows.")
         if report["methods"][take]["estimated"]:
-            lines.append("Its encode time is an estimate: measure it first, with hvdcomp calibrate.")
+            lines.append(f"The encode time of {take} is an estimate: measure it first, with hvdcomp calibrate.")
     if report["alike"]:
         lines.append(
             f"These methods are as fast as {take} within the model's error of {error}: {_listed(report['alike'])}."
@@ -742,7 +765,7 @@ def _conclusions(report: dict[str, Any]) -> list[str]:
     elif factor <= 1:
         lines.append("Uncompressed training reaches 95% of linear scaling.")
     else:
-        lines.append(f"To reach 95% of linear scaling, {ideal} must compress {factor:.1f} times.")
+        lines.append(f"To reach 95% of linear scaling, {ideal} must send {factor:.1f} times fewer bytes.")
     return lines
 
 
@@ -753,7 +776,7 @@ def _compared(report: dict[str, Any]) -> list[str]:
 
 def _kept(compressor: Compressor, kept: float) -> str:
     """The sentences on the memory that a method keeps, given the bytes per parameter."""
-    said = f"On a GPU it keeps {kept:.1f} bytes per parameter in memory from step to step."
+    said = f"On a GPU, {compressor} keeps {kept:.1f} bytes of memory per parameter from step to step."
     if any(leaf.default_memory.name == "error_feedback" for leaf in compressor.leaves()):
         said += " With memory=error_feedback:dtype=bf16, residuals need half of this memory."
     return said

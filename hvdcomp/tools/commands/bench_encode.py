@@ -56,7 +56,7 @@ def _threads(_context: click.Context, _option: click.Parameter, value: str) -> t
     type=click.Choice(list(FRAMEWORKS)),
     default="torch",
     show_default=True,
-    help="Array library that holds the gradients.",
+    help="Array library of the gradients.",
 )
 @click.option(
     "--device",
@@ -73,7 +73,9 @@ def _threads(_context: click.Context, _option: click.Parameter, value: str) -> t
     help="Element type of the gradients.",
 )
 @click.option(
-    "--memory", metavar="SPEC", help="Memory for the part of a gradient that is not sent. [default: each method's own]"
+    "--memory",
+    metavar="SPEC",
+    help="Memory for the part of a gradient that is not sent. [default: the default memory of each method]",
 )
 @click.option(
     "--threads",
@@ -95,7 +97,7 @@ def _threads(_context: click.Context, _option: click.Parameter, value: str) -> t
     type=click.IntRange(1),
     default=5,
     show_default=True,
-    help="Least number of repetitions for each method.",
+    help="Minimum number of repetitions for each method.",
 )
 @click.option(
     "--seconds",
@@ -143,7 +145,7 @@ def encode(
 
     The copy and each method are measured in turns. If the time of the copy differs between methods by more than 15
     percent, the machine was not equally fast for all methods. The command then refuses the comparison, and --output
-    writes nothing. Rows that other programs disturbed are marked, also in the file of --json.
+    writes nothing. Rows that other programs disturbed are marked as unsteady, also in the file that --json writes.
     """
     _check(options["framework"], options["device"], options["memory"], methods, output)
     before = None if earlier_file is None else _earlier(earlier_file)
@@ -235,7 +237,7 @@ def _earlier(file: Path) -> Earlier:
     try:
         return earlier(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise click.UsageError(f"--before {file} was not written by --json: {error}") from None
+        raise click.UsageError(f"--before {file} is not a file that --json wrote: {error}") from None
 
 
 def _is_there(framework: str) -> bool:

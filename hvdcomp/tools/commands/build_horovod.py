@@ -45,7 +45,9 @@ def _parse_architectures(_context: click.Context, _option: click.Parameter, valu
 
 
 @click.command("build-horovod")
-@click.option("--gpu", is_flag=True, help="Build with CUDA and NCCL; needs their development files.")
+@click.option(
+    "--gpu", is_flag=True, help="Build with CUDA and NCCL. This needs the development files of CUDA and NCCL."
+)
 @click.option(
     "--cuda-arch",
     callback=_parse_architectures,
@@ -65,7 +67,7 @@ def _parse_architectures(_context: click.Context, _option: click.Parameter, valu
     show_default=True,
     help="After installing, run two ranks as a check. The import of Horovod is always checked.",
 )
-@click.option("--dry-run", is_flag=True, help="Print the plan, and do nothing.")
+@click.option("--dry-run", is_flag=True, help="Print what would be built, and build nothing.")
 def command(gpu: bool, cuda_arch: tuple[int, ...], jobs: int | None, force: bool, check: bool, dry_run: bool) -> None:
     """Build Horovod for the PyTorch, TensorFlow and MPI of this environment, and install it.
 

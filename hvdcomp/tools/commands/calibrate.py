@@ -62,7 +62,7 @@ _NEEDS = (
 )
 
 
-@click.command(epilog=f"Start it as you start your training: {_START}")
+@click.command(epilog=f"Start this command as you start your training: {_START}")
 @click.option(
     "--model",
     "models",
@@ -131,7 +131,7 @@ def command(
 ) -> None:
     """Measure the network, a model's passes and compressors for `hvdcomp advise`.
 
-    The command measures through Horovod or torch.distributed, on all ranks at once. It measures collectives of several
+    The command runs on all ranks at once, and uses Horovod or torch.distributed. It measures collectives of several
     sizes, the model's forward and backward passes (alone and during an exchange), encoding and decoding with each
     compressor, and the part of the exchange that the backward pass hides. If several hosts have several ranks each, it
     also measures collectives within hosts and between hosts. It needs PyTorch.
@@ -195,7 +195,7 @@ def command(
     if ranks.rank == 0:
         print_summary(calibrated, make_console(), known)
         if levels.why_not:
-            click.echo(f"Compressors in two levels were not measured, because {levels.why_not}.")
+            click.echo(f"Two-level compressors were not measured, because {levels.why_not}.")
         try:
             save(calibrated.calibration, output)
         except OSError as error:
@@ -281,7 +281,7 @@ def print_summary(calibrated: Calibrated, console: Console, known: Calibration |
     number = int(calibration.machine["ranks"])
     console.print(Text.assemble((calibration.name, "bold"), f", {number} rank{'' if number == 1 else 's'}"))
     if known is not None:
-        console.print(f"The network was not measured, but taken from {known.name}:", soft_wrap=True)
+        console.print(f"The network was not measured. These numbers are from {known.name}:", soft_wrap=True)
     for line in _links(calibration.network):
         console.print(line, soft_wrap=True)
     print_table(console, _models_table(calibration), "One step")
@@ -321,13 +321,13 @@ def _models_table(calibration: Calibration) -> Table:
             "forward pass": compute.forward_s or 0.0,
             "backward pass": compute.backward_s,
             "optimizer": compute.optimizer_s,
-            "engine without payload": compute.engine_s,
+            "overhead of hvdcomp without payload": compute.engine_s,
             "return of the averaged gradients": compute.horovod_s,
         }
         ranks, inside = int(calibration.machine["ranks"]), calibration.network.ranks_per_node
         for spec, cost in compute.encode.items():
             decoded = exchange_of(parse_compressor(spec), facts.tensors, ranks, inside).decoded(ranks)
-            part = "dense gradients, all other time" if spec == UNCOMPRESSED else f"encode and decode: {spec}"
+            part = "all other time, with dense gradients" if spec == UNCOMPRESSED else f"encode and decode: {spec}"
             rows[part] = float(cost.seconds(decoded))
         for part, seconds in rows.items():
             table.add_row(name, part, f"{1e3 * seconds:.2f}")

@@ -42,7 +42,7 @@ _ATTRIBUTE = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILINE
 def command(names: tuple[str, ...], as_json: bool, markdown: Path | None) -> None:
     """List all compressors, or describe each NAME in detail.
 
-    Each example is a spec string. You can give it to --compression of `hvdcomp train` and to Compression.from_spec.
+    Each example is a spec string. Pass a spec string to --compression of `hvdcomp train`, or to Compression.from_spec.
     Parameters without a default value are required.
     """
     if markdown and (as_json or names):
@@ -199,7 +199,7 @@ def _print_one(entry: dict[str, Any]) -> None:
         "by": entry["collective"],
         "biased": _biased(entry),
         "memory": entry["memory"],
-        "level": entry["level"] or "none, so a policy cannot change it",
+        "level": entry["level"] or "none, so a policy cannot change the level",
         "reference": entry["reference"].replace("; ", "\n"),
     }
     table = make_table("", "")

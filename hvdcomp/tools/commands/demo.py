@@ -1,4 +1,5 @@
-"""`hvdcomp demo`: trains with several compressions on two ranks, times their steps in turns, and compares them."""
+"""`hvdcomp demo`: trains with several compressors on two ranks, times their steps in turns, and compares the
+results."""
 
 from __future__ import annotations
 
@@ -63,7 +64,10 @@ _ENVIRONMENT = {
     type=click.FloatRange(1, 600),
     default=3,
     show_default=True,
-    help="Time to measure steps on each network. Calibrating the performance model there takes the same time again.",
+    help=(
+        "Approximate time to measure steps on each network. The calibration of the performance model takes as long "
+        "again."
+    ),
 )
 @click.option(
     "--output",
@@ -73,7 +77,7 @@ _ENVIRONMENT = {
     help="Folder for the trainings and report.html. An earlier demo in this folder is replaced.",
 )
 def command(backend: str, seconds: float, output: Path) -> None:
-    """Train with several compressions on two ranks, and compare them in a table and a web page.
+    """Train with several compressors on two ranks, and compare the results in a table and a web page.
 
     A small CNN learns images of digits. This takes a minute, or two minutes with Horovod. The ranks share this machine,
     so compression gains little. Steps are therefore also timed between two emulated hosts with links of 100 Mb/s. If
@@ -110,7 +114,7 @@ def command(backend: str, seconds: float, output: Path) -> None:
     timing = [*_TIMING, "--seconds", seconds, *compressors]
     here, slow = output / "turns.json", output / f"turns-{_RATE}.json"
     _run(
-        "Timing steps of all methods in turns (again if too noisy)",
+        "Timing the steps of all methods in turns (and once more if the times are too noisy)",
         [*start, _COMPARE, *timing, "--attempts", 2, "--output", here],
     )
     slow_link = [*_CLUSTER, "--backend", backend, "--", *_PYTHON, _COMPARE, *timing, "--rate", _RATE, "--output", slow]
@@ -121,8 +125,8 @@ def command(backend: str, seconds: float, output: Path) -> None:
     )
     if not emulated:
         click.echo(
-            "This machine cannot emulate such hosts. Steps on links of 100 Mb/s are predicted instead, and marked as "
-            "predictions"
+            "This machine cannot emulate two hosts with such links. Steps on links of 100 Mb/s are predicted instead, "
+            "and marked as predictions"
         )
     turns = [word for file in (here, slow) if file.exists() for word in ("--turns", file)]
     _run("The comparison", [*_PYTHON, "hvdcomp", "report", *runs, *turns, "--output", output])

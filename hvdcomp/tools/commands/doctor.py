@@ -19,7 +19,7 @@ from hvdcomp.tools.terminal import make_console
 
 
 @click.command("doctor")
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, for programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print all results as JSON.")
 @click.option("--report", is_flag=True, help="Print Markdown, for a bug report.")
 @click.pass_context
 def command(context: click.Context, as_json: bool, report: bool) -> None:

@@ -34,9 +34,13 @@ _where = [
         "--namespace",
         metavar="NAME",
         callback=checked(check_namespace),
-        help="Namespace of the job. [default: the kubeconfig's]",
+        help="Namespace of the job. [default: the namespace of the kubeconfig]",
     ),
-    click.option("--context", metavar="NAME", help="Context of the kubeconfig. [default: its current context]"),
+    click.option(
+        "--context",
+        metavar="NAME",
+        help="Context of the kubeconfig. [default: the current context of the kubeconfig]",
+    ),
 ]
 
 _name = click.argument("name", callback=checked(check_job_name))
@@ -46,7 +50,7 @@ _submission = [
     click.option(
         "--settings",
         type=click.Path(dir_okay=False, path_type=Path),
-        help="TOML file with settings. Flags override it.",
+        help="TOML file with settings. Flags override the settings of the file.",
     ),
     click.option("--name", callback=checked(check_job_name), help="Name of the job."),
     click.option("--ranks", type=int, help="Number of ranks (processes)."),
@@ -122,8 +126,8 @@ def _follow(kubernetes: Kubernetes, job: MPIJob, cancel_on_interrupt: bool = Fal
             _note(f"interrupted: MPIJob {kubernetes.namespace}/{job.name} deleted")
         else:
             _note(
-                f"interrupted: the job continues; `hvdcomp launch k8s logs {place} --follow` follows it again, "
-                f"`hvdcomp launch k8s delete {place}` ends it"
+                f"interrupted: the job continues; `hvdcomp launch k8s logs {place} --follow` shows its log again, "
+                f"`hvdcomp launch k8s delete {place}` ends the job"
             )
         return INTERRUPTED
     return 1 if state.exit_code is None else state.exit_code
@@ -138,7 +142,7 @@ def _note(text: str) -> None:
 @_with(_where)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 def status(name: str, namespace: str | None, context: str | None, as_json: bool) -> None:
-    """Show the state of the job NAME, and what it waits for."""
+    """Show the state of the job NAME, and why it waits."""
     with refusals():
         kubernetes = Kubernetes(namespace, context)
         state, pods = kubernetes.look(MPIJob(name))

@@ -81,7 +81,7 @@ _poll_option = click.option(
 @click.option(
     "--ranks",
     type=int,
-    help="Number of ranks (processes). [default: one for each task, or each GPU, of the nodes]",
+    help="Number of ranks (processes). [default: one rank for each task, or for each GPU, of the nodes]",
 )
 @environment_option
 @backend_option
@@ -104,8 +104,8 @@ def slurm(
     """Run a training program under Slurm.
 
     The command submits a batch job, shows its state and its output, and returns its exit code. If a job saves a
-    checkpoint before its time limit, it is requeued and continues from there. Flags override the settings file. Exit
-    code 125 means that the job could not be submitted or followed; 2 means wrong settings.
+    checkpoint before its time limit, it is requeued and continues from this checkpoint. Flags override the settings
+    file. Exit code 125 means that the job could not be submitted or followed; 2 means wrong settings.
     """
     if context.invoked_subcommand is not None:
         before = [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]

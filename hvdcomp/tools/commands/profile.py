@@ -41,7 +41,7 @@ _START = "torchrun --nproc-per-node 2 -m hvdcomp profile train.py, or horovodrun
 
 @click.command(
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    epilog=f"Start it as you start your training: {_START}",
+    epilog=f"Start this command as you start your training: {_START}",
 )
 @click.option("--module", "-m", "as_module", is_flag=True, help="PROGRAM is a module, as with python -m.")
 @click.option(
@@ -93,11 +93,11 @@ def command(
 ) -> None:
     """Run some steps of a training program, and recommend a compressor for it.
 
-    PROGRAM is your unchanged training program. You may write python before it. It may use PyTorch, with
-    DistributedDataParallel or Horovod, or TensorFlow, with Horovod's tape or optimizer. The command times the
-    program's steps. It measures the network, and each compressor on copies of the program's own gradients, and carries
-    out the exchanges of the best compressors. Then it prints the advice of `hvdcomp advise`, and the lines to add to
-    the program. The training's weights do not change.
+    PROGRAM is your unchanged training program. You may write the word python before PROGRAM. The program may use
+    PyTorch, with DistributedDataParallel or Horovod, or TensorFlow, with Horovod's tape or optimizer. The command times
+    the program's steps. It measures the network, and each compressor on copies of the program's own gradients, and
+    carries out the exchanges of the best compressors. Then it prints the advice of `hvdcomp advise`, and the lines to
+    add to the program. The training's weights do not change.
     """
     if re.fullmatch(r"python[\d.]*", Path(program).name):  # the command by which the user starts the program
         as_module = arguments[:1] == ("-m",)
@@ -257,17 +257,19 @@ def print_profile(watched: Watched, profiled: Profiled, console: Console) -> Non
     )
     if watched.backward_passes > 1:
         console.print(
-            f"A step has {watched.backward_passes} backward passes. All but the last one count as everything else."
+            f"A step has {watched.backward_passes} backward passes. The time of all backward passes except the last is "
+            'part of "everything else".'
         )
     if watched.more_optimizers:
         names = ", ".join(watched.more_optimizers)
-        console.print(f"These optimizers, and the parameters that they train, are left out: {names}.")
+        console.print(f"The profile leaves out these optimizers, and the parameters that they train: {names}.")
     if profiled.tried:
         print_table(console, _tried(profiled), "Measured exchanges")
     if profiled.calibrated.noisy:
         console.print(
             f"{len(profiled.calibrated.noisy)} measurements are too noisy to trust. The field noise.note of the file "
-            "names them. Repeat without other programs on the machine, or with more --seconds.",
+            "lists these measurements. Repeat the command without other programs on the machine, or with more "
+            "--seconds.",
             soft_wrap=True,
         )
 

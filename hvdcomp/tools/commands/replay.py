@@ -19,7 +19,7 @@ DIFFERS = 1
 
 
 class CannotReplay(click.ClickException):
-    """The log cannot be replayed. Its exit status differs from that of a wrong decision."""
+    """The log cannot be replayed. The exit status differs from the exit status for a wrong decision."""
 
     exit_code = 2
 
@@ -30,11 +30,13 @@ class CannotReplay(click.ClickException):
 @click.option("--json", "as_json", is_flag=True, help="Print the result as a JSON object.")
 @click.pass_context
 def command(ctx: click.Context, log: Path, as_json: bool) -> None:
-    """Repeat the decisions of a training run from the statistics in its decision log, and compare them.
+    """Repeat the policy decisions of a training run from the statistics in its decision log, and compare them with the
+    logged decisions.
 
-    Older parts of the log, such as decisions.1.jsonl, are replayed first. To replay only such a part, name it. You need
-    neither a framework nor the model. The exit status is 0 if all decisions and states equal the logged ones, 1 if one
-    differs, and 2 if the file cannot be replayed. The command stops at the first difference.
+    Older parts of the log, such as decisions.1.jsonl, are replayed first. To replay only one of these parts, name its
+    file. You need neither a framework nor the model. The exit status is 0 if all decisions and states equal the logged
+    decisions and states, 1 if any of them differs, and 2 if the file cannot be replayed. The command stops at the first
+    difference.
     """
     try:
         with make_console(stderr=True).status(Text(f"Replaying {log} ...")):

@@ -38,9 +38,9 @@ from hvdcomp.tools.terminal import make_console, make_table, print_table
     metavar="FILE",
     multiple=True,
     type=click.Path(dir_okay=False, path_type=Path),
-    help="File of step times that were measured in turns, written by python -m hvdcomp.tools.bench.compare_worker. The "
-    "report shows these times instead of the trainings' own, and predictions for slower networks. Repeatable, for "
-    "links of different --rate.",
+    help="File with step times of several methods, which took turns on the same machine. The program python -m "
+    "hvdcomp.tools.bench.compare_worker writes such a file. The report shows these times instead of the step "
+    "times of the trainings, and predictions for slower networks. Repeatable, for links of different --rate.",
 )
 @plugin_option
 @click.option("--open", "open_page", is_flag=True, help="Open the page in a browser.")
@@ -50,8 +50,8 @@ def command(
     """Make a table and a web page from training runs.
 
     Each RUN is the folder of one run of `hvdcomp train`, or a folder that contains such folders. Runs that differ only
-    in their seed form one series. A table shows its mean and spread over the seeds, and figures show a band over bytes
-    and seconds. A run may still be training.
+    in their seed form one series. For each series, a table shows the mean and the spread over the seeds, and figures
+    show a band over bytes and seconds. A run may still be training.
     """
     console = make_console()
     try:

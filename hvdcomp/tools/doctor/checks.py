@@ -25,7 +25,7 @@ def check_package(facts: Facts) -> Iterator[Problem]:
         cause = "In this folder, `import hvdcomp` finds a folder named hvdcomp instead of the package."
         yield Problem(True, cause, remedy)
     elif root.name == "hvdcomp":
-        cause = f"Scripts in {root.parent} find the folder hvdcomp beside them instead of the package."
+        cause = f"Scripts in {root.parent} import the folder hvdcomp in the same folder instead of the package."
         yield Problem(False, cause, remedy)
 
 
@@ -64,7 +64,7 @@ def check_horovod(facts: Facts) -> Iterator[Problem]:
             yield Problem(
                 True,
                 f"Horovod {facts.horovod} does not work with the installed {framework}: {binding.error}",
-                "Build it for the versions installed now: hvdcomp build-horovod",
+                "Build Horovod for the versions that are installed now: hvdcomp build-horovod",
             )
 
 
@@ -303,7 +303,7 @@ def check_kernels(facts: Facts) -> Iterator[Problem]:
 
 
 def check_device_kernels(facts: Facts) -> Iterator[Problem]:
-    """Only with a GPU that this PyTorch can use."""
+    """Checks hvdcomp's kernels for GPUs, if there is a GPU that this PyTorch can use."""
     kernels, cuda = facts.device_kernels, None if facts.torch is None else facts.torch.cuda
     if kernels is None or cuda is None or not facts.gpus:
         return

@@ -35,14 +35,15 @@ def check_torch_variables(facts: Facts) -> Iterator[Problem]:
         yield Problem(
             _stops(facts),
             f"MASTER_PORT={port} is not a port.",
-            "Set it to a number from 1 to 65535 that nothing else on the host of rank 0 listens to.",
+            "Set MASTER_PORT to a number from 1 to 65535. No other program on the host of rank 0 may listen on this "
+            "port.",
         )
     if facts.master_error:
         yield Problem(
             _stops(facts),
             f"MASTER_ADDR={variables.get('MASTER_ADDR')} does not resolve on this host: {facts.master_error}",
-            "Set it to a name or an address of rank 0's host that all hosts can resolve; `getent hosts NAME` resolves "
-            "a name.",
+            "Set MASTER_ADDR to a name or an address of rank 0's host that all hosts can resolve; `getent hosts NAME` "
+            "resolves a name.",
         )
 
 

@@ -25,7 +25,7 @@ def guarded(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen
 
     Args:
         command: the program and its arguments.
-        options: of `subprocess.Popen`.
+        options: other arguments of `subprocess.Popen`.
     """
     child_end, parent_end = os.pipe()
     try:

@@ -57,7 +57,7 @@ def build_wheel(cache: Path, plan: Plan, jobs: int, report: Callable[[Progress],
         cache: folder of the cache; created if it does not exist.
         plan: how to build.
         jobs: parallel compilations.
-        report: called with each step of the build.
+        report: function that is called with each step of the build.
 
     Raises:
         BuildError: the build failed; the message has the first compiler error, a hint, and the path of the full log.

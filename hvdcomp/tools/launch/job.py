@@ -41,7 +41,7 @@ class Job:
     """A program that runs on many ranks.
 
     Attributes:
-        name: as `check_name` takes it; a scheduler may allow less.
+        name: a name that `check_name` allows; a scheduler may allow fewer names.
         command: the program of each rank and its arguments; no shell interprets them.
         ranks: the number of processes; `hvd.size()` or `torch.distributed.get_world_size()` must equal it.
         environment: variables of every rank.
@@ -112,8 +112,8 @@ class MissingSettingsError(ConfigurationError):
     """Required settings are missing.
 
     Attributes:
-        names: of the settings.
-        way_out: how to give them.
+        names: names of the settings.
+        way_out: how to give these settings.
     """
 
     def __init__(self, names: Sequence[str], way_out: str) -> None:

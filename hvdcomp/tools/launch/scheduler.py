@@ -15,7 +15,8 @@ Job = TypeVar("Job")
 
 
 class SchedulerError(RuntimeError):
-    """The scheduler refused, does not answer, or does not exist here; the message gives the way out."""
+    """The scheduler refused a request, does not answer, or does not exist on this machine. The message says what to
+    do."""
 
 
 class JobState(Protocol):
@@ -27,7 +28,7 @@ class JobState(Protocol):
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code of an ended job, as in a shell; without meaning before its end."""
+        """The exit code of a job that has ended, as in a shell. Before the job's end, the value has no meaning."""
 
 
 class Scheduler(Protocol[Settings, Job]):
@@ -56,8 +57,8 @@ class Scheduler(Protocol[Settings, Job]):
 
         Args:
             job: the submitted job.
-            say: called with a line about the job when its state changes.
-            write: called with each line of the job's output, without its end; perhaps in another thread.
+            say: function that is called with a line about the job when its state changes.
+            write: function that is called with each line of the job's output, perhaps in another thread.
         """
 
     @abstractmethod

@@ -1,8 +1,8 @@
 """Starts a rank of torch.distributed: `python3 -m hvdcomp.tools.launch.torch_rank PROGRAM [ARGUMENT]...`.
 
 srun or mpirun starts the ranks; this program translates their variables to torchrun's, and becomes PROGRAM. Unlike
-torchrun it leaves no agent: signals go straight to the ranks, and their exit codes come back, among them the code of a
-saved run, where torchrun returns 1.
+torchrun, it leaves no agent process: ranks receive signals directly, and srun or mpirun sees their own exit codes. So
+the exit code of a run that has saved a checkpoint is kept; torchrun would return 1.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
     TORCHELASTIC_RUN_ID is set too. Programs use it to recognise torchrun, and everything that they then expect is true.
 
-    Arguments:
-        environment: of the rank. mpirun's variables come before srun's, which under Slurm belong to mpirun's daemons.
+    Arguments: environment: environment of the rank. mpirun's variables come before srun's, which under Slurm belong to
+        mpirun's daemons.
 
     Raises:
         ConfigurationError: neither mpirun nor srun started this process, the number of ranks is wrong, or the address
@@ -50,8 +50,8 @@ def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
         local_size = _tasks_of(host, environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     else:
         raise ConfigurationError(
-            f"neither mpirun nor srun started this process: it has neither {_OPEN_MPI[0]} nor {_SLURM[0]}; start the "
-            "program with torchrun instead"
+            f"neither mpirun nor srun started this process, because its environment has neither {_OPEN_MPI[0]} nor "
+            f"{_SLURM[0]}; start the program with torchrun instead"
         )
     check_size(size, {EXPECTED_SIZE: environment.get(EXPECTED_SIZE, "")})
     master = environment.get("MASTER_ADDR") or ("localhost" if size == local_size else "")

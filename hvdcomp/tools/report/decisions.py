@@ -75,8 +75,8 @@ class Decisions:
 
 
 def load_decisions(path: Path) -> Decisions | None:
-    """Read a decision log with its older parts. None if it has no line yet; an incomplete last line is left out. No
-    decision is read if a policy in the log has been removed from hvdcomp.
+    """Read a decision log with its older parts. Returns None if the log has no line yet. An incomplete last line is
+    left out. If hvdcomp no longer has one of the log's policies, no decision is returned.
 
     Raises:
         DecisionLogError: the file is damaged, or contains decisions that cannot be shown; names the line.

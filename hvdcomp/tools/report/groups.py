@@ -1,4 +1,4 @@
-"""Runs that differ only in their seed: a group in the code, a series in the report."""
+"""Groups of runs that differ only in their seed. The report calls such a group a series."""
 
 from __future__ import annotations
 

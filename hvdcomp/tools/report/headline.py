@@ -21,9 +21,9 @@ _MORE = 1.1  # least factor of fewer bytes that is worth a sentence
 def headline(section: Section) -> list[str]:
     """The sentences that sum up a section; none for a single run.
 
-    The first sentences name the series that reached the target first and the one that sent the fewest bytes to reach
-    it. Without targets, they name the series that sent the fewest bytes and the one with the best quality. The last
-    sentence compares the step times on the slowest link.
+    The first sentences name the series that reached the target first, and the series that sent the fewest bytes to
+    reach the target. Without targets, they name the series that sent the fewest bytes, and the series with the best
+    quality. The last sentence compares the step times on the slowest link.
     """
     finished = [group for group in section.groups if group.finished]  # the quality of others is not that of an end
     measured_groups = [group for group in finished if group.quality is not None and group.factor is not None]
@@ -47,7 +47,9 @@ def _at_target(section: Section) -> Iterator[str]:
     if dense is not None and dense is not fastest and times[fastest]:
         sentence += f", {times[dense] / times[fastest]:.1f} times faster than {_name(dense)}"
     yield f"{sentence}." if section.simulated is None else f"{sentence} ({section.simulated})."
-    sentence = f"{_name(fewest)} sent the fewest bytes to reach it, {filesize.decimal(round(sent[fewest]))}"
+    sentence = (
+        f"{_name(fewest)} sent the fewest bytes to reach {fewest.target}, {filesize.decimal(round(sent[fewest]))}"
+    )
     if dense is not None and dense is not fewest and sent[fewest]:
         sentence += f", {sent[dense] / sent[fewest]:.1f} times fewer than {_name(dense)}"
     yield f"{sentence}."
@@ -67,9 +69,15 @@ def _bytes_and_quality(section: Section, measured_groups: list[Group]) -> Iterat
             f"{_quality(section, fewest)}; {_name(reference)} ended at {_quality(section, reference)}."
         )
     if _saved(most) > _MORE * _saved(fewest):
-        yield f"{_name(most)} sent the fewest bytes, {_times(most)} fewer, but ended at {_quality(section, most)}."
+        yield (
+            f"{_name(most)} sent the fewest bytes, {_times(most)} fewer than dense training, but ended at "
+            f"{_quality(section, most)}."
+        )
     if best not in (fewest, reference):
-        yield f"{_name(best)} ended best, at {_quality(section, best)}, with {_times(best)} fewer bytes."
+        yield (
+            f"{_name(best)} had the best result, {_quality(section, best)}, and sent {_times(best)} fewer bytes than "
+            "dense training."
+        )
 
 
 def _slow_link(section: Section) -> Iterator[str]:
@@ -100,7 +108,10 @@ def _slow_link(section: Section) -> Iterator[str]:
             place = "On this machine" if measured else "Measured on this machine"
             ratio = reference.turns_ms / fastest.turns_ms
             compared = "faster" if ratio > 1 else "slower"
-            yield f"{place}, without the slow link, it is {compared} than {_name(reference)} ({ratio:.2f}x)."
+            yield (
+                f"{place}, without the slow link, {_name(fastest)} is {compared} than {_name(reference)} "
+                f"({ratio:.2f}x)."
+            )
 
 
 def _as_good(section: Section, group: Group, reference: Group) -> bool:

@@ -40,7 +40,7 @@ class Difference:
 
     Attributes:
         file, line: its place; lines are counted from 1.
-        step: as logged.
+        step: the logged number of the step.
         parts: the values that differ; empty if the policy refuses the statistics.
         refusal: the policy's error, if it refuses the logged statistics.
     """
@@ -57,10 +57,10 @@ class Replay:
     """The result of a replay.
 
     Attributes:
-        policies: of the start lines, without duplicates.
+        policies: the policies of the start lines, without duplicates.
         starts: number of start lines, without those that only begin a further file.
         decisions: number of repeated decisions, without a differing decision.
-        first_step, last_step: of these decisions; None if there are none.
+        first_step, last_step: first and last step of these decisions; None if there are none.
         difference: the first difference, at which the replay ended; None if log and policy agree.
     """
 
@@ -76,8 +76,8 @@ def replay(path: Path) -> Replay:
     """Repeats all decisions of a log, up to the first difference.
 
     Args:
-        path: as for `read_decisions`. If the first files are missing, the replay begins with the state at the start of
-            the next file.
+        path: argument of `read_decisions`. If the first files are missing, the replay begins with the state at the
+            start of the next file.
 
     Raises:
         DecisionLogError: the file is not a decision log, or a line is damaged or names an unknown policy.

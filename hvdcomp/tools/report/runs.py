@@ -223,7 +223,7 @@ def as_number(value: Any) -> float:
 
 
 def finite(value: float) -> float | None:
-    """`value`, or None if it is not finite."""
+    """The given value, or None if the value is not finite."""
     return float(value) if np.isfinite(value) else None
 
 
@@ -269,7 +269,8 @@ def find_runs(paths: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
     for path in map(Path, paths):
         if not path.exists():
             raise RunError(
-                f"{path} does not exist; give folders that `hvdcomp train` wrote, or a folder that contains them"
+                f"{path} does not exist; name folders that `hvdcomp train` wrote, or a folder that contains such "
+                "folders"
             )
         if _is_report(path):
             notes.append(f"left out {path}: it belongs to a report, not to a run")

@@ -27,7 +27,7 @@ _TO_TARGET = {"steps_to_target": "step", "bytes_to_target": "bytes_sent", "secon
 
 
 def series_rows(groups: Iterable[Group]) -> list[dict[str, Any]]:
-    """A row of numbers for each series. Means are over the finished runs."""
+    """A table row of numbers for each series of runs. Means are over the finished runs."""
     groups = list(groups)
     return [_row(group, groups) for group in groups]
 
@@ -139,9 +139,9 @@ def series_notes(groups: Iterable[Group]) -> list[str]:
         )
     if any(group.target is not None for group in groups):
         notes.append(
-            "Steps, bytes and seconds to the target are means over the runs that reached it. Speed to target compares "
-            "these seconds with the fastest series of the named spec that has the same target, ranks, batch size and "
-            "link. * some of the compared runs did not reach the target."
+            "Steps, bytes and seconds to the target are means over the runs that reached the target. Speed to target "
+            "compares these seconds with the fastest series of the named spec that has the same target, ranks, batch "
+            "size and link. * marks comparisons in which some runs did not reach the target."
         )
     return notes
 

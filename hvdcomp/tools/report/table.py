@@ -162,8 +162,8 @@ def _predicted_note(turns: Turns) -> str:
             "else is running."
         )
     note = (
-        f"Predicted, not measured: the times of a step of {turns.world_size} such ranks with a link of {links} "
-        "between them. The performance model that predicts them was calibrated in the same minutes. "
+        f"The step times for {turns.world_size} such ranks with a link of {links} between them are predicted, not "
+        "measured. The performance model that predicts these times was calibrated while the steps were measured. "
         f"{cause}Predictions may be wrong by {turns.noise:.0%}; ignore smaller differences."
     )
     if turns.doubt > NOISY:
@@ -175,7 +175,7 @@ def make_sections(runs: Iterable[Run], baseline: str | None = None, turns: Turns
     """Group the runs, find each group's baseline and sort them into sections.
 
     Args:
-        runs: of any models and data.
+        runs: runs of any models and data.
         baseline: name or spec of the run with whose speed the others are compared; by default the spec "none".
         turns: steps measured in turns, which replace the step times of matching runs.
 
@@ -314,9 +314,9 @@ def cells(row: dict[str, Any], in_turns: bool = False, on_links: Mapping[str, li
     """The texts of a row in the order of `Section.headings`; a dash for a missing value.
 
     Args:
-        row: of `Section.rows`.
-        in_turns: of the section; if true, times of separate trainings are marked.
-        on_links: of the section; each kind of times has a cell.
+        row: an element of `Section.rows`.
+        in_turns: attribute of the section; if true, times of separate trainings are marked.
+        on_links: attribute of the section; each kind of times has a cell.
     """
 
     def number(key: str, show: Callable[[float], str]) -> str:

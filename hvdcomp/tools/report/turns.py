@@ -41,7 +41,7 @@ class Turns:
     """Steps measured in turns, of a model, data set, number of ranks and batch size.
 
     Attributes:
-        model, data, world_size, batch_size: of the steps.
+        model, data, world_size, batch_size: the training to which the steps belong.
         ms: measured median step time, by spec.
         predicted_ms: reliable predictions by spec, then by key of RATES: medians over all calibrations.
         calibrations: the number of successive calibrations.

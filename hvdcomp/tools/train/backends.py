@@ -51,8 +51,8 @@ def choose(
     if chosen == "ddp" and elastic:
         raise SetupError(
             "--elastic works only with Horovod. torchrun starts all ranks again when ranks are lost or added: leave "
-            "out --elastic, and give torchrun --max-restarts and --nnodes MIN:MAX. With --checkpoint-folder, the run "
-            "then continues"
+            "out --elastic, and start torchrun with --max-restarts and --nnodes MIN:MAX. With --checkpoint-folder, the "
+            "run then continues after a restart"
         )
     if chosen == "horovod" and timeout is not None:
         raise SetupError(
@@ -68,7 +68,7 @@ def reach(backend: str, framework: str, timeout: float | None = None) -> Ranks:
     """Connect to all ranks. Every rank must call it.
 
     Args:
-        backend, framework, timeout: as for `choose`.
+        backend, framework, timeout: arguments of `choose`.
 
     Raises:
         SetupError: as of `choose`.

@@ -83,7 +83,7 @@ class Checkpoints:
     Args:
         options: with the folder, which all hosts share.
         facts: values, for JSON, in which a resumed run must agree with the saved run.
-        ranks: of the run.
+        ranks: the ranks of the run.
 
     Attributes:
         damaged: errors of checkpoints newer than the one that was found, the same on all ranks.
@@ -240,7 +240,7 @@ class Checkpoints:
 
     @property
     def change(self) -> str | None:
-        """A message about the fate of the saved residuals; None if each rank keeps its own."""
+        """A message that says what happens to the saved residuals; None if each rank keeps its own residuals."""
         then, now = self.old_ranks, self._ranks.size
         if self._residuals == "drop":
             fate = "are dropped, because of --residuals drop"
@@ -249,10 +249,13 @@ class Checkpoints:
         elif self._fsdp:
             fate = "are kept, and cut into the new shards"
         elif then < now:
-            fate = f"are kept, by rank{' 0' if then == 1 else f's 0 to {then - 1}'}"
+            fate = f"are kept, on rank{' 0' if then == 1 else f's 0 to {then - 1}'}"
         else:
             most = -(-then // now)
-            fate = f"are kept, those of {'' if then % now == 0 else 'up to '}{most} old ranks on each new rank"
+            fate = (
+                f"are kept; each new rank continues with the residuals of {'' if then % now == 0 else 'up to '}{most} "
+                "old ranks"
+            )
         return f"the checkpoint has {_counted(then)}, and this run has {_counted(now)}: the residuals {fate}"
 
     def restore(self, learner: Learner) -> None:
@@ -288,8 +291,8 @@ class Checkpoints:
 
         Args:
             step: completed steps.
-            learner: of this rank.
-            run: returns this rank's position for `find`, for JSON; called after the learner was saved.
+            learner: the learner of this rank.
+            run: function that returns this rank's position for `find`, for JSON; called after the learner was saved.
 
         Raises:
             ConfigurationError: on every rank, if any rank could not write. The previous checkpoint still exists.

@@ -156,7 +156,7 @@ def _describe(value: Any) -> str:
 def _encode(text: str, encoding: str) -> bytes:
     """Decodes bytes of pickle protocol 2, which Python 3 writes as latin1; refuses other encodings."""
     if encoding != "latin1":
-        raise pickle.UnpicklingError(f"it encodes text as {encoding!r}: refused")
+        raise pickle.UnpicklingError(f"the file has text encoded as {encoding!r}, which is not allowed")
     return text.encode(encoding)
 
 
@@ -175,4 +175,6 @@ class _ArrayUnpickler(pickle.Unpickler):
         try:
             return self._ALLOWED[module, name]
         except KeyError:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no array needs: refused") from None
+            raise pickle.UnpicklingError(
+                f"the file would load {module}.{name}, which no array needs, and hvdcomp refuses this"
+            ) from None

@@ -29,7 +29,7 @@ def load(rows: int) -> DataSet:
     """Samples (N, 13 + 8) of float32, the numbers before the ids, which are exact as floats; labels are 0 or 1.
 
     Args:
-        rows: of each table.
+        rows: number of rows of each table.
     """
     size = DLRM_SIZE
     draws, count = np.random.default_rng(_SEED), TRAIN + VALIDATION + TEST

@@ -1,4 +1,5 @@
-"""Criteo's clicks from a folder, in the form of the Display Advertising Challenge at Kaggle, a file `train.txt`.
+"""Reads Criteo's click data from a folder with the file `train.txt`, in the format of Kaggle's Display Advertising
+Challenge.
 
 A line has 40 fields between tabs: the label, 0 or 1, then 13 integers, then 26 categories as hexadecimal numbers of 32
 bits. All but the label may be missing. An integer n becomes log(1 + n), and 0 if it is negative or missing. A category
@@ -34,7 +35,7 @@ def load(folder: Path | None, rows: int, samples: int | None) -> DataSet:
 
     Args:
         folder: the value of --data-dir.
-        rows: of each table.
+        rows: number of rows of each table.
         samples: lines to train on, if not all: no more is read then than these and a sixth as many, to hold back.
 
     Returns:

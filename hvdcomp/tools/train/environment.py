@@ -79,7 +79,7 @@ def use_device(device: str, local_rank: int) -> Any:
 
     Args:
         device: "cpu", "cuda", or "auto" for CUDA if there is a device.
-        local_rank: among the ranks of the host.
+        local_rank: number of this rank among the ranks of the host.
 
     Raises:
         SetupError: there is no CUDA device.

@@ -49,7 +49,7 @@ def build_model(name: str, *, channels: int, size: int, classes: int, framework:
 
     Args:
         name: one of `options.MODELS`; those of `options.TORCH_MODELS` only in PyTorch.
-        channels, size: of the images, `size` pixels high and wide; language models ignore them.
+        channels, size: shape of the images, `size` pixels high and wide; language models ignore both.
         classes: the number of labels, or of tokens in the vocabulary.
         framework: one of `options.FRAMEWORKS`.
 

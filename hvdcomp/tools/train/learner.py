@@ -61,9 +61,9 @@ class Learner(ABC):
     The order of calls is `prepare`, the constructor, `broadcast`, `compression`, `distribute`, and then steps.
 
     Args:
-        options: resolved.
-        data: with the shapes for the model.
-        ranks: of the run; random choices of the model (dropout) differ between ranks.
+        options: resolved options.
+        data: the data, whose shapes the model needs.
+        ranks: the ranks of the run; random choices of the model (dropout) differ between ranks.
 
     Raises:
         SetupError: the model does not suit the data.
@@ -90,7 +90,7 @@ class Learner(ABC):
 
     @abstractmethod
     def distribute(self, compression: Compression) -> None:
-        """Exchange gradients with this compression from now on."""
+        """Make all later steps exchange gradients with the given compression."""
 
     @property
     def row_ledger(self) -> Any:
@@ -107,7 +107,7 @@ class Learner(ABC):
 
         Args:
             inputs, targets: as `DataSet` gives them, (accumulation * backward_passes_per_step * batch_size, ...).
-            accumulation: the number of batches of the usual size.
+            accumulation: the number of batches whose gradients are added up in one step.
         """
 
     def end(self) -> None:
@@ -115,7 +115,7 @@ class Learner(ABC):
         return
 
     def common_weights(self) -> AbstractContextManager[None]:
-        """A context in which the model has the weights that all ranks share."""
+        """A context manager in which the model has the weights that are the same on all ranks."""
         return nullcontext()
 
     @abstractmethod
@@ -152,7 +152,7 @@ class Learner(ABC):
         """Load the files of `save`, with any number of ranks; call it after `distribute`, before the first step.
 
         Args:
-            folder: of the files.
+            folder: folder of the files.
             sources: the saved ranks whose files this rank loads: all state of the first, the residuals of the others.
             ranks: the present number of ranks.
 

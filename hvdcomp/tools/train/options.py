@@ -124,7 +124,7 @@ class TrainingOptions:
     )
     timeout: float | None = option(
         None, "With torchrun: how long a rank waits for another rank.",
-        metavar="SECONDS", shown="PyTorch's: 1800", may_change=True,
+        metavar="SECONDS", shown="the default of PyTorch, 1800", may_change=True,
     )
     fsdp: bool = option(False, "With torchrun: shard a transformer over all ranks with FSDP's fully_shard.")
     fsdp_weights: str | None = option(
@@ -200,8 +200,8 @@ class TrainingOptions:
         metavar="K|auto",
     )
     fragments: int = option(
-        1, "With local steps: number of groups of parameters, which are exchanged at staggered steps, as in Streaming "
-        "DiLoCo.",
+        1, "With local steps: number of groups into which the parameters are divided. The groups are exchanged in "
+           "different steps, as in Streaming DiLoCo.",
         metavar="P",
     )
     delay: int = option(
@@ -239,8 +239,8 @@ class TrainingOptions:
     )
     backward_passes_per_step: int = option(1, "Number of backward passes per optimizer step.", at_least(1))
     simulate_ranks: int | None = option(
-        None, "Train N simulated ranks in this process, without a launcher. The weights equal the weights of real "
-        "ranks.",
+        None, "Train N simulated ranks in this process, without a launcher. The trained weights are the same as with "
+              "real ranks.",
         at_least(1), metavar="N", shown=False, may_change=True,
     )
     link: str | None = option(
@@ -255,7 +255,7 @@ class TrainingOptions:
     overwrite: bool = option(False, "Replace an earlier run in --output.", may_change=True)
     tensorboard: bool = option(False, "Also write TensorBoard's files, in --output.", may_change=True)
     metrics_port: int | None = option(
-        None, "Port on which rank 0 gives bytes, levels and times to Prometheus.",
+        None, "Port on which rank 0 serves metrics (bytes, levels and times) to Prometheus.",
         between(1, 65535, "from 1 to 65535, such as 9400"), metavar="PORT", shown=False, may_change=True,
     )
     metrics_address: str = option(
@@ -264,7 +264,7 @@ class TrainingOptions:
     )
     checkpoint_folder: Path | None = option(
         None, "Folder for checkpoints, shared by all hosts. The run resumes from the newest checkpoint. On SIGUSR1 or "
-        "SIGTERM, it saves a checkpoint and stops.",
+              "SIGTERM, the run saves a checkpoint and stops.",
     )
     checkpoint_every: int | None = option(
         None, "Number of steps between checkpoints.",
@@ -337,7 +337,7 @@ class TrainingOptions:
         if self.data in FOLDER_DATA and self.data_dir is None:
             raise SetupError(f"--data {self.data} is read from a folder: name it with --data-dir")
         if self.data not in FOLDER_DATA and self.data_dir is not None:
-            raise SetupError(f"--data {self.data} needs no --data-dir; leave it out")
+            raise SetupError(f"--data {self.data} needs no --data-dir; leave --data-dir out")
 
     def check_together(self) -> None:
         """Refuses values that do not fit together."""
@@ -350,33 +350,33 @@ class TrainingOptions:
             ),
             (
                 overlaps or self.bucket_bytes is None,
-                f"--bucket-bytes {self.bucket_bytes} is not possible, because {at_once}; leave it out, or use "
-                "--framework torch",
+                f"--bucket-bytes {self.bucket_bytes} is not possible, because {at_once}; leave --bucket-bytes out, or "
+                "use --framework torch",
             ),
             (
                 self.until is None or self.has_validation,
-                f"--until {self.until} needs a validation part, and --data {self.data} has none of its own; hold some "
-                "of the training samples back with --validation-samples N",
+                f"--until {self.until} needs validation data, but --data {self.data} has no validation part; use some "
+                "training samples for validation with --validation-samples N",
             ),
             (
                 self.evaluate_every is None or self.has_validation,
-                f"--evaluate-every {self.evaluate_every} needs a validation part, and --data {self.data} has none of "
-                "its own; hold some of the training samples back with --validation-samples N",
+                f"--evaluate-every {self.evaluate_every} needs validation data, but --data {self.data} has no "
+                "validation part; use some training samples for validation with --validation-samples N",
             ),
             (
                 self.validation_samples == 0 or self.data not in VALIDATED_DATA,
                 f"--validation-samples {self.validation_samples} cannot be used, because --data {self.data} has a "
-                "validation part of its own; leave it out",
+                "validation part of its own; leave --validation-samples out",
             ),
             (not self.nesterov or self.momentum > 0, "--nesterov needs a --momentum above 0"),
             (
                 not self.nesterov or self.optimizer == "sgd",
-                f"--nesterov is a form of SGD's momentum; leave it out with --optimizer {self.optimizer}",
+                f"--nesterov is a form of SGD's momentum; leave --nesterov out with --optimizer {self.optimizer}",
             ),
             (
                 self.freeze_after is None or self.optimizer == "compressed-adam",
-                f"--freeze-after {self.freeze_after} works only with --optimizer compressed-adam; leave it out with "
-                f"--optimizer {self.optimizer}",
+                f"--freeze-after {self.freeze_after} works only with --optimizer compressed-adam; leave --freeze-after "
+                f"out with --optimizer {self.optimizer}",
             ),
             (
                 self.model not in TORCH_MODELS or self.framework == "torch",
@@ -389,8 +389,9 @@ class TrainingOptions:
             ),
             (
                 self.optimizer != "compressed-adam" or self.model not in CLICK_MODELS,
-                "--optimizer compressed-adam sends the momenta of all parameters, but of the tables of --model "
-                f"{self.model} only some rows are sent; use --optimizer sgd or adamw",
+                f"--optimizer compressed-adam does not work with --model {self.model}: it sends the momenta of all "
+                "parameters, but the embedding tables of this model send only some rows in each step; use --optimizer "
+                "sgd or adamw",
             ),
             (
                 self.optimizer != "muon" or self.model in MUON_MODELS,
@@ -399,7 +400,7 @@ class TrainingOptions:
             ),
             (
                 self.schedule == "step" or not self.milestones,
-                f"--milestones {text_of(self.milestones)} work only with --schedule step; leave them out with "
+                f"--milestones {text_of(self.milestones)} work only with --schedule step; leave --milestones out with "
                 f"--schedule {self.schedule}",
             ),
             (
@@ -475,11 +476,15 @@ class TrainingOptions:
             return
         yield self.framework == "torch", f"{shown} works only with --framework torch"
         if every is None:
-            yield self.steps is not None, f"{shown} also needs --steps N, after which the ranks exchange once more"
+            yield (
+                self.steps is not None,
+                (f"{shown} also needs --steps N: after step N, the ranks exchange their weights a last time"),
+            )
         else:
             yield (
                 every == 1 or (self.steps is not None and self.steps % every == 0),
-                f"{shown} also needs --steps N, a multiple of {every}, after which all ranks have the same weights",
+                f"{shown} also needs --steps N, where N is a multiple of {every}, so that all ranks have the same "
+                "weights at the end",
             )
             yield (
                 (self.evaluate_every or 0) % every == 0,
@@ -536,7 +541,7 @@ class TrainingOptions:
         return [
             (
                 self.link is None or simulated,
-                f"--link {self.link} needs simulated ranks; give --simulate-ranks N too, or leave it out",
+                f"--link {self.link} needs simulated ranks; add --simulate-ranks N, or leave --link out",
             ),
             *(
                 (
@@ -560,7 +565,9 @@ class TrainingOptions:
 
     def _checks_of_fsdp(self) -> list[tuple[bool, str]]:
         if not self.fsdp:
-            weights = f"--fsdp-weights {self.fsdp_weights} works only with --fsdp: add --fsdp, or leave it out"
+            weights = (
+                f"--fsdp-weights {self.fsdp_weights} works only with --fsdp: add --fsdp, or leave --fsdp-weights out"
+            )
             return [(self.fsdp_weights is None, weights)]
         return [
             (
@@ -584,8 +591,8 @@ class TrainingOptions:
             ),
             (
                 self.policy is None,
-                f"--fsdp does not work with --policy {self.policy}, because gradients arrive module by module; leave "
-                "the policy out",
+                f"--fsdp does not work with --policy {self.policy}, because FSDP averages gradients module by module; "
+                "leave --policy out",
             ),
         ]
 
@@ -619,8 +626,8 @@ class TrainingOptions:
         falls to `gamma` times `lr` along half a period of a cosine.
 
         Args:
-            epochs_done: before this step; may be fractional.
-            epochs: of the run; may be fractional.
+            epochs_done: number of epochs before this step; may be fractional.
+            epochs: number of epochs of the run; may be fractional.
 
         References: Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, 2017, equation 5.
         """

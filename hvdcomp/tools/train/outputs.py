@@ -31,9 +31,9 @@ def check_output(folder: Path, overwrite: bool, sizes: Mapping[str, int] | None 
     """Check that a run can be written to `folder`, before any training. Changes nothing.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
         overwrite: whether an earlier run may be replaced.
-        sizes: of the files of a checkpoint's run, from `RunWriter.sizes`; None for a new run.
+        sizes: sizes of the files of a checkpoint's run, from `RunWriter.sizes`; None for a new run.
 
     Raises:
         SetupError: the folder contains a run, or not that of the checkpoint, or is not writable.
@@ -94,7 +94,7 @@ class RunWriter:
     `problem`, for all ranks. Nothing is written after it.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
         tensorboard: whether to write TensorBoard's files.
         sizes: None for a new run; else of the files after `steps_done` steps, to which they are cut.
         steps_done: completed steps of a resumed run.
@@ -137,7 +137,7 @@ class RunWriter:
         Args:
             record: values of the step.
             cost: bytes and times of the step, for the line.
-            metrics: returns bytes and times of the step, for TensorBoard.
+            metrics: function that returns bytes and times of the step, for TensorBoard.
         """
         scalars = {} if self._board is None else {**_tagged("step", record), **metrics()}
         self._write(STEPS, {**record, **cost}, scalars)

@@ -25,7 +25,7 @@ class Ranks(ABC):
     Attributes:
         backend: "horovod" or "ddp".
         rank, size: the number of this process, and the number of ranks.
-        local_rank, local_size: the same on this host.
+        local_rank, local_size: number of this process on its host, and number of ranks on this host.
         controller: the carrier of the library's own messages: "mpi" or "gloo".
         restarts: how often the launcher has restarted these ranks after a failure.
         elastic: whether the run continues when the ranks change.
@@ -61,7 +61,7 @@ class Ranks(ABC):
         return time.perf_counter()
 
     def on_links(self) -> np.ndarray:
-        """Seconds on this rank's clock for each of the `links`."""
+        """The seconds of training so far by this rank's clock, for each of the `links`."""
         return np.zeros(len(self.links))
 
     @property

@@ -14,13 +14,14 @@ from hvdcomp.tools.train.ranks import Ranks
 
 
 class Changes(State):
-    """Horovod's notices of changes of the ranks. It stores no state of the training, which the checkpoint does.
+    """Receives Horovod's notices of changes of the ranks. The state of the training is stored in the checkpoint, not
+    here.
 
     Args:
         hvd: Horovod's module for the framework.
 
     Attributes:
-        due: whether a change was announced since the last change.
+        due: whether Horovod has announced another change since the last change.
         met: the number of changes.
     """
 
@@ -48,7 +49,7 @@ class HorovodRanks(Ranks):
 
     Args:
         framework: "torch" or "tensorflow".
-        changes: of the ranks of an elastic job; else None.
+        changes: the notices of changes in an elastic job; else None.
 
     Raises:
         ImportError: Horovod was not built for this framework.

@@ -1,4 +1,4 @@
-"""The training loop, which all frameworks and backends share; a `Learner` implements the rest.
+"""The training loop, which is the same for all frameworks and backends. A `Learner` implements the parts that differ.
 
 Every rank starts from rank 0's weights, trains on its part of each epoch's common shuffle, and ends with the same
 weights. The summary has the digest of each rank's weights, as a check.

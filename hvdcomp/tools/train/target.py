@@ -1,4 +1,4 @@
-"""The quality at which a run ends: `--until accuracy=0.93`, on the validation part."""
+"""The quality on the validation part at which a run ends, such as `--until accuracy=0.93`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Target:
         return cls(metric, value)
 
     def is_reached(self, quality: dict[str, Any]) -> bool:
-        """Whether an evaluation, given as a value for each metric, is as good as the target or better."""
+        """Whether the metrics of an evaluation are as good as the target, or better."""
         reached = quality[self.metric]
         return bool(reached >= self.value if self.metric == "accuracy" else reached <= self.value)
 

@@ -25,9 +25,10 @@ def train(options: TrainingOptions, ranks: Ranks | None = None, warnings: Warnin
     """Train with these options. Call it on every rank.
 
     Args:
-        options: of the run.
-        ranks: from `backends.reach`; None to connect here.
-        warnings: notes signals to stop; None to note them here, if the options name a folder for checkpoints.
+        options: options of the run.
+        ranks: the ranks from `backends.reach`; None to connect here.
+        warnings: the object that notes signals to stop; None to note signals here, if the options name a folder for
+            checkpoints.
 
     Returns:
         The summary, as in summary.json; the same on every rank, except for a rank's own loss and times. Its status is
@@ -87,7 +88,7 @@ def _check_outputs(options: TrainingOptions, ranks: Ranks, saved: dict[str, Any]
         if saved is not None and saved["sizes"] is None:
             raise SetupError(
                 "--output cannot be added, because the run in --checkpoint-folder had none and its first steps would "
-                "be missing; leave it out, or name another --checkpoint-folder"
+                "be missing; leave --output out, or name another --checkpoint-folder"
             )
         overwrite = options.overwrite or ranks.restarts > 0  # of the time before the first checkpoint
         outputs.check_output(options.output, overwrite, None if saved is None else saved["sizes"])

@@ -1,6 +1,6 @@
 """The exchange behind the operators of compiled graphs (`hvdcomp.torch.compiled.operators`).
 
-A node of a graph gets all that a step needs as its arguments, and keeps nothing from step to step. So an engine is made
+A node of a graph gets all inputs of a step as its arguments, and keeps nothing from step to step. So an engine is made
 once for each node, when the node first runs, and is told the step and the residuals in each step. The node then
 computes what the engine of a training with the same method, seed and names computes in the same step, bit for bit.
 """
@@ -56,8 +56,8 @@ def method_of(spec: str, residuals: bool) -> Compressor:
         memory = leaf.default_memory
         if leaf.keeps_state or not isinstance(memory, NoMemory | ErrorFeedback):
             raise SpecError(
-                f"{leaf} does not work in a compiled graph, because it keeps more than a residual from step to step. "
-                f"{_INSTEAD} for this method, or choose a method that keeps nothing, such as eden or int8"
+                f"{leaf} does not work in a compiled graph, because this method keeps more than a residual from step "
+                f"to step. {_INSTEAD} for this method, or choose a method that keeps nothing, such as eden or int8"
             )
         if isinstance(memory, ErrorFeedback) and not residuals:
             raise SpecError(

@@ -65,7 +65,7 @@ def replace_reduces(
     least: int,
     name_of: NamesOfReduces,
 ) -> list[str]:
-    """Replaces the all-reduces of one process group; arguments as of `hvdcomp.compiled.compress_all_reduces`.
+    """Replaces the all-reduces of one process group; arguments as in `hvdcomp.compiled.compress_all_reduces`.
 
     Returns:
         The names of the tensors that are compressed, in the order of the graph.
@@ -92,7 +92,7 @@ def replace_reduces(
 
 
 def compile_by(backend: str, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """What a backend of `torch.compile` makes of a graph from Dynamo, for these examples of inputs."""
+    """Compiles a graph from Dynamo with a backend of `torch.compile`, for the given example inputs."""
     compiled: Callable[..., Any] = torch._dynamo.lookup_backend(backend)(module, list(inputs))
     return compiled
 

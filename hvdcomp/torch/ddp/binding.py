@@ -40,9 +40,9 @@ from hvdcomp.torch.unaveraged import Unaveraged
 _DRIFTING = (
     "DistributedDataParallel does not average the gradients of {}, so the ranks' weights would become different. These "
     "parameters were frozen, or not in the model or the optimizer yet, when DistributedDataParallel was made. Put the "
-    "model in DistributedDataParallel while all its parameters need gradients, and freeze some of them after that "
-    "(with find_unused_parameters=True). Or delete this DistributedDataParallel and its hvdcomp.Compression (del them, "
-    "then gc.collect(), to remove their hooks), and make new ones of model.module."
+    "model in DistributedDataParallel while all its parameters need gradients, and freeze parameters after that (with "
+    "find_unused_parameters=True). Or delete this DistributedDataParallel and its hvdcomp.Compression (del them, then "
+    "gc.collect(), to remove their hooks), and make new ones of model.module."
 )
 
 
@@ -137,7 +137,7 @@ class DDPBinding(TorchTraining):
         return type(None), ()
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Takes a bucket of DDP whose gradients are ready.
+        """Receives a bucket of DDP whose gradients are ready.
 
         Returns:
             A future of the means, in the bucket's storage.
@@ -182,7 +182,7 @@ class DDPBinding(TorchTraining):
         return future
 
     def begin(self) -> None:
-        """`Binding.begin`, and the choice between casts and the engine."""
+        """Begins a step as `Binding.begin` does, and chooses between casts and the engine."""
         self._step.clear()
         self._pending.clear()
         if self._beside is not None:
@@ -295,25 +295,25 @@ def compressed_hook(binding, bucket):
 def _check(setup: Setup, model: DistributedDataParallel) -> None:
     if setup.process_set is not None:
         raise ConfigurationError(
-            "process_set works only with Horovod; give DistributedDataParallel a process_group instead, and hvdcomp "
-            "uses it too"
+            "process_set works only with Horovod; pass process_group to DistributedDataParallel instead: hvdcomp uses "
+            "the same group"
         )
     if getattr(model, "mixed_precision", None) is not None:
         raise ConfigurationError(
-            "DistributedDataParallel(mixed_precision=...) converts gradients before hvdcomp gets them; leave it out, "
-            "and use torch.autocast, or the compressor fp16 or bf16"
+            "DistributedDataParallel(mixed_precision=...) converts gradients before hvdcomp receives them; leave "
+            "mixed_precision out, and use torch.autocast, or the compressor fp16 or bf16"
         )
     if getattr(model, "skip_all_reduce_unused_params", False):
         raise ConfigurationError(
             "DistributedDataParallel(skip_all_reduce_unused_params=True) skips buckets, but hvdcomp needs the last "
-            "bucket to end a step. Leave it out, and use find_unused_parameters=True: then hvdcomp sends nothing for "
-            "parameters that no rank uses"
+            "bucket to end a step. Leave skip_all_reduce_unused_params out, and use find_unused_parameters=True: then "
+            "hvdcomp sends nothing for parameters that no rank uses"
         )
     if getattr(model, "_use_python_reducer", False):
         raise ConfigurationError(
             'torch._dynamo.config.optimize_ddp="python_reducer" passes gradients to hvdcomp one by one inside compiled '
-            'code, where hvdcomp cannot exchange them; leave it at "ddp_optimizer" while DistributedDataParallel is '
-            "made"
+            'code, where hvdcomp cannot exchange gradients; leave optimize_ddp at "ddp_optimizer" when you make the '
+            "DistributedDataParallel"
         )
     trained = _trained(model).items()
     stepping = [name for name, parameter in trained if hasattr(parameter, "_in_backward_optimizers")]
@@ -327,20 +327,20 @@ def _check(setup: Setup, model: DistributedDataParallel) -> None:
         raise ConfigurationError(
             f"CompressedAdam: local_steps={setup.optimizer.local_steps} does not work with "
             "find_unused_parameters=True: a parameter that was used since the latest exchange, but not in the step of "
-            "the next exchange, would not be exchanged. Leave out one of the two, or give DistributedDataParallel "
-            "static_graph=True"
+            "the next exchange, would not be exchanged. Leave out one of the two, or use DistributedDataParallel(..., "
+            "static_graph=True)"
         )
     settings = setup.compression.settings
     if settings.bucket_bytes is not None:
         raise ConfigurationError(
             f"bucket_bytes={settings.bucket_bytes} has no effect with DistributedDataParallel, because hvdcomp uses "
-            "the buckets of DistributedDataParallel; give bucket_cap_mb to DistributedDataParallel instead"
+            "the buckets of DistributedDataParallel; pass bucket_cap_mb to DistributedDataParallel instead"
         )
     if settings.overlap is True and model.find_unused_parameters and not model.static_graph:
         raise ConfigurationError(
             "overlap=True does not work with find_unused_parameters=True, because only the end of the backward pass "
-            'shows which parameters have gradients; leave overlap at "auto", or give DistributedDataParallel '
-            "static_graph=True"
+            'shows which parameters have gradients; leave overlap at "auto", or use DistributedDataParallel(..., '
+            "static_graph=True)"
         )
 
 

@@ -1,7 +1,8 @@
-"""Process groups for collectives that ranks start at times of their own, beside those of a user's group.
+"""Additional process groups for collectives whose order may differ from the order of the user's own collectives.
 
-torch.distributed matches the collectives of a group by their order. What starts in the backward pass when a rank learns
-that all take part would meet other collectives of the user's group, as those of another model in the same pass.
+torch.distributed matches the collectives of a group by their order. A collective that starts in the backward pass, as
+soon as a rank knows that all ranks take part, could be matched with another collective of the user's group, such as one
+of another model in the same pass.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ import torch
 class UsedParameters:
     """The parameters that this rank has used since the latest exchange.
 
-    Gradients do not show it: that of a used parameter may be zero on all ranks, in the first step too, as behind a
-    factor that starts at zero.
+    Gradients do not show which parameters were used: the gradient of a used parameter may be zero on all ranks, for
+    example behind a factor that starts at zero.
 
     Args:
         model: the model; hooks are removed when it is freed.

@@ -116,8 +116,8 @@ class FSDPBinding(TorchTraining):
         if any(one.sharded_param not in self._registered for one in group.fsdp_params):
             raise ConfigurationError(
                 "the model has other parameters than when hvdcomp.fsdp.register was called, so the replicas would not "
-                "exchange the gradients of the new ones. load_state_dict(assign=True) replaces parameters: call it "
-                "before register"
+                "exchange the gradients of the new parameters. load_state_dict(assign=True) replaces parameters: call "
+                "load_state_dict before register"
             )
         if torch._C._current_graph_task_id() == -1:
             raise ConfigurationError(
@@ -133,8 +133,8 @@ class FSDPBinding(TorchTraining):
         if group.all_reduce_grads and not self._due:
             if self._was_inner:
                 raise ConfigurationError(
-                    "a reentrant activation checkpoint makes a backward pass of its own, and hvdcomp would make a "
-                    "separate step of it; give torch.utils.checkpoint use_reentrant=False"
+                    "a reentrant activation checkpoint makes a backward pass of its own, which hvdcomp would treat as "
+                    "a separate step; use torch.utils.checkpoint with use_reentrant=False"
                 )
             self.begin()
             self._presence_check.start(self.presence, UNNAMED)
@@ -151,7 +151,7 @@ class FSDPBinding(TorchTraining):
         if name in self._ready and self.engine.overlap.started:
             raise ConfigurationError(
                 f"FSDP has reduced the gradient of {name} twice in one backward pass, and hvdcomp may have begun to "
-                "send it after the first time; give hvdcomp.Compression overlap=False"
+                "send it after the first time; use hvdcomp.Compression(..., overlap=False)"
             )
         if name not in self._ready:
             self._follow(name)
@@ -212,8 +212,8 @@ class FSDPBinding(TorchTraining):
         if self.engine.overlap.era and not self._presence_check.waits:
             raise ConfigurationError(
                 "a backward pass has raised an error, and some ranks may have begun an exchange that other ranks have "
-                "not begun, so this training cannot continue. Continue from a checkpoint in new processes, or give "
-                "hvdcomp.Compression overlap=False to be able to continue after such an error"
+                "not begun, so this training cannot continue. Continue from a checkpoint in new processes, or use "
+                "hvdcomp.Compression(..., overlap=False) to be able to continue after such an error"
             )
         self._due = False
         self._ready = {}
@@ -237,8 +237,8 @@ class FSDPBinding(TorchTraining):
         return (
             f"the gradients of {', '.join(drifting)} are not exchanged between the replicas, so the replicas' weights "
             "would become different. These parameters were frozen, or not in the model yet, when hvdcomp.fsdp.register "
-            "was called. Call it when the model has all its modules and all parameters need gradients, and freeze some "
-            "of them after that."
+            "was called. Call register when the model has all its modules and all parameters need gradients, and "
+            "freeze parameters after that."
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -257,7 +257,7 @@ class FSDPBinding(TorchTraining):
         elif any(box != other and box.whole == other.whole for box, other in common):
             raise ConfigurationError(
                 f"the state was saved by rank {own['rank']} of {own['size']} replicas, which had other shards than "
-                "this rank has. Give each rank the state that it saved; on another mesh use hvdcomp.dcp, whose load "
+                "this rank has. Give each rank the state that it saved; on another mesh, use hvdcomp.dcp.load, which "
                 "reads the states of all ranks"
             )
         super().load_state_dict(state)
@@ -285,8 +285,8 @@ def _require_one_root(model: torch.nn.Module) -> None:
     if len(roots) > 1:
         raise ConfigurationError(
             f"{listed(roots)} are sharded separately, but the whole model is not sharded: FSDP ends the backward pass "
-            "of each of them separately, and hvdcomp would make several steps of one pass. Also call fully_shard for "
-            "the whole model, with the same mesh, after its layers"
+            "of each of them separately, and hvdcomp would treat one backward pass as several steps. Also call "
+            "fully_shard for the whole model, with the same mesh, after its layers"
         )
 
 

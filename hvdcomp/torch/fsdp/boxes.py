@@ -1,8 +1,9 @@
-"""The boxes of parameters that ranks have on a mesh, and what is left to be sent of them on another mesh.
+"""The boxes (parts of parameters) that ranks have on a mesh, and how residuals move to another mesh.
 
-What a mean still lacks is the sum of the replicas' residuals, divided by the number of replicas. It stays the same on
-another mesh: replica j of M takes over the residuals of the old replicas j, j + M, j + 2M, and so on, of N, times
-M / N; of these, each rank takes the elements of its box. `hvdcomp.state_for` shares whole residuals in the same way.
+The part of a mean that was not sent yet is the sum of the replicas' residuals, divided by the number of replicas. This
+part must stay the same on another mesh: replica j of M takes over the residuals of the old replicas j, j + M, j + 2M,
+and so on, of N, times M / N; of these, each rank takes the elements of its box. `hvdcomp.state_for` shares whole
+residuals in the same way.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hvdcomp.errors import ConfigurationError, listed
 
 
 class Cut(NamedTuple):
-    """What a dimension of the mesh does with a parameter.
+    """How a dimension of the mesh cuts a parameter.
 
     Attributes:
         place: the number of the piece that this rank has.
@@ -53,7 +54,7 @@ class Box(NamedTuple):
 
 
 def cuts_of(parameter: DTensor) -> list[Cut]:
-    """What each dimension of its mesh does with a parameter."""
+    """How each dimension of its mesh cuts a parameter."""
     places, sizes = parameter.device_mesh.get_coordinate(), parameter.device_mesh.mesh.shape
     assert places is not None  # this rank is in the mesh
     dimensions = zip(places, sizes, parameter.placements, strict=True)
@@ -89,9 +90,9 @@ def boxes_in(own: Mapping[str, Any]) -> dict[str, Box]:
 def on_other_mesh(
     states: Iterable[Mapping[str, Any]], own: Mapping[str, Any], boxes: Mapping[str, Box], rank: int, ranks: int
 ) -> dict[str, Any]:
-    """The state of a rank that has other boxes than before, or that exchanges with another number of replicas.
+    """Makes the state of a rank that has other boxes than before, or exchanges with another number of replicas.
 
-    Warm starts begin anew. A policy continues without what it has measured since its latest decision.
+    Warm starts begin again. A policy continues, but loses its measurements since its latest decision.
 
     Args:
         states: the states that all ranks saved, read one by one.
@@ -124,8 +125,9 @@ def on_other_mesh(
             new = residuals.setdefault(name, _nothing_left(kept, boxes[name]))
             if new["memory"] != kept["memory"]:
                 raise ConfigurationError(
-                    f"what is left of {name} was kept by {new['memory']} on some ranks, and by {kept['memory']} on "
-                    'others, and cannot be added up; give hvdcomp.dcp.load residuals="drop"'
+                    f"the residual of {name} comes from memory {new['memory']} on some ranks and from memory "
+                    f"{kept['memory']} on others, so these residuals cannot be added up. To drop all residuals, pass "
+                    'residuals="drop" to hvdcomp.dcp.load'
                 )
             if replica % ranks == rank and (name, replica, box) not in added:
                 added.add((name, replica, box))

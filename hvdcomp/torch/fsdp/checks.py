@@ -54,12 +54,12 @@ def check_divide_factors(model: torch.nn.Module) -> None:
 def check_settings(setup: Setup) -> None:
     """Raises ConfigurationError for settings that do not work with FSDP."""
     if setup.process_set is not None:
-        raise ConfigurationError("process_set works only with Horovod; give hvdcomp.fsdp.register a mesh instead")
+        raise ConfigurationError("process_set works only with Horovod; pass a mesh to hvdcomp.fsdp.register instead")
     if isinstance(setup.optimizer, CompressedAdam):
         raise ConfigurationError(
-            "CompressedAdam does not work with FSDP, with or without local steps, because hvdcomp exchanges only "
-            "gradients of shards there, not momenta or weights. Use torch.optim.AdamW with a compressor that works "
-            "well with it, such as hvdcomp.Int4(), or use DistributedDataParallel if the model fits on one device"
+            "CompressedAdam does not work with FSDP, with or without local steps, because with FSDP, hvdcomp exchanges "
+            "only gradients of shards, not momenta or weights. Use torch.optim.AdamW with a compressor that works well "
+            "with AdamW, such as hvdcomp.Int4(), or use DistributedDataParallel if the model fits on one device"
         )
 
 
@@ -80,16 +80,17 @@ def check_sharding(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> dict
             )
         if parameter.is_meta:
             raise ConfigurationError(
-                f"parameter {name} is on the meta device; call hvdcomp.fsdp.register when the model has its weights, "
-                "after model.to_empty(device=...) and what sets them"
+                f"parameter {name} is on the meta device; call hvdcomp.fsdp.register after model.to_empty(device=...) "
+                "and after the weights are initialized"
             )
         sharded[name] = parameter
     return sharded
 
 
 def before_forward_passes(model: torch.nn.Module, forget: Callable[[], None]) -> None:
-    """Calls `forget` before each forward pass outside of a backward pass: state that then still waits for the end of a
-    backward pass belongs to one that has raised. (Activation checkpoints make forward passes inside of one.)"""
+    """Calls `forget` before each forward pass outside of a backward pass. State that still waits for the end of a
+    backward pass then belongs to a backward pass that raised an error. (Activation checkpoints make forward passes
+    inside of a backward pass.)"""
 
     @torch.compiler.disable
     def begin(*_: Any) -> None:

@@ -1,7 +1,8 @@
-"""What the flat gradients that FSDP hands over consist of, so that each parameter keeps its own residual.
+"""Finds out which parameters are in the flat gradients of FSDP, so that each parameter keeps its own residual.
 
-FSDP joins the gradients of a module's parameters, of those that have one in this step, and does not say which these
-are. Lengths do not tell: two experts of the same shape may train in turn. So each parameter has a hook.
+FSDP joins the gradients of those parameters of a module that have a gradient in this step, and does not say which
+parameters these are. The length of the flat gradient does not tell, because two experts of the same shape may train in
+turn. So each parameter has a hook.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ class FlatGradient:
 
     Args:
         name: name of the flat gradient.
-        modules: the modules of one `fully_shard`, in its order, by what their parameters' names begin with.
-        ranks: that share each parameter.
+        modules: the modules of one `fully_shard`, in its order, by the prefix of their parameters' names.
+        ranks: number of ranks over which each parameter is sharded.
 
     Attributes:
-        name: as given.
+        name: name of the flat gradient.
         modules: the modules.
         held: the names of the parameters that a residual has, in order: those that are trained at the start, or have
             had a gradient since then.
@@ -97,7 +98,7 @@ class FlatGradient:
         self._with_gradient.add(name)
 
     def take_names(self, length: int) -> list[str] | None:
-        """The names of the parameters in the flat gradient that FSDP hands over now; None if they are not known.
+        """The names of the parameters in the flat gradient that FSDP passes now; None if the names are not known.
 
         Args:
             length: elements of a row.
@@ -118,7 +119,7 @@ class FlatGradient:
     def moved(
         self, arrays: Iterable[torch.Tensor], names: Sequence[str], new_names: Sequence[str], into: Any = None
     ) -> tuple[torch.Tensor, ...]:
-        """Arrays (rows, length) of some parameters as those of others, with zeros for parameters that these lack.
+        """Rearranges arrays (rows, length) of some parameters for other parameters, with zeros for missing parameters.
 
         Args:
             into: arrays of the others that keep what these lack, and are changed; None for new ones.

@@ -1,9 +1,9 @@
 """The replicas of a model in FSDP2: which ranks have the same shards, and who averages their gradients.
 
-On a mesh of two dimensions FSDP itself allreduces gradients between replicas, before it calls any hook: then they have
-been sent whole. `leave_to_hook` lets FSDP end at this rank's shards, as on a mesh of one dimension. Parameters and
-their places on the mesh stay as they are: optimizers, clipping and checkpoints see the same model as before.
-`hvdcomp.fsdp.register` exchanges the gradients in a hook. `LocalSteps` has no hook, because it exchanges weights.
+On a mesh of two dimensions, FSDP itself allreduces uncompressed gradients between replicas before it calls any hook.
+`leave_to_hook` lets FSDP end at this rank's shards, as on a mesh of one dimension. Parameters and their places on the
+mesh stay as they are: optimizers, clipping and checkpoints see the same model as before. `hvdcomp.fsdp.register`
+exchanges the gradients in a hook. `LocalSteps` has no hook, because it exchanges weights.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def group_of_replicas(model: torch.nn.Module, mesh: DeviceMesh | None, caller: s
         caller: `REGISTER` or `LOCAL_STEPS`.
 
     Raises:
-        ConfigurationError: if FSDP averages the gradients of only some modules, or between others than `mesh` has; or
-            if it has left them to hvdcomp before. `LocalSteps` may take what was left to `LocalSteps` before.
+        ConfigurationError: if FSDP averages the gradients of only some modules, or between other ranks than `mesh` has;
+            or if this model was registered before. (`LocalSteps` may use a model again that `LocalSteps` used before.)
     """
     own = _group_of_fsdp(model, caller)
     if mesh is None:
@@ -49,8 +49,8 @@ def group_of_replicas(model: torch.nn.Module, mesh: DeviceMesh | None, caller: s
     given = mesh.get_group()
     if own is not None and (ranks := _ranks_of(own)) != _ranks_of(given):
         raise ConfigurationError(
-            f"{caller} was given a mesh of the ranks {list(_ranks_of(given))}, and fully_shard one on which the ranks "
-            f"{list(ranks)} are replicas; leave mesh out"
+            f"{caller} was given a mesh of the ranks {list(_ranks_of(given))}, but on the mesh of fully_shard, the "
+            f"ranks {list(ranks)} are replicas; leave out the mesh argument of {caller}"
         )
     return given
 
@@ -97,8 +97,8 @@ def require_replicas(trained: Mapping[str, DTensor], group: dist.ProcessGroup, c
         if not shared.issubset(with_this_box.flatten().tolist()):
             raise ConfigurationError(
                 f"parameter {name} is sharded over ranks that include {sorted(shared)}, so these ranks have different "
-                f"parts of it, but the mesh that was given to {caller} contains them as replicas. Give {caller} "
-                "mesh['replicate'] of the mesh whose mesh['shard'] was given to fully_shard."
+                f"parts of it, but the mesh that was given to {caller} contains them as replicas. Pass to {caller} "
+                "mesh['replicate'] of the same mesh whose mesh['shard'] was given to fully_shard."
                 + (" If the model is sharded over all ranks, leave mesh out" if caller == REGISTER else "")
             )
 
@@ -113,7 +113,7 @@ def require_same_shards(
         by_rank = ", ".join(row.decode().strip() for row in rows)
         raise ConfigurationError(
             f"the ranks of the mesh that was given to {caller} have different parts of the parameters, by rank "
-            f"{by_rank}; give it mesh['replicate'] of the mesh whose mesh['shard'] was given to fully_shard"
+            f"{by_rank}; pass mesh['replicate'] of the mesh whose mesh['shard'] was given to fully_shard"
         )
 
 
@@ -132,8 +132,8 @@ def _group_of_fsdp(model: torch.nn.Module, caller: str) -> dist.ProcessGroup | N
     if len(found) > 1:
         (ranks, (name, _)), (other_ranks, (other_name, _)), *_ = found.items()
         raise ConfigurationError(
-            f"FSDP averages the gradients of {name} {_between(ranks)}, and those of {other_name} "
-            f"{_between(other_ranks)}; give fully_shard the same replicas for all modules"
+            f"FSDP averages the gradients of {name} {_between(ranks)}, but the gradients of {other_name} "
+            f"{_between(other_ranks)}; call fully_shard with the same replicas for all modules"
         )
     return next((own for _, own in found.values()), None)
 
@@ -145,13 +145,13 @@ def _require_not_left(group: Any, caller: str) -> None:
     left_to = LOCAL_STEPS if group._all_reduce_hook is None else REGISTER
     if left_to == caller == REGISTER:
         raise ConfigurationError(
-            "hvdcomp.fsdp.register was called for this model, or for a part of it, before. Call it once for each "
-            "model, after all calls of fully_shard or replicate"
+            "hvdcomp.fsdp.register was called for this model, or for a part of the model, before. Call register once "
+            "for each model, after all calls of fully_shard or replicate"
         )
     if left_to != caller:
         raise ConfigurationError(
-            f"{caller} was given a model that was given to {left_to} before. LocalSteps exchanges weights, and "
-            "hvdcomp.fsdp.register gradients: use only one of them"
+            f"{caller} was given a model that was already given to {left_to}. LocalSteps exchanges weights, and "
+            "hvdcomp.fsdp.register exchanges gradients: use only one of the two for a model"
         )
 
 

@@ -21,7 +21,7 @@ FlatLayout = Sequence[tuple[str, Sequence[int]]]
 
 
 class OwnedRows(NamedTuple):
-    """The rows of which a rank has residuals.
+    """The rows for which a rank has residuals.
 
     Attributes:
         owners: the ranks that own the rows, in order.
@@ -101,6 +101,6 @@ def _overlaps(layout: FlatLayout, old: OwnedRows, new: OwnedRows) -> Iterator[tu
 
 
 def part_of(shape: Sequence[int], ranks: int) -> int:
-    """Elements of a parameter on each rank, padding included."""
+    """Number of elements of a parameter on each rank, including padding."""
     first, *inner = shape
     return -(-first // ranks) * torch.Size(inner).numel()

@@ -1,7 +1,7 @@
 """The binding of models in FSDP2 (`fully_shard`) without replicas, in place of FSDP's reduce-scatter.
 
-After a module's backward pass FSDP hands over its flat gradient, a row for each rank, and gets this rank's row of the
-mean. So the exchange overlaps with the rest of the backward pass, as FSDP's own does.
+After the backward pass of a module, FSDP passes its flat gradient, with a row for each rank, and receives this rank's
+row of the mean. So the exchange overlaps with the rest of the backward pass, as FSDP's own reduce-scatter does.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class ShardsBinding:
         Args:
             flat: the flat gradient.
             row, rows, group, op: arguments of FSDP's own reduce-scatter.
-            factor: of `set_gradient_divide_factor`; None for the mean.
+            factor: the factor of `set_gradient_divide_factor`; None for the mean.
         """
         if not self._due:
             refuse_capture()
@@ -165,7 +165,7 @@ class ShardsBinding:
             raise ConfigurationError(
                 f"module {name}: set_gradient_divide_factor changed its factor from {before or 'none'} to {factor}, so "
                 "gradients in float16 would have another scale than the residual. Set the factor before the first "
-                "step, or give MixedPrecisionPolicy reduce_dtype=torch.bfloat16"
+                "step, or use MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)"
             )
 
     def _mean(
@@ -183,8 +183,8 @@ class ShardsBinding:
         if names is None:
             warn_alone(
                 f"{name}: forward() of this module was not called, so hvdcomp does not know which parameters have "
-                "gradients in this step. It does not add the residual in this step, and the rounding errors of this "
-                "step are lost"
+                "gradients in this step. In this step, hvdcomp does not add the residual of this module, and its "
+                "rounding errors are lost"
             )
         else:
             kept = flat.hold(names, kept)
@@ -208,11 +208,11 @@ class ShardsBinding:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there was a gradient."""
+        """Whether the training has begun: whether any gradient has arrived."""
         return bool(self.engine.plan)
 
     def compress(self, tensor: torch.Tensor) -> Any:
-        """Raises ConfigurationError: Horovod must not hand over gradients."""
+        """Raises ConfigurationError, because Horovod must not exchange gradients of this model."""
         raise ConfigurationError(
             "this hvdcomp.Compression is used by a model in FSDP, which averages its gradients already; use the "
             "optimizer without hvd.DistributedOptimizer"
@@ -220,19 +220,19 @@ class ShardsBinding:
 
     @property
     def level(self) -> Level | None:
-        """`Compression.level`."""
+        """See `Compression.level`."""
         return self.engine.compressor.level
 
     def set_level(self, level: Level) -> None:
-        """`Compression.set_level`."""
+        """See `Compression.set_level`."""
         self.engine.set_level(level)
 
     def begin_from(self, state: Mapping[str, Any]) -> None:
-        """`load_state_dict`."""
+        """See `load_state_dict`."""
         self.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """`Compression.state_dict`."""
+        """See `Compression.state_dict`."""
         engine, memory = self.engine, str(self.engine.memory)
         residuals = {
             name: {"memory": memory, "arrays": [array.to(torch.float32, copy=True) for array in arrays]}
@@ -334,7 +334,7 @@ class ShardsBinding:
                 raise ConfigurationError(
                     f"the residual of module {name} has other parameters than this module of the model, or an earlier "
                     "version of hvdcomp saved it after a step in which some parameters had no gradients. Drop the "
-                    'residuals on all ranks: give hvdcomp.dcp.load residuals="drop"'
+                    'residuals on all ranks: call hvdcomp.dcp.load with residuals="drop"'
                 )
             placed[name] = restored
         return placed
@@ -379,7 +379,7 @@ def _check(setup: Setup) -> None:
     if settings.policy is not None:
         raise ConfigurationError(
             f"the policy {settings.policy} does not work with FSDP without replicas, because FSDP reduces the "
-            "gradients of one module after the other; leave it out"
+            "gradients of one module after the other; leave the policy out"
         )
     if settings.overlap is True or settings.bucket_bytes or settings.gathered_bytes not in (None, GATHERED_BYTES):
         raise ConfigurationError(
@@ -426,15 +426,16 @@ def _trained(model: torch.nn.Module, ranks: int) -> dict[str, DTensor]:
         if mesh.ndim != 1:
             raise ConfigurationError(
                 f"parameter {name} is sharded over a mesh of {mesh.ndim} dimensions, as with tensor parallelism, and "
-                "not over all ranks. What several ranks have whole would drift apart, because each rank compresses it "
-                "together with parts of its own. Give fully_shard a mesh with replicas too, between which hvdcomp "
-                "compresses; or train without tensor parallelism: fully_shard takes its ranks too"
+                "not over all ranks. The copies of a shard on several ranks would become different, because each rank "
+                "compresses its copy together with other shards. Use a mesh that also has replicas: then hvdcomp "
+                "compresses between the replicas. Or train without tensor parallelism, and let fully_shard shard over "
+                "these ranks too"
             )
         if mesh.mesh.tolist() != list(range(ranks)):
             raise ConfigurationError(
                 f"parameter {name} is sharded over {mesh.size()} ranks, and not over all {ranks} ranks in order. If "
-                "the model has replicas, give hvdcomp.fsdp.register the dimension of the replicas, mesh['replicate']. "
-                "Otherwise shard the model over all ranks"
+                "the model has replicas, pass the dimension of the replicas, mesh['replicate'], to "
+                "hvdcomp.fsdp.register. Otherwise shard the model over all ranks"
             )
     return trained
 
@@ -457,6 +458,6 @@ def _flat_gradients(model: torch.nn.Module, ranks: int) -> list[tuple[FlatGradie
 def _several_meshes_error(error: ValueError) -> ConfigurationError:
     """The error for FSDP's refusal of a hook, which is the same on every rank."""
     return ConfigurationError(
-        f"FSDP takes no hook for a module whose parameters are sharded over several meshes: {error} Leave meshes out "
-        "of what shard_placement_fn returns, or call fully_shard on modules that have one mesh each"
+        "FSDP cannot use the reduce-scatter of hvdcomp for a module whose parameters are sharded over several meshes: "
+        f"{error} Let shard_placement_fn return no meshes, or call fully_shard on modules that have one mesh each"
     )

@@ -1,9 +1,9 @@
-"""FSDP's all-gather of weights, of which only the quantized change since the last one is sent.
+"""Replaces FSDP's all-gather of weights: only the quantized change of the weights since the last all-gather is sent.
 
-Every rank keeps what was gathered last. A row's owner quantizes the difference of its weights from that, and all ranks,
-the owner too, add the decoded difference. So all compute with the same bits; what a gather lacks is a part of the next
-difference, so that errors do not pile up; and the owner's shard, which the optimizer updates, stays exact. These are
-the weight differences of SDP4Bit (Jia et al. 2024, arXiv:2410.15526, section 3.1).
+Every rank keeps the result of the last all-gather. The owner of a row quantizes the difference between its weights and
+this result, and all ranks, including the owner, add the decoded difference. So all ranks compute with the same bits. An
+error of one gather is part of the next difference, so errors do not accumulate. The owner's shard, which the optimizer
+updates, stays exact. These are the weight differences of SDP4Bit (Jia et al. 2024, arXiv:2410.15526, section 3.1).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from hvdcomp.torch.training import refuse_capture
 
 
 class WeightChanges:
-    """The all-gather of one module, which FSDP calls in place of its own.
+    """The all-gather of one module, which FSDP calls instead of its own all-gather.
 
     Args:
-        reducer: of the same ranks; it has the seed, the step, and the ledger.
+        reducer: the reducer of the same ranks, with the seed, the step and the ledger.
         compressor: a `Gathering` of the changes, or a lossless one.
-        name: of the module.
-        min_numel: modules with fewer elements are gathered as they are.
+        name: name of the module.
+        min_numel: modules with fewer elements are gathered uncompressed.
     """
 
     def __init__(self, reducer: ShardReducer, compressor: Compressor, name: str, min_numel: int) -> None:
@@ -62,8 +62,9 @@ class WeightChanges:
         return None
 
     def forget_where_loaded(self, module: torch.nn.Module) -> None:
-        """Lets the gather after each `load_state_dict` of the module, or of a module inside, be exact, as the first is:
-        a change by so much would be sent roughly, and nothing follows it before an update."""
+        """Makes the gather after each `load_state_dict` of the module, or of a module inside it, exact, as the first
+        gather is. A quantized gather would send such a large change with a large error, and no further gather would
+        correct it before an update."""
 
         def forget(*_: Any) -> None:
             self._gathered = []
@@ -72,7 +73,7 @@ class WeightChanges:
             inside.register_load_state_dict_post_hook(forget)
 
     def gather(self, row: torch.Tensor, changed: bool = True) -> tuple[list[torch.Tensor], Sent]:
-        """The rows of all ranks, (length,) each, and what this rank has handed to the collective.
+        """The rows of all ranks, (length,) each, and the tensor that this rank passed to the collective.
 
         Args:
             row: this rank's weights (length,), of a floating-point type.
@@ -109,5 +110,6 @@ class WeightChanges:
 
 
 def finite(gathered: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What was gathered, with zeros for inf and NaN, so that weights which become finite again are gathered as such."""
+    """The gathered weights, with zeros in place of inf and NaN, so that weights that become finite again are gathered
+    correctly."""
     return torch.nan_to_num(gathered, nan=0.0, posinf=0.0, neginf=0.0).to(dtype)

@@ -190,7 +190,7 @@ def _checked_optimizer(setup: Setup) -> Any:
         optimizer = caller_local("self", lambda value: compression_of(value) is compression)
     elif compression_of(optimizer) is not compression:
         raise ConfigurationError(
-            f"this {type(optimizer).__name__} does not use this hvdcomp.Compression; give what "
+            f"this {type(optimizer).__name__} does not use this hvdcomp.Compression; pass the optimizer that "
             "hvd.DistributedOptimizer(..., compression=compression) returned"
         )
     process_set = getattr(optimizer, "process_set", None)

@@ -1,4 +1,4 @@
-"""The parameter of a gradient, as Horovod passes only the tensor to a compressor."""
+"""Finds the parameter of a gradient, because Horovod passes only the tensor to a compressor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ParameterNames:
         self._previous: str | None = None
 
     def begin_step(self) -> None:
-        """Begins a step; to be called before its first gradient."""
+        """Begins a step. Call it before the first gradient of the step."""
         self._previous = None
 
     def of(self, gradient: torch.Tensor, optimizer: Any) -> str:
@@ -53,6 +53,6 @@ class ParameterNames:
         named = getattr(optimizer, "_parameter_names", {}).get(parameter)
         raise ConfigurationError(
             f"a gradient of shape {tuple(gradient.shape)} belongs to no parameter in the named_parameters of "
-            f"hvdcomp.Compression{f' (Horovod calls it {named!r})' if named else ''}; give it the same "
-            "named_parameters as hvd.DistributedOptimizer"
+            f"hvdcomp.Compression{f' (Horovod calls it {named!r})' if named else ''}; pass the same named_parameters "
+            "to hvdcomp.Compression and to hvd.DistributedOptimizer"
         )

@@ -70,8 +70,8 @@ class OptimizerHandler(OptimizerStateHandler):
 class LocalStepsHandler(StateHandler):
     """Keeps one `LocalSteps` with the weights of the model, which differ between ranks between two exchanges.
 
-    A surviving rank keeps its own weights, moments and steps. A new rank takes from rank 0 the outer weights, from
-    which it begins, the outer momentum, the state of the inner optimizer, and the steps since the exchange.
+    A surviving rank keeps its own weights, moments and steps. A new rank begins with the state of rank 0: the outer
+    weights, the outer momentum, the state of the inner optimizer, and the number of steps since the exchange.
 
     Args:
         value: the optimizer.

@@ -26,8 +26,8 @@ _WRAPPED_TWICE = (
     "gc.collect(), to remove its hooks)"
 )
 _SHARED = (
-    "two optimizers share one hvdcomp.Compression, but it keeps the residuals of only one training; make one for each "
-    "optimizer, compression=hvdcomp.Compression(...)"
+    "two optimizers share one hvdcomp.Compression, but it keeps the residuals of only one training; make a Compression "
+    "for each optimizer, compression=hvdcomp.Compression(...)"
 )
 
 
@@ -42,7 +42,7 @@ class HorovodOptimizer:
         ConfigurationError: for op=hvd.Adasum, or within `optimizer.step(closure)`.
 
     Attributes:
-        own: names of the parameters whose gradients the optimizer hands over.
+        own: names of the parameters whose gradients the optimizer passes to hvdcomp.
     """
 
     def __init__(self, optimizer: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
@@ -56,7 +56,7 @@ class HorovodOptimizer:
         if optimizer is not None:
             if not hasattr(optimizer, "op"):  # Horovod's other optimizer, for Adasum
                 raise ConfigurationError(
-                    "op=hvd.Adasum does not work with gradient compression, because it sends changes of parameters "
+                    "op=hvd.Adasum does not work with gradient compression, because Adasum sends changes of parameters "
                     "instead of gradients; use op=hvd.Average"
                 )
             _refuse_closure(optimizer, caller_local("closure", callable, function="step"))
@@ -94,13 +94,13 @@ class HorovodOptimizer:
         return (
             f"Horovod does not average the gradients of {', '.join(names)}, so the ranks' weights would become "
             "different. These parameters were frozen, or not in the optimizer yet, when hvd.DistributedOptimizer was "
-            "made. Wrap the optimizer while all its parameters need gradients, and freeze some of them after that. Or "
+            "made. Wrap the optimizer while all its parameters need gradients, and freeze parameters after that. Or "
             "delete this optimizer and its hvdcomp.Compression (del them, then gc.collect(), to remove Horovod's "
             "hooks), and make new ones."
         )
 
     def check_caller(self, compression: Any) -> None:
-        """Raises ConfigurationError if another optimizer hands over gradients with the same `hvdcomp.Compression`."""
+        """Raises ConfigurationError if another optimizer uses the same `hvdcomp.Compression`."""
         caller = caller_local("self", lambda value: compression_of(value) is compression)
         if caller is not None and self.optimizer is not None and caller is not self.optimizer:
             raise ConfigurationError(_SHARED)
@@ -114,7 +114,7 @@ class HorovodOptimizer:
                     hvd.synchronize(handle)
 
     def refuse_gradient(self, name: str) -> None:
-        """Raises ConfigurationError for a gradient of another optimizer, or one handed over twice."""
+        """Raises ConfigurationError for a gradient of another optimizer, or a gradient that was passed twice."""
         if name in self.own:
             raise ConfigurationError(_WRAPPED_TWICE)
         if self.optimizer is not None:

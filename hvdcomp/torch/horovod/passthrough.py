@@ -1,6 +1,7 @@
 """Steps whose gradients Horovod allreduces itself, cast or unchanged, during the backward pass.
 
-Each gradient interrupts that pass, so that its name is not looked up if all gradients are cast alike.
+Work for each gradient interrupts the backward pass, so the name of a gradient is not looked up if all gradients are
+cast to the same type.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ WIDTH = 251
 
 @dataclass(frozen=True, kw_only=True)
 class AutoRounds(Described):
-    """Rounds that are as long as the time of the exchange asks for, and as the drift of the ranks allows.
+    """The rule for the length of a round: long enough that the exchange takes a small share of the time, but short
+    enough that the ranks do not drift too far apart.
 
     After three rounds of `start` steps, a round has the least number H of steps with which the exchange takes at most
     `share` of the round's time. That number is limited so that the drift S, the mean over the ranks of the squared

@@ -39,7 +39,8 @@ class LocalStepsBinding(TorchTraining):
         setup: the user's settings and objects. Its `optimizer` is the outer one.
         inner: the optimizer of local steps.
         anchors: the weights at the latest exchange, one for each parameter, in the order of the groups.
-        settings: settings that must be the same on all ranks, beside the compression's; read in the first step.
+        settings: settings that must be the same on all ranks, in addition to the settings of the compression. They are
+            read in the first step.
         every: number of steps between exchanges, or the spec of the rule that decides it.
         communicator: the communicator.
     """
@@ -85,7 +86,7 @@ class LocalStepsBinding(TorchTraining):
         super().connect(communicator)
 
     def change_ranks(self, group: dist.ProcessGroup) -> None:
-        """Goes on with the ranks of another process group from the next step on."""
+        """Continues with the ranks of another process group from the next step on."""
         if not isinstance(self.communicator, TorchDistributedCommunicator):
             raise ConfigurationError(
                 "LocalSteps.change_ranks works only with ranks of torch.distributed; elastic Horovod changes its ranks "
@@ -101,7 +102,7 @@ class LocalStepsBinding(TorchTraining):
 
     @property
     def is_exact_alone(self) -> bool:
-        """Whether this is the only rank, and nothing is lost in what it sends."""
+        """Whether this is the only rank, and it sends its values without loss."""
         return self.communicator.world_size == 1 and all(method.lossless for method in self.engine.plan.values())
 
     @torch.no_grad()
@@ -113,14 +114,15 @@ class LocalStepsBinding(TorchTraining):
 
     @torch.no_grad()
     def agree(self, decided: int, moved: Sequence[torch.Tensor]) -> tuple[int, float]:
-        """Waits for all ranks; the number of steps that rank 0 has decided, and the drift.
+        """Waits for all ranks; all of them then use the number of steps that rank 0 has decided.
 
         Args:
-            decided: by this rank.
+            decided: number of steps that this rank has decided.
             moved: the pseudo-gradients of all parameters.
 
         Returns:
-            The drift as of `RoundLength.learn`, estimated by sketches.
+            The number of steps that rank 0 has decided, and the drift of the ranks, as in `RoundLength.learn`,
+            estimated by sketches.
         """
         own = sketch(moved)
         head = torch.tensor([float(decided * (self.communicator.rank == 0)), float(own.dot(own))], dtype=own.dtype)
@@ -249,24 +251,25 @@ def _check(setup: Setup, every: int | str, communicator: Ranks) -> None:
             )
     if setup.grad_scaler is not None and setup.grad_scaler.is_enabled():
         raise ConfigurationError(
-            "pseudo-gradients have no loss scale: leave out grad_scaler= of the Compression that you give to "
-            "LocalSteps. scaler.step(optimizer) works: each rank skips the steps in which its own gradients overflow"
+            "pseudo-gradients have no loss scale: leave out grad_scaler= of the Compression that you pass to "
+            "LocalSteps. scaler.step(optimizer) still works: each rank skips the steps in which its own gradients "
+            "overflow"
         )
     if settings.bucket_bytes is not None:
         raise ConfigurationError(
             f"bucket_bytes={settings.bucket_bytes} has no effect with LocalSteps, which exchanges outside of the "
-            "backward pass; leave it at None"
+            "backward pass; leave bucket_bytes at None"
         )
     if setup.process_set is not None and isinstance(communicator, TorchDistributedCommunicator):
         raise ConfigurationError(
-            "process_set works only with Horovod, but LocalSteps exchanges over torch.distributed here; leave it out, "
-            "or give LocalSteps communicator=hvdcomp.torch.all_ranks('horovod')"
+            "process_set works only with Horovod, but LocalSteps exchanges over torch.distributed here; leave "
+            "process_set out, or use LocalSteps(..., communicator=hvdcomp.torch.all_ranks('horovod'))"
         )
 
 
 NO_NEW_GROUP = (
-    "LocalSteps accepts no new parameter group, because the ranks would not exchange it; give the inner optimizer all "
-    "groups before you make LocalSteps of it"
+    "LocalSteps does not accept new parameter groups, because the ranks would not exchange the new parameters; add all "
+    "groups to the inner optimizer before you pass this optimizer to LocalSteps"
 )
 
 
@@ -279,7 +282,7 @@ def _named(setup: Setup, groups: Sequence[Mapping[str, Any]]) -> dict[str, torch
         if missing := sum(parameter not in given_names for parameter in parameters):
             raise ConfigurationError(
                 f"named_parameters of hvdcomp.Compression lacks {missing} of the optimizer's {len(parameters)} "
-                "parameters; give it named_parameters=model.named_parameters() of the model that is trained"
+                "parameters; use named_parameters=model.named_parameters() of the model that is trained"
             )
         names = [given_names[parameter] for parameter in parameters]
     elif all("param_names" in group for group in groups):  # made of model.named_parameters(), from PyTorch 2.6 on
@@ -288,8 +291,8 @@ def _named(setup: Setup, groups: Sequence[Mapping[str, Any]]) -> dict[str, torch
         names = [f"{place}.{number}" for place, group in enumerate(groups) for number in range(len(group["params"]))]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigurationError(
-            f"LocalSteps: several parameters of the inner optimizer have the same name: {', '.join(twice[:3])}. Give "
-            "its hvdcomp.Compression named_parameters with a different name for each, such as ((f'a.{n}', p) for n, p "
-            "in ...)"
+            f"LocalSteps: several parameters of the inner optimizer have the same name: {', '.join(twice[:3])}. Use "
+            "hvdcomp.Compression(..., named_parameters=...) with a different name for each parameter, such as "
+            "((f'a.{n}', p) for n, p in ...)"
         )
     return dict(zip(names, parameters, strict=True))

@@ -204,19 +204,20 @@ class LocalSteps(torch.optim.Optimizer):
         named_parameters: Any = None,
         **options: Any,
     ) -> LocalSteps:
-        """Steps of the weights, compressed with error feedback (docs/compressed-steps.md): the ranks send how far their
-        weights have moved since the latest exchange, and all continue from the mean of what was sent.
+        """Makes a LocalSteps whose ranks exchange compressed changes of their weights, with error feedback
+        (docs/compressed-steps.md). Each rank sends the change of its weights since the latest exchange, and all ranks
+        continue from the mean of these changes.
 
             optimizer = hvdcomp.torch.MuonWithAdamW(model, lr=16e-3)
             optimizer = hvdcomp.torch.LocalSteps.compressed(optimizer, every=4)
 
         The outer optimizer is SGD at rate 1 without momentum. Tensors with fewer than 1,024 elements or two dimensions
-        are sent as `Int8`. What is not sent is kept, in units of weights, for the next exchange.
+        are sent as `Int8`. The part of a change that is not sent is kept for the next exchange, in units of weights.
 
         Args:
             optimizer: the inner optimizer; best with Muon inside, as `MuonWithAdamW`.
             every: number of steps between exchanges. With 1 all ranks have the same weights after every step.
-            compressor: of all other tensors. Default: `EFSignSGD()`.
+            compressor: the compressor of all other tensors. Default: `EFSignSGD()`.
             named_parameters: as in `Compression`.
             options: as in the class, without `compression`.
         """
@@ -240,7 +241,8 @@ class LocalSteps(torch.optim.Optimizer):
 
     @not_compiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """A step of the inner optimizer; every `every`-th step ends with an exchange, in which all ranks wait.
+        """Makes a step of the inner optimizer. Every `every`-th step ends with an exchange, in which all ranks wait for
+        each other.
 
         Raises:
             ConfigurationError: on every rank, in the exchange, if the weights of any rank are inf or NaN.
@@ -279,8 +281,9 @@ class LocalSteps(torch.optim.Optimizer):
 
     @not_compiled
     def exchange(self) -> None:
-        """Exchanges all parameters now, so that all ranks have the same weights, such as at the end of a training. Call
-        it on every rank. A fragment under way is applied first. Nothing happens if the ranks are `in_sync`."""
+        """Exchanges all parameters now, so that all ranks have the same weights, for example at the end of a training.
+        Call it on every rank. If the exchange of a fragment is under way, its result is applied first. Nothing happens
+        if the ranks are `in_sync`."""
         self._begin()
         if self.in_sync:
             return
@@ -293,8 +296,8 @@ class LocalSteps(torch.optim.Optimizer):
 
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
-        """A context in which the model has the outer weights: those of each parameter's latest exchange, the same on
-        all ranks. For evaluating and publishing the model; no step is allowed inside."""
+        """A context manager in which the model has its outer weights, the result of each parameter's latest exchange,
+        which are the same on all ranks. Use it to evaluate or publish the model. No step is allowed inside."""
         before = [own.clone() for own in self._own()]
         if self._anchored:
             put(self._own(), self._anchors())
@@ -355,8 +358,8 @@ class LocalSteps(torch.optim.Optimizer):
         binding = self._binding
         if binding is None:
             raise ConfigurationError(
-                "this LocalSteps was copied or unpickled, so it cannot exchange with other ranks; make a new one of "
-                "the inner optimizer, and give it the state_dict() of the old one"
+                "this LocalSteps was copied or unpickled, so it cannot exchange with other ranks; make a new "
+                "LocalSteps from the inner optimizer, and load the state_dict() of the old LocalSteps"
             )
         if binding.is_stale:
             binding.follow_ranks()
@@ -385,17 +388,18 @@ class LocalSteps(torch.optim.Optimizer):
         self.inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises ConfigurationError: the inner optimizer must have all groups before."""
+        """Raises ConfigurationError, because the inner optimizer must have all its groups before LocalSteps is made."""
         if self._binding is not None:  # None during __init__
             raise ConfigurationError(NO_NEW_GROUP)
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the inner optimizer, and under "local_steps" the weights of the latest exchange, the outer
-        momentum, the number of steps since, the exchange under way, and the state of the compression.
+        """The state of the inner optimizer, and under "local_steps" the weights at the latest exchange, the outer
+        momentum, the number of steps since the latest exchange, the exchange that has not ended yet, and the state of
+        the compression.
 
-        Between two exchanges it differs between ranks, as the model's state does: to continue bit for bit, save both on
-        every rank.
+        Between two exchanges, this state differs between ranks, as does the state of the model. To continue bit for
+        bit, save both states on every rank.
         """
         state = self.inner.state_dict()
         if self._anchored:
@@ -430,8 +434,8 @@ class LocalSteps(torch.optim.Optimizer):
         self._load(state_dict, self.compression.load_state_dict)
 
     def roll_back(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores an earlier state of `state_dict` after steps, as elastic Horovod does after a failure; to be called
-        on every rank, with the model's weights from the same time."""
+        """Restores an earlier state of `state_dict` after steps were made, as elastic Horovod does after a failure.
+        Call it on every rank, and restore the model's weights from the same time."""
         self._load(state_dict, self.compression.roll_back)
 
     def join(self, state_dict: Mapping[str, Any]) -> None:
@@ -457,9 +461,9 @@ class LocalSteps(torch.optim.Optimizer):
         and momentum, with the moments of the group's first rank, and at the same step of the round. A rank that is left
         out loses its steps since its latest exchanges. An exchange under way is sent again in the new group.
 
-        A rank that lags is at the step of the group's first rank from then on. If it has made fewer steps of the same
-        round, it keeps them. If the group's first rank has exchanged something without it, it begins like a new rank,
-        but keeps its residuals.
+        A rank that has made fewer steps continues at the step number of the group's first rank. If it has made fewer
+        steps of the same round, it keeps them. If the group's first rank has exchanged something without it, it begins
+        like a new rank, but keeps its residuals.
 
         Args:
             group: the process group; its first rank must have made a step.
@@ -500,8 +504,8 @@ class LocalSteps(torch.optim.Optimizer):
                 )
             if own.get("sent") is not None and own["rounds"] != self._rounds._asdict():
                 raise ConfigurationError(
-                    f"the state was saved while an exchange was under way, with {own['rounds']}, but this optimizer "
-                    f"has {self._rounds._asdict()}; give it the same settings"
+                    f"the state was saved while an exchange was under way, with {own['rounds']}, but this LocalSteps "
+                    f"has {self._rounds._asdict()}; use the same settings as the saved LocalSteps"
                 )
         load_compression({} if own is None else own.get("compression", {}))
         self.inner.load_state_dict({name: entry for name, entry in state_dict.items() if name != OWN})
@@ -550,12 +554,12 @@ def put(tensors: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None
 def _check(optimizer: Any, rate: Any, momentum: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(
-            f"LocalSteps was given a {type(optimizer).__name__}; give it an optimizer of PyTorch, such as "
+            f"LocalSteps was given a {type(optimizer).__name__}; pass an optimizer of PyTorch, such as "
             "torch.optim.AdamW(model.parameters()). TensorFlow and Keras have no local steps"
         )
     if isinstance(optimizer, CompressedAdam | LocalSteps) or hasattr(optimizer, "_requires_update"):  # Horovod's
         raise ConfigurationError(
-            f"LocalSteps was given a {type(optimizer).__name__}, which exchanges gradients by itself; give it an "
+            f"LocalSteps was given a {type(optimizer).__name__}, which exchanges gradients by itself; pass an "
             "optimizer that works on one rank alone, such as torch.optim.AdamW(model.parameters())"
         )
     if not (is_number(rate) and rate > 0):
@@ -571,8 +575,9 @@ def _require_whole(parameters: Iterable[torch.Tensor]) -> None:
     if any(hasattr(parameter, "device_mesh") for parameter in parameters):
         raise ConfigurationError(
             "the parameters are sharded (FSDP, tensor parallelism), but LocalSteps does not know which ranks have the "
-            "same shards. If the mesh of fully_shard or replicate has replicas, give LocalSteps model=model. Else call "
-            "fully_shard(model, mesh=mesh['shard']), and give LocalSteps mesh=mesh['replicate'] of the same mesh"
+            "same shards. If the mesh of fully_shard or replicate has replicas, use LocalSteps(..., model=model). "
+            "Otherwise call fully_shard(model, mesh=mesh['shard']), and use LocalSteps(..., mesh=mesh['replicate']) "
+            "with the same mesh"
         )
 
 

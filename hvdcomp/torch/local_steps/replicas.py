@@ -32,7 +32,7 @@ def replicas_of(
         parameters: all parameters of the optimizer.
         mesh: the dimension of the replicas; None if the model's own mesh has it.
         model: the model, if its own mesh has replicas; or None.
-        communicator: as the user gave it to `LocalSteps`; must be None.
+        communicator: the communicator that the user gave to `LocalSteps`; must be None.
 
     Raises:
         ConfigurationError: if `mesh` is not one dimension of replicas, or if the ranks of it have different shards; if
@@ -45,7 +45,7 @@ def replicas_of(
         raise ConfigurationError(f"LocalSteps was given both {given} and communicator; leave out the communicator")
     if mesh is not None and getattr(mesh, "ndim", None) != 1:
         raise ConfigurationError(
-            f"LocalSteps was given a {type(mesh).__name__} as mesh, which is not a mesh of one dimension; give it the "
+            f"LocalSteps was given a {type(mesh).__name__} as mesh, which is not a mesh of one dimension; pass the "
             "dimension of the replicas, such as mesh['replicate'] of init_device_mesh(..., "
             "mesh_dim_names=('replicate', 'shard'))"
         )
@@ -76,7 +76,7 @@ def _replicas_in(model: Any, mesh: DeviceMesh | None) -> dist.ProcessGroup:
         raise ConfigurationError(
             f"LocalSteps was given a {type(model).__name__} as model that {problem}. model is only for a model that is "
             "sharded by fully_shard(model, mesh=mesh), with a mesh of replicas and shards, or by replicate(model); "
-            "leave it out for other models"
+            "leave model out for other models"
         )
     return group
 

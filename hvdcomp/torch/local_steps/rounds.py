@@ -1,4 +1,4 @@
-"""The schedule of `LocalSteps`: the parameters that are exchanged after each step."""
+"""The schedule of `LocalSteps`: which parameters are exchanged after which step."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class Rounds(NamedTuple):
 
 
 def grouped(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """The places of parameters in groups of about equal size: the largest parameter first, each to the smallest
-    group."""
+    """Divides parameters into groups of about equal size, and returns the places of each group's parameters. The
+    largest parameter comes first, and each parameter goes to the smallest group."""
     groups: list[list[int]] = [[] for _ in range(count)]
     filled = [0] * count
     for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):

@@ -43,8 +43,8 @@ class Momentum:
 
 @dataclass(frozen=True)
 class LocalMomenta:
-    """The tensor sent instead of a gradient after local steps: the mean of the momenta since the last exchange,
-    weighted by their rates, divided by 1 - b1. The optimizer gets its mean over the ranks.
+    """The tensor that is sent instead of a gradient after local steps: the mean of the momenta since the last exchange,
+    weighted by their learning rates, divided by 1 - b1. The optimizer gets the mean of these tensors over the ranks.
 
     Attributes:
         mean: m of this rank before this step.
@@ -93,13 +93,14 @@ class CompressedAdam(torch.optim.AdamW):
 
     With `local_steps` above 1, each rank makes this number of steps with its own momentum. The ranks then exchange the
     mean of the momenta since the last exchange, and all ranks apply it to the weights of the last exchange. These are
-    the local steps of 0/1 Adam (Lu et al. 2023, arXiv:2202.06009, algorithm 1), in a fixed number. Between two
-    exchanges the ranks' weights differ: save and evaluate when `in_sync` is true. To accumulate gradients of several
-    backward passes, make all passes but the last in DistributedDataParallel's `no_sync()`.
+    the local steps of 0/1 Adam (Lu et al. 2023, arXiv:2202.06009, algorithm 1), with a fixed number of local steps
+    between exchanges. Between two exchanges the ranks' weights differ: save and evaluate when `in_sync` is true. To
+    accumulate gradients of several backward passes, make all passes but the last in DistributedDataParallel's
+    `no_sync()`.
 
-    If the second moment of an element is zero when it is frozen, the element never had a gradient. It does not change
-    afterwards, and its moment becomes infinite in the state. So freeze only after rare rows of embeddings have had a
-    gradient.
+    If the second moment of an element is zero when it is frozen, the element never had a gradient. Such an element does
+    not change afterwards, and its second moment becomes infinite in the state. So freeze only after rare rows of
+    embeddings have had a gradient.
 
     Args:
         params, lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
@@ -170,8 +171,8 @@ class CompressedAdam(torch.optim.AdamW):
             for option in ("maximize", "amsgrad"):
                 if group.get(option):
                     raise ConfigurationError(
-                        f"CompressedAdam: {option}=True is not allowed, because its frozen steps would ignore it; "
-                        "leave it out, also in a state of torch.optim.AdamW"
+                        f"CompressedAdam: {option}=True is not allowed, because frozen steps would ignore this option; "
+                        f"leave {option} out, also in a state of torch.optim.AdamW"
                     )
             if not is_whole(group["local_steps"], 1):
                 raise ConfigurationError(
@@ -205,12 +206,12 @@ class CompressedAdam(torch.optim.AdamW):
 
     @property
     def compressor_before(self) -> str:
-        """`warm_up`."""
+        """The compressor that is used before freezing: `warm_up`."""
         return str(self.param_groups[0]["warm_up"])
 
     @property
     def local_steps(self) -> int:
-        """The setting of that name."""
+        """The setting `local_steps`."""
         return int(self.param_groups[0]["local_steps"])
 
     @property

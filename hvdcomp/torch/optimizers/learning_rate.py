@@ -33,7 +33,7 @@ class ScaledSteps:
         return rates_of(self._optimizer) if self._own is None else tuple(map(float, self._own))
 
     def begin_step(self) -> None:
-        """Fixes the factor of a step; to be called when the exchange of its gradients begins.
+        """Fixes the factor of a step. Call it when the exchange of the step's gradients begins.
 
         A decision applied after that, as for a checkpoint, is for the next step, as other ranks may apply it later.
         """
@@ -65,7 +65,7 @@ def rates_of(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
     if not has_rates(optimizer):
         raise ConfigurationError(
             f"{type(optimizer).__name__} has lr=None, so it chooses its learning rate itself, and hvdcomp cannot "
-            "follow this rate: give it a learning rate (Adafactor of transformers: relative_step=False, lr=1e-3)"
+            "follow this rate: set a learning rate (Adafactor of transformers: relative_step=False, lr=1e-3)"
         )
     return tuple(float(group["lr"]) for group in optimizer.param_groups)
 

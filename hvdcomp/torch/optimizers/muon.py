@@ -68,9 +68,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
         optimizer = hvdcomp.torch.MuonWithAdamW(model, lr=8e-3)
 
     It is a single optimizer, because Horovod, `LocalSteps`, schedulers, a GradScaler and checkpoints expect one.
-    PyTorch's two optimizers share its parameter groups and its state, so the weights are theirs bit for bit. Muon's
-    steps are made as large as AdamW's (`adjust_lr_fn="match_rms_adamw"`; Liu et al. 2025, arXiv:2502.16982, section
-    2.2), so that both use the same learning rate.
+    PyTorch's two optimizers share its parameter groups and its state, so the weights are the same as with the two
+    optimizers, bit for bit. Muon's steps are made as large as AdamW's (`adjust_lr_fn="match_rms_adamw"`; Liu et al.
+    2025, arXiv:2502.16982, section 2.2), so that both use the same learning rate.
 
     `hidden_matrices` says which parameters of a model go to Muon. To choose them yourself, give groups:
 
@@ -82,7 +82,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         params: a model, or parameter groups. The parameters of a model are sorted into two groups with names. Groups
             with `use_muon=True` are trained by Muon. A group may have the options of its optimizer.
         lr: the learning rate of groups without their own.
-        head: of a model, as in `hidden_matrices`.
+        head: the head of a model, as in `hidden_matrices`.
         muon, adamw: options of `torch.optim.Muon` and of `torch.optim.AdamW` for groups without their own, such as
             `adamw={"betas": (0.9, 0.95), "lr": 2e-3}`. Defaults: those of PyTorch, but for `adjust_lr_fn`.
 
@@ -176,8 +176,8 @@ def _sorted_groups(model: nn.Module, head: nn.Module | Iterable[nn.Module] | Non
     if not hidden:
         raise ConfigurationError(
             f"MuonWithAdamW found no hidden matrix in this {type(model).__name__}: it has no linear, recurrent or "
-            "attention layer except the head. Give head=() if its last linear layer is not the head, give groups of "
-            "your own choice, or use torch.optim.AdamW"
+            "attention layer except the head. Use head=() if the last linear layer is not the head, pass parameter "
+            "groups of your own choice, or use torch.optim.AdamW"
         )
     others = [pair for pair in unique(model.named_parameters()).items() if pair[0] not in hidden]
     groups = [{"params": list(hidden.items()), "use_muon": True}, {"params": others, "use_muon": False}]

@@ -1,4 +1,4 @@
-"""What ranks tell each other of batches read ahead: the keys of the rows that each looks up."""
+"""The keys of the embedding rows that each rank looks up in batches read ahead; the ranks exchange these keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Share(NamedTuple):
     """Rows of a step that are exchanged together.
 
     Attributes:
-        keys: the keys of those that this rank updates.
+        keys: the keys of the rows that this rank updates.
         start: function from this rank's rows of each table, the ranks and a collective's name to the function that
             waits for the means.
     """
@@ -69,7 +69,7 @@ class ReadBatch:
             return
         lengths = self._ranks.wait(self._handle).contiguous().view(torch.int64)[:, 0]
         self._handle, self._lengths = None, lengths.clamp(min=0).tolist()
-        refuse((lengths == _REFUSED).numpy(), "cannot say which rows a batch looks up", self._refused)
+        refuse((lengths == _REFUSED).numpy(), "could not find out which rows a batch looks up", self._refused)
         ended = (lengths == _ENDED).numpy()
         if not ended.all():
             refuse(ended, "has fewer batches than the other ranks; give every rank the same number of batches")
@@ -80,7 +80,7 @@ class ReadBatch:
             self._handle = self._ranks.start_allgather(keys, self._name)
 
     def drop(self) -> None:
-        """Waits for the collective under way, if any."""
+        """Waits for the collective that is under way, if there is one, and drops its result."""
         if self._by_rank is None and self._handle is not None:
             self._ranks.wait(self._handle)
             self._handle = None
@@ -98,7 +98,7 @@ class ReadBatch:
 
 
 def refuse(at_fault: np.ndarray, reason: str, own: str | None = None) -> None:
-    """Raises RankMismatchError, on every rank, if any rank is at fault."""
+    """Raises RankMismatchError on every rank if any rank has reported an error."""
     if at_fault.any():
         detail = f": {own}" if own else ""
         raise RankMismatchError(f"LookAhead: rank {', '.join(map(str, np.flatnonzero(at_fault)))} {reason}{detail}")

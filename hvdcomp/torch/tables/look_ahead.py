@@ -61,7 +61,7 @@ class LookAhead:
     position, this position is ahead of the training: save the number of steps instead.
 
     Args:
-        loader: iterable of batches, the same number on each rank. Each iteration begins it anew.
+        loader: iterable of batches, the same number on each rank. Each iteration starts the loader again.
         rows: the `RowExchange` or `ShardedTables`, all in the host's memory and with sparse=True.
         optimizer: the optimizer of these tables only: `torch.optim.SGD` without momentum or `torch.optim.Adagrad`
             without lr_decay, both without weight_decay, or `RowWiseAdagrad`.
@@ -185,7 +185,7 @@ class LookAhead:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Waits for all deferred rows and updates them. Needs no call on other ranks."""
+        """Waits for all deferred rows and updates them. Other ranks need not call it."""
         self._wait_until(self._steps)
 
     def end(self) -> None:
@@ -203,7 +203,7 @@ class LookAhead:
 
     def _require_latest(self) -> None:
         if self.rows.ahead is not self:
-            raise ConfigurationError("another LookAhead was made of these tables; use only the latest one")
+            raise ConfigurationError("another LookAhead was made for these tables; use only the latest LookAhead")
 
     def _read(self, batches: Iterator[Any]) -> None:
         """Puts the next batch, or the end, into the window."""
@@ -221,14 +221,17 @@ class LookAhead:
     def _keys_of(self, ids: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The keys of the ids, unique and in order."""
         if set(ids) != set(self.rows.tables):
-            raise ConfigurationError(f"`ids` named {', '.join(ids)}, but it must name {', '.join(self.rows.tables)}")
+            raise ConfigurationError(
+                f"the function `ids` returned ids for the tables {', '.join(ids)}, but it must return ids for the "
+                f"tables {', '.join(self.rows.tables)}"
+            )
         parts = []
         for start, (name, table) in zip(self._starts.tolist(), self.rows.tables.items(), strict=False):
             looked_up = ids[name].detach().reshape(-1).long()
             if len(looked_up) and not 0 <= int(looked_up.min()) <= int(looked_up.max()) < table.num_embeddings:
                 raise ConfigurationError(
-                    f"`ids` named rows from {int(looked_up.min())} to {int(looked_up.max())} of {name}, which has only "
-                    f"rows 0 to {table.num_embeddings - 1}"
+                    f"the function `ids` named rows from {int(looked_up.min())} to {int(looked_up.max())} of {name}, "
+                    f"which has only rows 0 to {table.num_embeddings - 1}"
                 )
             looked_up = looked_up.unique()
             if table.padding_idx is not None and not self._exchange.caches:
@@ -438,18 +441,18 @@ def _check(rows: Any, optimizer: Any, batches: Any) -> None:
         if not table.sparse or table.weight.device.type != "cpu":
             raise ConfigurationError(
                 f"LookAhead needs tables with sparse=True in the host's memory, but {name} has sparse={table.sparse} "
-                f"and is on {table.weight.device}; exchange it with RowExchange.exchange"
+                f"and is on {table.weight.device}; exchange this table with RowExchange.exchange"
             )
     rule = _RULES.get(type(optimizer))
     if rule is None:
         raise ConfigurationError(
-            f"LookAhead was given a {type(optimizer).__name__}, which may change a row that has no gradient; give it "
+            f"LookAhead was given a {type(optimizer).__name__}, which may change a row that has no gradient; pass "
             "torch.optim.SGD, torch.optim.Adagrad or hvdcomp.torch.RowWiseAdagrad"
         )
     parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if parameters != {id(table.weight) for table in rows.tables.values()}:
         raise ConfigurationError(
-            "LookAhead was given an optimizer whose parameters are not exactly the tables; give it an optimizer of "
+            "LookAhead was given an optimizer whose parameters are not exactly the tables; pass an optimizer of "
             f"{', '.join(rows.tables)}, and use a separate optimizer for the layers"
         )
     for group in optimizer.param_groups:
@@ -457,7 +460,7 @@ def _check(rows: Any, optimizer: Any, batches: Any) -> None:
             if not allowed(group[option]):
                 raise ConfigurationError(
                     f"LookAhead: {option}={group[option]} of {type(optimizer).__name__} is not allowed, because it "
-                    "changes a row by more than the row's gradients; leave it out"
+                    f"changes a row by more than the row's gradients; leave {option} out"
                 )
     if not is_whole(batches, 1):
         raise ConfigurationError(

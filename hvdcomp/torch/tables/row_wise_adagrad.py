@@ -12,8 +12,8 @@ from hvdcomp.torch.tables.rows import rows_of
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):
-    """Adagrad for embedding tables, whose state is one number for each row, where `torch.optim.Adagrad` keeps as many
-    as there are weights (Mudigere et al. 2022, arXiv:2104.05158; the rule is that of FBGEMM and TorchRec):
+    """Adagrad for embedding tables that keeps one sum of squares for each row; `torch.optim.Adagrad` keeps one for each
+    weight (Mudigere et al. 2022, arXiv:2104.05158; same rule as in FBGEMM and TorchRec):
 
         sum of the row += mean of the squares of its gradient
         row -= lr * gradient / (sqrt(sum of the row) + eps)
@@ -29,7 +29,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         initial_accumulator_value: the first value of all sums.
 
     Raises:
-        ConfigurationError: for a parameter that is no matrix, or an option below its bound.
+        ConfigurationError: for a parameter that is not a matrix, or an option that is too small.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         for table in group["params"]:
             if table.ndim != 2:
                 raise ConfigurationError(
-                    f"RowWiseAdagrad was given a parameter of the shape {tuple(table.shape)}; give it weights of "
+                    f"RowWiseAdagrad was given a parameter of the shape {tuple(table.shape)}; pass weights of "
                     "embeddings (rows, columns), and use another optimizer for other parameters"
                 )
             start, dtype = group["initial_accumulator_value"], _dtype(table)

@@ -1,4 +1,4 @@
-"""`RowExchange`: the mean of gradients of embedding tables, whose nonzero rows only are exchanged."""
+"""`RowExchange`: averages the gradients of embedding tables, and exchanges only their nonzero rows."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class RowExchange:
     def exchange(self) -> None:
         """Exchanges the gradients. Call it on every rank in each step, after the backward passes, and before you clip
         gradients or call a scaler's `unscale_` or the optimizer's step. A table is skipped if no rank has a gradient of
-        it."""
+        this table."""
         refuse_capture()
         tables = list(self.tables.values())
         self.compare_weights()
@@ -131,19 +131,19 @@ class RowExchange:
         return Rows(ids[sent], values[sent].to(rows.values.dtype))
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows that this rank has kept, with `ratio`. Each rank has its own state."""
+        """The rows that this rank has kept for later steps (with `ratio`). Each rank has its own state."""
         return {name: rows._asdict() for name, rows in self._kept.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a `state_dict` of the same rank.
 
         Raises:
-            ConfigurationError: if it is of other tables.
+            ConfigurationError: if the state belongs to other tables.
         """
         if unknown := state.keys() - self.tables.keys():
             raise ConfigurationError(
-                f"RowExchange was given a state of {', '.join(sorted(unknown))}, but it exchanges "
-                f"{', '.join(self.tables)}"
+                f"RowExchange was given a state of the tables {', '.join(sorted(unknown))}, but it exchanges the "
+                f"tables {', '.join(self.tables)}; load the state of a RowExchange of the same tables"
             )
         device = {name: table.weight.device for name, table in self.tables.items()}
         self._kept = {
@@ -202,7 +202,8 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def leave_alone(model: torch.nn.Module, weights: Iterable[torch.Tensor]) -> None:
-    """Makes DistributedDataParallel ignore the weights, under all their names, beside those it ignores already."""
+    """Makes DistributedDataParallel ignore these weights, under all their names, in addition to the parameters that it
+    already ignores."""
     ids = {id(weight) for weight in weights}
     parameters = model.named_parameters(remove_duplicate=False)
     names = [name for name, parameter in parameters if id(parameter) in ids]
@@ -234,7 +235,7 @@ def put(table: Any, rows: Rows) -> None:
 
 
 def step_of_rows(optimizer: torch.optim.Optimizer, tables: Iterable[Any], rows: Iterable[Rows]) -> None:
-    """A step of the optimizer of the tables, with these rows as their gradients."""
+    """Makes a step of the tables' optimizer, with these rows as the gradients."""
     for table, of_table in zip(tables, rows, strict=True):
         table.weight.grad = None
         if len(of_table.ids):

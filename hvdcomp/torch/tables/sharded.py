@@ -1,4 +1,4 @@
-"""`ShardedTables`: embedding tables of which each rank keeps a part of the rows, for `LookAhead`."""
+"""`ShardedTables`: embedding tables that are sharded by rows over the ranks, for `LookAhead`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ShardedTables:
         tables: names of weights of `nn.Embedding` or `nn.EmbeddingBag` with sparse=True; by default all of them.
         fill: function that takes a weight's name and ids (n,), and returns the rows (n, columns). It is for tables made
             with device="meta", which no rank has whole.
-        communicator: as of `RowExchange`.
+        communicator: the communicator, as in `RowExchange`.
 
     Attributes:
         tables, ranks, ahead, ledger: as in `RowExchange`. Bytes include the rows that were fetched.
@@ -96,7 +96,8 @@ class ShardedTables:
         return {name: rows for name, (_, rows) in self._present.items()}
 
     def leave(self) -> str | None:
-        """Ends the lookups of a batch; a row that it looked up without naming it, or None."""
+        """Ends the lookups of a batch. Returns a row that the batch looked up although `ids` did not name it, or
+        None."""
         self._present.clear()
         return self._unnamed
 
@@ -107,7 +108,7 @@ class ShardedTables:
         ranks: Communicator,
         name: str,
     ) -> Callable[[], list[list[torch.Tensor]]]:
-        """Starts to fetch rows from their owners; to be called on every rank.
+        """Starts to fetch rows from their owners. Call it on every rank.
 
         Args:
             by_rank: the ids that each rank wants of each table.
@@ -152,7 +153,7 @@ class ShardedTables:
 
     @staticmethod
     def resharded(states: Sequence[Any], rank: int, ranks: int) -> Any:
-        """The state of a rank, of another number of ranks, from those of all old ranks in order.
+        """Makes the state of a rank for another number of ranks, from the states of all old ranks in order.
 
         Args:
             states: of each old rank, the same nesting of dicts of tensors with an entry for each owned row, such as
@@ -222,8 +223,8 @@ class ShardedTables:
         """The places of ids in the rows of the present batch."""
         if name not in self._present:
             raise ConfigurationError(
-                f"{name} is sharded, and was looked up outside of the batches of a LookAhead; look it up after "
-                "LookAhead has given a batch and before step(), or call model.eval() on every rank"
+                f"{name} is sharded, and was looked up outside of the batches of a LookAhead; look rows up after "
+                "LookAhead has returned a batch and before step(), or call model.eval() on every rank"
             )
         known, rows = self._present[name]
         places = torch.searchsorted(known, ids.long().contiguous())
@@ -262,7 +263,8 @@ def _check(model: torch.nn.Module, name: str, table: Any, fill: Fill | None) -> 
         )
     if weight.is_meta and fill is None:
         raise ConfigurationError(
-            f"{name} is on the meta device, so it has no rows; give ShardedTables a function `fill` that makes them"
+            f"{name} is on the meta device, so it has no rows; pass a function `fill` that makes the rows to "
+            "ShardedTables"
         )
     others = [module for module in model.modules() if not isinstance(module, EMBEDDINGS)]
     if any(own is weight for module in others for own in module.parameters(recurse=False)):

@@ -73,14 +73,15 @@ class ShardedExchange:
         self._tables.leave()
 
     def plan(self, coming: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Finds what each rank needs, from the keys of each rank in each coming batch."""
+        """Finds the rows that each rank needs, from the keys of each rank in each coming batch."""
         needed = [torch.cat(of_rank).unique() for of_rank in map(list, zip(*coming, strict=True))]
         self._needed = [keys[keys % self._size != rank] for rank, keys in enumerate(needed)]
         self._new = [keys[~_within(keys, held)] for keys, held in zip(self._needed, self._held, strict=True)]
         self._next = list(coming[0])
 
     def split(self, by_rank: Sequence[torch.Tensor]) -> tuple[Share, Share]:
-        """What of a batch, with these keys on each rank, is exchanged at once, and what later."""
+        """Divides the rows of a batch, given the keys of each rank, into rows to exchange at once and rows to exchange
+        later."""
         keys = torch.cat(list(by_rank)).unique()
         lent = _within(keys, torch.cat(self._new).unique())
         taken, urgent = [], []
@@ -114,7 +115,7 @@ class ShardedExchange:
         self._tables.enter(batch)
 
     def looked_up(self) -> dict[str, torch.Tensor]:
-        """What has the gradients of each table's lookups, by the name of its weight."""
+        """The tensors that get the gradients of each table's lookups, by the name of the table's weight."""
         return self._tables.looked_up()
 
     def places(self, own: torch.Tensor) -> list[torch.Tensor]:
@@ -122,16 +123,18 @@ class ShardedExchange:
         return [torch.arange(len(ids)) for ids in by_table(own, self.starts)]
 
     def leave(self) -> str | None:
-        """Ends the lookups of a batch; a row that it looked up without naming it, or None."""
+        """Ends the lookups of a batch. Returns a row that the batch looked up although `ids` did not name it, or
+        None."""
         return self._tables.leave()
 
     def lent(self) -> torch.Tensor:
-        """The keys of rows that other ranks will fetch from this one."""
+        """The keys of rows that other ranks will fetch from this rank."""
         keys = torch.cat(self._new)
         return keys[keys % self._size == self._rank]
 
     def prefetch(self, ranks: Ranks, name: str) -> Prefetched:
-        """Starts to fetch what each rank needs and does not have; to be called when the rows of `lent` are updated."""
+        """Starts to fetch the rows that each rank needs and does not have. Call it when the rows of `lent` are
+        updated."""
         new, needed = [self._ids(keys) for keys in self._new], self._ids(self._needed[self._rank])
         wait = self._tables.start_fetch(new, list(map(self._owned, self._weights)), ranks, name)
         self._held = self._needed
@@ -150,7 +153,7 @@ class ShardedExchange:
         return next((step for step, deferred in reversed(self._deferred) if bool(_within(keys, deferred).any())), 0)
 
     def update(self, means: Sequence[Rows]) -> None:
-        """A step of the optimizer, for the owned rows and those in the cache."""
+        """Makes a step of the optimizer for the rows that this rank owns and the rows in its cache."""
         owned, cached = [], []
         for (ids, values), cache in zip(means, self._caches, strict=True):
             mine = ids % self._size == self._rank
@@ -165,7 +168,7 @@ class ShardedExchange:
             self._put(kept)
 
     def check_state(self, state: Any) -> None:
-        """Raises ConfigurationError if an optimizer's state is not that of the owned rows."""
+        """Raises ConfigurationError if an optimizer's state does not belong to the rows that this rank owns."""
         parameters = [weight for group in self._optimizer.param_groups for weight in group["params"]]
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         for number, weight in zip(numbers, parameters, strict=False):

@@ -200,7 +200,7 @@ def test_up_status_run_down(clean: None) -> None:
         assert "1gbit" in said
         code, said = _finished("up", "--hosts", "2", "--rate", "1gbit")
         assert code == 1
-        assert "is up already" in said
+        assert "is already running" in said
         code, said = _finished("run", "--", "sh", "-c", "echo $(hostname) rank $HOROVOD_RANK of $HOROVOD_SIZE")
         assert code == 0
         assert {"host0 rank 0 of 2", "host1 rank 1 of 2"} <= set(said.splitlines())
@@ -210,7 +210,7 @@ def test_up_status_run_down(clean: None) -> None:
     assert "removed 2 hosts" in said
     code, said = _finished("run", "--", "true")
     assert code == 1
-    assert "no cluster is up" in said
+    assert "no cluster is running" in said
 
 
 @pytest.mark.cluster
@@ -303,7 +303,7 @@ def test_what_a_killed_run_left_is_removed(clean: None, next_command: tuple[str,
     ranks = namespaces._processes(name)
     assert len(ranks) >= 2
     assert all(map(runs, ranks))
-    assert "left by a killed process" in " ".join(_finished("status")[1].replace("│", " ").split())
+    assert "left behind by a killed process" in " ".join(_finished("status")[1].replace("│", " ").split())
     assert _finished(*next_command)[0] == 0
     assert not any(map(runs, ranks))
 

@@ -266,7 +266,7 @@ def test_a_training_in_distributed_data_parallel_goes_on_as_if_it_had_not_been_p
     with_adam = to_begin_with(adviser, adviser.advise(Setting(2)))
     # Gathered, or scattered where that was measured too.
     best = r"in hvdcomp's own trainings, (int8(?::exchange=scatter)?) is the fastest"
-    (found,) = re.findall(f"lost at most 2% with Adam {best}", with_adam[0])
+    (found,) = re.findall(f"lost at most 2% of quality with Adam {best}", with_adam[0])
     assert f"from_spec('{found}')" in with_adam[1]
     adviser = Adviser(replace(slow, models={"training": replace(slow.models["training"], optimizer="SGD")}))
     with_sgd = to_begin_with(adviser, adviser.advise(Setting(2)))

@@ -90,7 +90,7 @@ def test_a_healthy_environment_has_no_problem() -> None:
         ),
         (
             changed(package=Package("/work/hvdcomp", is_on_path=False)),
-            "Scripts in /work find the folder hvdcomp beside them",
+            "Scripts in /work import the folder hvdcomp in the same folder",
             "pip install -e /work/hvdcomp",
             False,
         ),

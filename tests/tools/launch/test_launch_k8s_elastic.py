@@ -179,7 +179,10 @@ class TestPods:
             running.send_signal(signal.SIGTERM)
             output, _ = running.communicate(timeout=100)
             assert running.returncode == EXIT_SAVED, output[-6000:]
-            assert "hvdcomp: the ranks have saved and stopped; the next start continues from there" in output
+            assert (
+                "hvdcomp: the ranks have saved a checkpoint and stopped; the next start continues from this checkpoint"
+                in output
+            )
             steps = made(tmp_path / "out")
             assert steps == list(range(1, steps[-1] + 1))
 

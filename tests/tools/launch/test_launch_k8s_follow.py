@@ -102,7 +102,7 @@ def test_the_operator_s_warnings_are_shown_while_a_job_waits(api: KubernetesApi)
         "waiting: 0 of 1 workers ready",
         f"waiting: 0 of 1 workers ready; mpi-operator: MPIJobFailed: {forbidden}",
         "waiting: 0 of 1 workers ready",
-        "deleted: the MPIJob is gone",
+        "deleted: the MPIJob no longer exists",
     ]
 
     def cluster() -> None:
@@ -155,8 +155,13 @@ def test_what_several_workers_lack_is_said_once(api: KubernetesApi) -> None:
     ("retries", "phase", "code", "said"),
     [
         (0, "Failed", 3, f"stopped: {LAUNCHER} ended with exit code 3\n"),
-        (2, "Failed", 3, f"stopped: {LAUNCHER} ended with exit code 3; it restarts while retries are left\n"),
-        (2, "Running", 3, f"stopped: {LAUNCHER} ended with exit code 3; it restarts while retries are left\n"),
+        (2, "Failed", 3, f"stopped: {LAUNCHER} ended with exit code 3; the job restarts as long as retries are left\n"),
+        (
+            2,
+            "Running",
+            3,
+            f"stopped: {LAUNCHER} ended with exit code 3; the job restarts as long as retries are left\n",
+        ),
         (2, "Succeeded", 0, "stopped\n"),
     ],
 )
@@ -189,7 +194,9 @@ def test_what_a_running_job_lacks_is_said(api: KubernetesApi) -> None:
     result = play(api, cluster)
     assert result.exit_code == 213
     assert said in result.stderr
-    assert result.stderr.splitlines()[-1].endswith("; it has saved: submit it again to continue from there")
+    assert result.stderr.splitlines()[-1].endswith(
+        "; it has saved a checkpoint: submit the job again to continue from this checkpoint"
+    )
 
 
 def test_dropped_watches_and_logs_lose_and_repeat_nothing(api: KubernetesApi) -> None:

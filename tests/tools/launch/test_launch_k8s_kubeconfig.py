@@ -55,9 +55,9 @@ def written(tmp_path: Path, content: Any, monkeypatch: pytest.MonkeyPatch) -> Pa
         (config(contexts=[{"name": "here"}]), [], "is not a usable kubeconfig (KeyError: 'context')"),
         (config(clusters=[]), [], "Expected object with name c in"),
         (config(clusters=[UNKNOWN_AUTHORITY]), [], "File does not exist: /nowhere"),
-        (config(**{"current-context": None}), [], "no current context: name one with --context; it has: here, bare"),
-        (config(**{"current-context": "gone"}), [], "no 'gone'; it has: here, bare"),
-        (config(), ["--context", "there"], "no 'there'; it has: here, bare"),
+        (config(**{"current-context": None}), [], "name a context with --context; its contexts are: here, bare"),
+        (config(**{"current-context": "gone"}), [], "no context 'gone'; its contexts are: here, bare"),
+        (config(), ["--context", "there"], "no context 'there'; its contexts are: here, bare"),
         (plugin("no-such-plugin"), [], "a program that did not work ([Errno 2] No such file or directory: "),
         (plugin("sh", "-c", "echo expired >&2; exit 3"), [], "did not work (exec: process returned 3. expired)"),
         (plugin("echo", "{}"), [], "did not work (exec: malformed response. missing key 'apiVersion')"),
@@ -83,7 +83,9 @@ def test_no_kubeconfig_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", "/nowhere")
     result = CliRunner().invoke(main, STATUS, catch_exceptions=False)
     assert result.exit_code == 125
-    assert result.stderr.startswith("Error: no cluster is configured, as there is no /nowhere: set KUBECONFIG")
+    assert result.stderr.startswith(
+        "Error: no cluster is configured, because there is no file /nowhere: set KUBECONFIG"
+    )
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,10 @@ def test_what_it_started_is_warned_and_saves(tmp_path: Path, number: int) -> Non
         process.send_signal(number)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == EXIT_SAVED
-    assert errors == "hvdcomp: the ranks have saved and stopped; the next start continues from there\n"
+    assert (
+        errors
+        == "hvdcomp: the ranks have saved a checkpoint and stopped; the next start continues from this checkpoint\n"
+    )
 
 
 def test_the_warning_is_repeated() -> None:

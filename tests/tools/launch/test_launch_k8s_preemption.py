@@ -58,7 +58,7 @@ def test_a_launcher_that_is_told_to_end_saves_and_the_next_one_goes_on(pods: Pod
     launcher.send_signal(signal.SIGTERM)
     _, errors = launcher.communicate(timeout=100)
     assert launcher.returncode == EXIT_SAVED, errors
-    assert "the ranks have saved and stopped" in errors
+    assert "the ranks have saved a checkpoint and stopped" in errors
     goes_on(pods.start_launcher())
 
 

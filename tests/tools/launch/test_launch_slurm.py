@@ -321,14 +321,14 @@ def test_srun_finds_no_binding_and_no_second_memory_of_a_job_that_sbatch_was_cal
     assert _started(job, tmp_path, **binding, **per_cpu, SLURM_MEM_PER_NODE="9") == (["SLURM_MEM_PER_NODE"], "x")
 
 
-_ASKED = "Slurm is asked to requeue it, and it continues from there"
+_ASKED = "Slurm is asked to requeue the job, which then continues from this checkpoint"
 _SAVED_AND = {
     "answers": ("echo RUNNING", "exit 0", 0, _ASKED),
     "answers later": ("[ -e waited ] && echo RUNNING", "exit 0", 1, _ASKED),
-    "has cancelled it": ("echo COMPLETING", "exit 0", 0, "it was cancelled and is not requeued"),
+    "has cancelled it": ("echo COMPLETING", "exit 0", 0, "the job was cancelled, so it is not requeued"),
     "kills it at once": ("echo RUNNING", "kill -9 $PPID", 0, _ASKED),
     "refuses once": ("echo RUNNING", "[ -e waited ]", 1, _ASKED),
-    "never answers": ("exit 1", "exit 1", 20, "Slurm did not requeue it: submit it again"),
+    "never answers": ("exit 1", "exit 1", 20, "Slurm did not requeue the job: submit it again"),
 }
 
 

@@ -280,7 +280,7 @@ def test_a_job_that_is_warned_saves_is_queued_again_and_ends_as_if_it_had_not(
     launch.cluster.command("scancel", "--signal=USR1", "--batch", str(job))
     followed = launch.run("logs", "--follow", "--poll-seconds", "0.5", str(job))
     assert followed.returncode == 0, followed.stdout + followed.stderr
-    assert "saved; Slurm is asked to requeue it, and it continues from there" in followed.stdout
+    assert "Slurm is asked to requeue the job, which then continues from this checkpoint" in followed.stdout
     assert "start 2" in followed.stdout
     _check_same(whole, launch.folder / "b")
 
@@ -290,7 +290,7 @@ def test_a_job_that_reaches_its_time_limit_goes_on(launch: Launcher, whole: Path
     limited = ["--time", "1", "--warning-seconds", "10", "--env", "STEP_SECONDS=0.3", "--", _PYTHON, "-c", _SLOW]
     done = launch.job(*limited, *_TRAINING, "--output", "b", "--checkpoint-folder", "c", timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "saved; Slurm is asked to requeue it" in done.stdout
+    assert "Slurm is asked to requeue the job" in done.stdout
     assert "start 2" in done.stderr
     _check_same(whole, launch.folder / "b")
 
@@ -302,7 +302,7 @@ def test_a_cancelled_job_is_saved_and_not_queued_again(launch: Launcher, horovod
     assert launch.run("delete", str(job)).returncode == 0
     followed = launch.run("logs", "--follow", "--poll-seconds", "0.5", str(job))
     assert followed.returncode == EXIT_SAVED
-    assert "it was cancelled and is not requeued" in followed.stdout
+    assert "the job was cancelled, so it is not requeued" in followed.stdout
     summary = json.loads((launch.folder / "b" / "summary.json").read_text())
     assert summary["status"] == "stopped"
     # On a busy machine an epoch may have ended before, with a checkpoint of its own.
@@ -332,7 +332,7 @@ def test_ranks_of_torch_that_are_warned_save_are_queued_again_and_go_on(
     launch.cluster.command("scancel", f"--signal={warning}", "--batch", str(job))
     followed = launch.run("logs", "--follow", "--poll-seconds", "0.5", str(job))
     assert followed.returncode == 0, followed.stdout + followed.stderr
-    assert "saved; Slurm is asked to requeue it, and it continues from there" in followed.stdout
+    assert "Slurm is asked to requeue the job, which then continues from this checkpoint" in followed.stdout
     steps = re.findall(r"^goes on after (\d+) (\d+)$", followed.stdout, re.MULTILINE)
     assert len(steps) == 2, followed.stdout
     assert len(set(steps)) == 1

@@ -49,13 +49,22 @@ _REFUSED = {
         "sinfo --format='%P %l'",
     ),
     "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)": (
-        "(no --account, --time 9-0, --nodes 2, --tasks-per-node 2, --cpus-per-task 1): ask for less",
+        "(no --account, --time 9-0, --nodes 2, --tasks-per-node 2, --cpus-per-task 1): ask for fewer resources",
         "sacctmgr show qos",
     ),
     "Invalid qos specification": ("(no --qos, --partition gpu): use a QOS", "sacctmgr show associations"),
-    "User's group not permitted to use this partition": ("(--partition gpu): use one", "scontrol show partition"),
-    "Required partition not available (inactive or drain)": ("(--partition gpu): it accepts no jobs now", "sinfo"),
-    "Access denied to requested reservation": ("(no --reservation): use one that is yours", "scontrol show res"),
+    "User's group not permitted to use this partition": (
+        "(--partition gpu): use a partition whose",
+        "scontrol show partition",
+    ),
+    "Required partition not available (inactive or drain)": (
+        "(--partition gpu): this partition accepts no jobs now",
+        "sinfo",
+    ),
+    "Access denied to requested reservation": (
+        "(no --reservation): use a reservation that you may use",
+        "scontrol show res",
+    ),
     "Memory required by task is not available": ("(no --memory, --partition gpu): ask for less", "sinfo"),
     "More processors requested than permitted": ("(--partition gpu, --nodes 2,", "scontrol show partition"),
     "Node count specification invalid": ("(--nodes 2, --partition gpu): use a number", "scontrol show partition"),

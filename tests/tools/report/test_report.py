@@ -139,8 +139,8 @@ def test_the_headline_says_who_won(tmp_path):
     assert sentences(tmp_path) == [
         "topk:ratio=0.01 sent 50.0 times fewer bytes than dense training, and ended at 97.01% accuracy; dense training "
         "ended at 98.00% accuracy.",
-        "topk:ratio=0.001 sent the fewest bytes, 400.0 times fewer, but ended at 96.99% accuracy.",
-        "fp16 ended best, at 98.50% accuracy, with 2.0 times fewer bytes.",
+        "topk:ratio=0.001 sent the fewest bytes, 400.0 times fewer than dense training, but ended at 96.99% accuracy.",
+        "fp16 had the best result, 98.50% accuracy, and sent 2.0 times fewer bytes than dense training.",
     ]
 
 
@@ -150,7 +150,8 @@ def test_a_headline_where_nothing_is_as_good_as_dense(tmp_path):
     write_run(tmp_path / "topk", "topk:ratio=0.01", factor=50, perplexity=5.51, **common)
     assert sentences(tmp_path) == [
         "No method that sent fewer bytes ended within 10% of dense training (a perplexity of 5.00).",
-        "topk:ratio=0.01 sent the fewest bytes, 50.0 times fewer, but ended at a perplexity of 5.51.",
+        "topk:ratio=0.01 sent the fewest bytes, 50.0 times fewer than dense training, but ended at a perplexity of "
+        "5.51.",
     ]
 
 

@@ -238,7 +238,7 @@ def test_damaged_log_is_an_error_that_names_the_line(tmp_path, number, old, new,
 def test_log_without_its_start_is_an_error(tmp_path):
     path = write_log(tmp_path / "run/decisions.jsonl", "adaqs:start=64,fall=0.2", falling_ratios)
     path.write_text(path.read_text().partition("\n")[2])
-    with pytest.raises(RunError, match="line 1: the decision log does not begin with a start line"):
+    with pytest.raises(RunError, match="line 1: the first line of a decision log must be a start line"):
         find_runs([path.parent])
 
 

@@ -74,7 +74,7 @@ def test_a_training_with_classes_of_my_own_goes_on_and_is_replayed(folder: Path,
     without = _replay(folder)
     assert without.returncode == 2
     assert "unknown policy 'settle'" in without.stderr
-    assert "a policy of your own needs --plugin MODULE" in without.stderr
+    assert "for a policy of your own, pass --plugin MODULE" in without.stderr
     report = [sys.executable, "-m", "hvdcomp", "report", "resumed", "--plugin", "of_my_own"]
     variables = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run(report, cwd=folder, env=variables, check=True, timeout=120, capture_output=True)

@@ -77,7 +77,7 @@ def test_tensors_of_another_shape_may_follow_under_the_same_name() -> None:
 
 
 NOT_IN_A_GRAPH = {
-    "powersgd:rank=2": "powersgd:rank=2 does not work in a compiled graph, because it keeps more than a residual",
+    "powersgd:rank=2": "powersgd:rank=2 does not work in a compiled graph, because this method keeps more",
     "dgc:ratio=0.01": "keeps more than a residual from step to step. Use hvdcomp.ddp.register",
     "two_level(powersgd:rank=2)": "keeps more than a residual",
     "topk:ratio=0.1": "at first residual=torch.zeros_like(tensor), or choose a method that keeps nothing",

@@ -495,7 +495,7 @@ def test_a_group_that_the_inner_optimizer_gets_before_the_first_step_is_refused_
         told[communicator.rank] = str(refused.value)
 
     SimulatedGroup(2).run(step)
-    assert all("give the inner optimizer all groups before you make LocalSteps of it" in told[rank] for rank in (0, 1))
+    assert all("add all groups to the inner optimizer before you pass" in told[rank] for rank in (0, 1))
 
 
 def test_what_comes_too_late_is_refused() -> None:
@@ -504,11 +504,11 @@ def test_what_comes_too_late_is_refused() -> None:
         optimizer = LocalSteps(sgd(model), communicator=communicator)
         state = optimizer.state_dict()
         assert "local_steps" not in state
-        with pytest.raises(ConfigurationError, match="all groups before"):
+        with pytest.raises(ConfigurationError, match="add all groups to the inner optimizer before"):
             optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
         advance(model, optimizer, 0, 1)
         optimizer.inner.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
-        with pytest.raises(ConfigurationError, match="all groups before"):
+        with pytest.raises(ConfigurationError, match="add all groups to the inner optimizer before"):
             optimizer.exchange()
         del optimizer.inner.param_groups[-1]
         with pytest.raises(ConfigurationError, match="before the first step"):
@@ -606,7 +606,7 @@ def test_a_state_loaded_into_the_inner_optimizer_is_shared() -> None:
 def test_names_that_two_parameters_share_are_refused() -> None:
     def work(communicator: SimulatedCommunicator) -> None:
         groups = [{"params": list(model.named_parameters())} for model in (Model(), Model())]
-        with pytest.raises(ConfigurationError, match=r"the same name: matrix, vector\. Give its"):
+        with pytest.raises(ConfigurationError, match=r"the same name: matrix, vector\. Use"):
             LocalSteps(torch.optim.SGD(groups, lr=RATE), communicator=communicator)
 
     SimulatedGroup(1).run(work)
@@ -616,7 +616,7 @@ def test_a_copy_says_that_it_exchanges_with_nobody() -> None:
     def work(communicator: SimulatedCommunicator) -> None:
         model = Model()
         other = pickle.loads(pickle.dumps(LocalSteps(sgd(model), communicator=communicator)))
-        with pytest.raises(ConfigurationError, match="make a new one of the inner optimizer"):
+        with pytest.raises(ConfigurationError, match="make a new LocalSteps from the inner optimizer"):
             other.step()
 
     SimulatedGroup(1).run(work)

@@ -203,7 +203,7 @@ def test_exchange_ends_a_round_early_and_what_goes_beside_is_counted() -> None:
 @pytest.mark.parametrize(
     ("every", "options", "error", "message"),
     [
-        ("often", {}, SpecError, "there are: auto"),
+        ("often", {}, SpecError, "choose one of: auto"),
         ("auto:share=1", {}, SpecError, "above 0 and below 1"),
         ("auto:start=0", {}, SpecError, "at least 1"),
         ("auto", {"fragments": 2}, ConfigurationError, "does not work with fragments"),

@@ -176,7 +176,7 @@ def test_with_an_exchange_under_way_rounds_must_be_as_they_were() -> None:
         model = Model()
         optimizer = made(model, communicator, "topk:ratio=0.05")
         advance(model, optimizer, 0, 4)
-        with pytest.raises(ConfigurationError, match="give it the same"):
+        with pytest.raises(ConfigurationError, match="use the same settings"):
             LocalSteps(sgd(Model()), 7, delay=2, communicator=communicator).load_state_dict(optimizer.state_dict())
 
     SimulatedGroup(1).run(work)

@@ -426,7 +426,7 @@ def test_noise_that_would_grow_without_end_in_momenta_is_refused(
         return float(optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"].norm())
 
     share = "57%" if method.exchange == "gather" else "78%"
-    said = f"{method} does not work with .* noise with {share} of .* .beta1={b1}.* memory=error_feedback, or warm_up="
+    said = f"{method} does not work .* noise whose .* is {share} of .* .beta1={b1}.* memory=error_feedback, or warm_up="
     with pytest.raises(SpecError, match=said) if grows else nullcontext():
         norm_of(method, 1)
     monkeypatch.setattr(settings, "require_bounded_noise", lambda *_: None)

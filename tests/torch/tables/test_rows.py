@@ -189,7 +189,9 @@ def test_rows_of_16_bits_are_kept_in_32() -> None:
 
 def test_a_state_of_other_tables_is_refused() -> None:
     rows = RowExchange(Model(), ["items.weight"], ratio=1.0, communicator=LoopbackCommunicator())
-    with pytest.raises(ConfigurationError, match=r"a state of other\.weight, but it exchanges items\.weight"):
+    with pytest.raises(
+        ConfigurationError, match=r"a state of the tables other\.weight, but it exchanges the tables items"
+    ):
         rows.load_state_dict({"other.weight": {}})
 
 

@@ -43,14 +43,16 @@ def _cluster(hosts: int | None, rate: str | None) -> Cluster:
         return Cluster(hosts, rate)
     if hosts is None and rate is None:
         return Cluster.standing()
-    raise click.UsageError("give both --hosts and --rate for a new cluster, or neither for the cluster that is up")
+    raise click.UsageError(
+        "give both --hosts and --rate to create a cluster, or leave out both to use the running cluster"
+    )
 
 
 @click.group()
 def main() -> None:
     """Run Horovod or torch.distributed on several emulated hosts of this machine, joined by links of a chosen rate.
 
-    Needs root, or a kernel that lets users make user namespaces, for hosts that end with the command.
+    Needs root. If the hosts end with the command, a kernel that lets users make user namespaces is enough.
     """
 
 
@@ -63,14 +65,14 @@ def main() -> None:
     type=click.Choice(list(BACKENDS)),
     default="horovod",
     show_default=True,
-    help="Launcher whose variables the ranks get: horovodrun or torchrun.",
+    help="Launcher to imitate: each rank gets the environment variables of horovodrun or torchrun.",
 )
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
 def run(hosts: int | None, rate: str | None, ranks: int | None, backend: str, command: tuple[str, ...]) -> None:
-    """Run a command on every rank; write it after `--`. Returns its exit code.
+    """Run a command on every rank, and return its exit code. Write the command after `--`.
 
-    With --hosts and --rate the hosts are created for this run, and removed after it; otherwise the hosts of `up` are
-    used.
+    With --hosts and --rate, the hosts are created for this run, and removed after the run. Otherwise the command uses
+    the hosts that `up` created.
     """
     with _errors(), _cluster(hosts, rate) as cluster:
         _SAY(f"{cluster.hosts} hosts, links of {cluster.rate}, {ranks or cluster.hosts} ranks")
@@ -82,14 +84,14 @@ def run(hosts: int | None, rate: str | None, ranks: int | None, backend: str, co
 @click.option("--hosts", type=int, required=True, metavar="N", help="Number of hosts, at least 2.")
 @click.option("--rate", required=True, metavar="RATE", help="Bandwidth of each host's link: 100mbit, 1gbit.")
 def up(hosts: int, rate: str) -> None:
-    """Create hosts that stay until `down`."""
+    """Create emulated hosts, which exist until you run `down`."""
     with _errors(), Cluster(hosts, rate, standing=True) as cluster:
-        _SAY(f"{hosts} hosts are up: {namespaces.namespace(cluster.name, 0)}, ...; links of {rate}")
+        _SAY(f"{hosts} emulated hosts are running: {namespaces.namespace(cluster.name, 0)}, ...; links of {rate}")
 
 
 @main.command()
 def down() -> None:
-    """Remove the hosts of `up`, and the remains of killed runs."""
+    """Remove the hosts that `up` created, and the remains of killed runs."""
     with _errors():
         namespaces.check_machine()
         facts = records.read(STANDING)
@@ -100,9 +102,9 @@ def down() -> None:
         with records.exclusive():
             leftovers = namespaces.remove_leftovers()
         for name in leftovers:
-            _SAY(f"removed what was left of the cluster {name}")
+            _SAY(f"removed the remains of the cluster {name}")
         if facts is None and not leftovers:
-            _SAY("nothing to remove")
+            _SAY("there is no cluster to remove")
 
 
 @main.command()
@@ -113,21 +115,27 @@ def status() -> None:
         with records.exclusive():
             clusters = {name: (records.read(name), records.in_use(name)) for name in records.names()}
     if not clusters:
-        print("no cluster is up")
+        print("no cluster is running")
         return
     table = Table("cluster", "hosts", "rate", "state")
     for name, (facts, used) in clusters.items():
         if used and facts is not None:
             state = f"in use by process {facts.owner}"
         else:
-            state = "up" if facts is not None and facts.standing else "left by a killed process; `down` removes it"
+            state = (
+                "up"
+                if facts is not None and facts.standing
+                else ("left behind by a killed process; run `down` to remove this cluster")
+            )
         table.add_row(name, str(facts.hosts) if facts else "?", facts.rate if facts else "?", state)
     Console().print(table)
 
 
 @main.command()
 @click.option("--rate", "rates", multiple=True, metavar="RATE", default=RATES, show_default=True, help="Repeatable.")
-@click.option("--seconds", type=click.FloatRange(0.5, 60), default=3.0, show_default=True, help="Time for each rate.")
+@click.option(
+    "--seconds", type=click.FloatRange(0.5, 60), default=3.0, show_default=True, help="How long to measure each rate."
+)
 @click.option("--output", type=click.Path(path_type=Path), help="JSON file for the result.")
 def throughput(rates: tuple[str, ...], seconds: float, output: Path | None) -> None:
     """Measure the throughput of a TCP connection between two hosts."""

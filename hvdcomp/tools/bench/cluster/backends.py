@@ -80,4 +80,4 @@ def _free_port() -> int:
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("", port))
             return port
-    raise ClusterError(f"no port of host0 from {_STORE_PORTS[0]} to {_STORE_PORTS[-1]} is free")
+    raise ClusterError(f"all ports from {_STORE_PORTS[0]} to {_STORE_PORTS[-1]} of the emulated host host0 are in use")

@@ -30,7 +30,7 @@ class Cluster:
 
     Args:
         hosts: 2 to 64.
-        rate: of each host's link, in both directions, as `tc` writes it: "100mbit", "1gbit".
+        rate: rate of each host's link, in both directions, as `tc` writes it: "100mbit", "1gbit".
         standing: keep the hosts after the block, for `Cluster.standing()`, until `remove` is called. A machine can have
             one standing cluster.
 
@@ -63,8 +63,8 @@ class Cluster:
         facts = records.read(STANDING)
         if facts is None or not facts.standing:
             raise ClusterError(
-                "no cluster is up; create one with `python -m hvdcomp.tools.bench.cluster up --hosts 4 --rate 1gbit`, "
-                "or give --hosts and --rate for a cluster of this run"
+                "no cluster is running; create a cluster with `python -m hvdcomp.tools.bench.cluster up --hosts 4 "
+                "--rate 1gbit`, or give --hosts and --rate to create a cluster for this run"
             )
         cluster = cls(facts.hosts, facts.rate, standing=True)
         cluster._made_before = True
@@ -158,8 +158,8 @@ class Cluster:
             if not self._made_before:
                 record.release()
                 raise ClusterError(
-                    f"a cluster of {facts.hosts} hosts at {facts.rate} is up already; use it by leaving out --hosts "
-                    "and --rate, or remove it: python -m hvdcomp.tools.bench.cluster down"
+                    f"a cluster of {facts.hosts} hosts at {facts.rate} is already running; leave out --hosts and "
+                    "--rate to use this cluster, or remove it with python -m hvdcomp.tools.bench.cluster down"
                 )
             self._stays = True
         elif self._made_before:

@@ -67,9 +67,10 @@ def stream(
     """Runs a command to its end; returns its exit code, 128 + N after signal N, as a shell does.
 
     Args:
-        command: to run.
-        environment: of the command.
-        output: called with each line of stdout and stderr, with its line end; None to inherit stdout and stderr.
+        command: the command to run.
+        environment: environment variables of the command.
+        output: function that is called with each line of stdout and stderr, with its line end; None to inherit stdout
+            and stderr.
         timeout: seconds.
 
     Raises:

@@ -32,8 +32,8 @@ def check_machine() -> None:
     """
     if os.geteuid() != 0:
         raise ClusterError(
-            "an emulated cluster needs root if its hosts remain after the command, or if another program creates it: "
-            "run it with sudo"
+            "run this command with sudo: an emulated cluster needs root if its hosts remain after the command, or if "
+            "another program creates the cluster"
         )
     _check_programs()
 

@@ -28,7 +28,7 @@ class Row:
     """A measurement with its comparisons.
 
     Attributes:
-        measurement: of a method.
+        measurement: the measurement of a method.
         ratio_to_peer: the median step over that of PyTorch's PowerSGD hook with the same number of threads; None if the
             hook was not measured.
         steady: whether no other work disturbed the measurement; see `steady`.
@@ -72,7 +72,7 @@ def earlier(text: str) -> Earlier:
         entries = [{"dtype": "float32", "memory": None} | entry for entry in parse_json(text)["measurements"]]
         return {tuple(entry[name] for name in _SAME): float(entry["step_ms"]) for entry in entries}
     except (KeyError, TypeError) as error:
-        raise ValueError(f"it lacks {error}" if isinstance(error, KeyError) else str(error)) from None
+        raise ValueError(f"the field {error} is missing" if isinstance(error, KeyError) else str(error)) from None
 
 
 def rows(measurements: Sequence[Measurement], before: Earlier | None = None) -> list[Row]:
@@ -152,9 +152,10 @@ def check_steady(measurements: Sequence[Measurement]) -> None:
         if spread > MOST_SPREAD:
             apart = [measurements[place].request.method for place in places if place not in equally_fast]
             raise UnsteadyError(
-                f"a copy of the same gradients took {fast.copy_ms.median:.3g} ms beside {fast.request.method} and "
-                f"{slow.copy_ms.median:.3g} ms beside {slow.request.method}, which is {spread:.0%} more; at most "
-                f"{MOST_SPREAD:.0%} is allowed. The machine was not equally fast for all methods, so their rows "
-                f"cannot be compared. These methods differ from most of the others: {', '.join(apart)}. End other "
-                "programs, or use another machine, and measure again with more --seconds or --retries"
+                f"a copy of the same gradients took {fast.copy_ms.median:.3g} ms while {fast.request.method} was "
+                f"measured, and {slow.copy_ms.median:.3g} ms while {slow.request.method} was measured, which is "
+                f"{spread:.0%} more; at most {MOST_SPREAD:.0%} is allowed. The machine was not equally fast for all "
+                "methods, so the rows of different methods cannot be compared. The copy was unusually fast or slow for "
+                f"these methods: {', '.join(apart)}. End other programs, or use another machine, and measure again "
+                "with more --seconds or --retries"
             )

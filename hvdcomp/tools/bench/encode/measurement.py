@@ -48,7 +48,7 @@ class Request:
         repeats: least number of turns of copy and step.
         seconds: least duration of all turns together.
         ranks: number of ranks whose payloads are decoded.
-        threads: of the framework, and of the libraries that it calls.
+        threads: number of threads of the framework, and of the libraries that it calls.
         dtype: element type of the gradients.
         memory: the spec of the memory; None for each method's own.
     """
@@ -102,7 +102,7 @@ class Measurement:
             starts; None for a peer.
         bytes_sent: bytes that one rank sends in a step; None for a peer.
         operations: the framework's operations on arrays in one step; None where they cannot be counted.
-        kernel_launches: on the accelerator in one step; None on a CPU.
+        kernel_launches: number of kernel launches on the accelerator in one step; None on a CPU.
         device_ms, device_copy_ms: an accelerator's time for a step and for a copy when the host is ahead of it; None on
             a CPU.
         native_kernels: the instruction set of hvdcomp's compiled kernels; None without them.

@@ -36,8 +36,8 @@ class Cluster:
     """One namespace of a cluster.
 
     Arguments:
-        namespace: None: the kubeconfig's, or else "default".
-        context: of the kubeconfig; None for its current one.
+        namespace: the namespace; None for the namespace of the kubeconfig, or else "default".
+        context: context of the kubeconfig; None for its current context.
 
     Raises:
         KubernetesError: the client is not installed, or no cluster is configured.
@@ -71,8 +71,8 @@ class Cluster:
         deleted.
 
         Arguments:
-            name: of the job.
-            uid: of the only job that may be deleted; None for any job of the name.
+            name: name of the job.
+            uid: uid of the only job that may be deleted; None for any job of this name.
         """
         jobs = [job["metadata"] for job in self.list_jobs(name)[1] if uid in (None, job["metadata"]["uid"])]
         if not jobs:

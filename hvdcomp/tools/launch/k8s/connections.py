@@ -15,7 +15,7 @@ from typing import Any
 
 
 class Connections:
-    """All connections that a pool manager of urllib3 opens from now on."""
+    """Collects all connections that a pool manager of urllib3 opens after this object was created."""
 
     def __init__(self, manager: Any) -> None:
         self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()

@@ -1,4 +1,4 @@
-"""Explanations of the API server's errors and of its silence: what happened, and the way out."""
+"""Explains errors of the API server, and missing answers: what happened, and how to fix it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NO_RIGHT = re.compile(r'User "[^"]*" cannot ')
 
 
 class KubernetesError(SchedulerError):
-    """The cluster refused, or cannot be reached.
+    """The cluster refused a request, or cannot be reached.
 
     Attributes:
         reason: what happened; the message also has the way out, if it is known.
@@ -66,7 +66,7 @@ def explained(failed: str, server: str, namespace: str, creating: str | None = N
         message = _message(error)
         if error.status == 409:
             replaced = f"{message}: another job was created under this name meanwhile, and is not affected"
-            message = "it exists already" if creating else replaced
+            message = "an MPIJob of this name exists already" if creating else replaced
         advice = _advice(error.status, message, namespace, creating)
         raise KubernetesError(f"{failed}: {message}", error.status, None if error.status else True, advice) from None
     except (urllib3.exceptions.HTTPError, ValueError) as error:  # ValueError: half an object

@@ -1,4 +1,4 @@
-"""Following a job to its end: its state and its launcher's log, through dropped connections.
+"""Follows a job to its end: its state and its launcher's log. A dropped connection is opened again.
 
 Three threads watch the MPIJob, its pods and the operator's events about it; each lists first, then watches from there,
 and lists again whenever a watch ends. A fourth reads the log. The caller's thread combines their updates.
@@ -41,12 +41,12 @@ def follow(
     """Follow a job to its end; returns its last state.
 
     Arguments:
-        cluster, name: of the job.
-        uid: of the MPIJob, to notice that another job of its name replaced it.
-        report: called with each new state.
-        lost: called with the reason, perhaps in another thread, when answers cease; following continues.
-        write: called with each line of the launcher's log, without its end; from another thread.
-        remain: called with the names of the running pods, if the job has failed and its launcher still runs.
+        cluster, name: the cluster and the name of the job.
+        uid: uid of the MPIJob, to notice if another job of the same name has replaced it.
+        report: function that is called with each new state.
+        lost: function that is called with the reason, perhaps in another thread, when answers cease.
+        write: function that is called with each line of the launcher's log, in another thread.
+        remain: function that is called with the names of the running pods if the job has failed.
         patience: seconds for which the server may be silent.
 
     Raises:

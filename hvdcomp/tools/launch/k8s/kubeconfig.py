@@ -17,7 +17,7 @@ def connect(kubernetes: Any, context: str | None) -> tuple[Any, str]:
 
     Arguments:
         kubernetes: the module.
-        context: of the kubeconfig; None for its current context.
+        context: context of the kubeconfig; None for its current context.
 
     Raises:
         KubernetesError: no cluster is configured, or its configuration cannot be used.
@@ -40,8 +40,8 @@ def connect(kubernetes: Any, context: str | None) -> tuple[Any, str]:
         # The client does not check the form of the file.
         reason = " ".join(str(error).split())
         raise KubernetesError(
-            f"{place} is not a usable kubeconfig ({type(error).__name__}: {reason}): correct it, or set "
-            "KUBECONFIG to another; `kubectl config view` shows its content"
+            f"{place} is not a usable kubeconfig ({type(error).__name__}: {reason}): correct this file, or set "
+            "KUBECONFIG to another file; `kubectl config view` shows its content"
         ) from None
     # The caller decides about retries; urllib3 would retry too, with a warning each time.
     client.rest_client.pool_manager.connection_pool_kw["retries"] = False
@@ -53,16 +53,18 @@ def _from_file(kubernetes: Any, file: str, context: str | None) -> tuple[Any, st
     merged = config.kube_config.KubeConfigMerger(file).config
     if merged is None:
         raise KubernetesError(
-            f"no cluster is configured, as there is no {file}: set KUBECONFIG to your kubeconfig, or see "
+            f"no cluster is configured, because there is no file {file}: set KUBECONFIG to your kubeconfig, or see "
             "`kubectl config view`"
         )
     contexts = {context.value["name"]: context.value["context"] for context in merged.value["contexts"]}
     names = ", ".join(contexts) or "none"
     chosen = context or merged.value.get("current-context")
     if not chosen:
-        raise KubernetesError(f"context: {file} has no current context: name one with --context; it has: {names}")
+        raise KubernetesError(
+            f"context: {file} has no current context: name a context with --context; its contexts are: {names}"
+        )
     if chosen not in contexts:
-        raise KubernetesError(f"context: the kubeconfig has no {chosen!r}; it has: {names}")
+        raise KubernetesError(f"context: the kubeconfig has no context {chosen!r}; its contexts are: {names}")
     errors = _Errors()
     logging.getLogger().addHandler(errors)
     try:
@@ -72,7 +74,7 @@ def _from_file(kubernetes: Any, file: str, context: str | None) -> tuple[Any, st
     if errors.messages:
         raise KubernetesError(
             f"context {chosen!r} of {file} logs in through a program that did not work ({errors.messages[0]}): install "
-            "it, or log in with it by hand; `kubectl auth whoami` uses it too"
+            "this program, or log in with it by hand; `kubectl auth whoami` uses the same program"
         )
     return client, contexts[chosen].get("namespace") or "default"
 

@@ -113,7 +113,10 @@ def end_while_waiting() -> None:
 def finish(code: int) -> NoReturn:
     """End with the exit code of the ranks."""
     if code == EXIT_SAVED:
-        print("hvdcomp: the ranks have saved and stopped; the next start continues from there", file=sys.stderr)
+        print(
+            "hvdcomp: the ranks have saved a checkpoint and stopped; the next start continues from this checkpoint",
+            file=sys.stderr,
+        )
     sys.exit(code)
 
 

@@ -22,10 +22,8 @@ def pause(failures: int) -> float:
 class Log:
     """Reads the log of one attempt after the other, each to its end.
 
-    Arguments:
-        cluster: of the job.
-        write: called with each line, in another thread.
-        lost: called with the reason, in that thread, if the log is denied; the request is repeated.
+    Arguments: cluster: the cluster of the job. write: function that is called with each line, in another thread. lost:
+        function that is called with the reason, in the same thread, if the log is denied; the request is repeated.
         patience: seconds for which the request of a denied log is repeated.
 
     Attributes:
@@ -114,7 +112,8 @@ class NewLines:
         self._received: float | None = None
 
     def seconds(self) -> int | None:
-        """Seconds of the log's end that contain all new lines, with a margin; None before the first line."""
+        """The number of seconds at the end of the log that contain all new lines, with a margin; None before the first
+        line."""
         return None if self._received is None else int(time.monotonic() - self._received) + 30
 
     def of(self, lines: Iterable[bytes]) -> Iterator[str]:

@@ -29,7 +29,7 @@ def read_patch(path: Path) -> dict[str, Any]:
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigurationError(f"patch: {path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(patch, dict):
-        raise ConfigurationError(f"patch: {path} must hold fields of an MPIJob, beginning with metadata: or spec:")
+        raise ConfigurationError(f"patch: {path} must contain fields of an MPIJob, and begin with metadata: or spec:")
     for place in _FIXED:
         value: Any = patch
         for key in place:

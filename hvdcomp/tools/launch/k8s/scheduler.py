@@ -28,7 +28,7 @@ class Kubernetes(Scheduler[KubernetesSettings, MPIJob]):
     """The jobs in one namespace.
 
     Args:
-        namespace, context: as for `Cluster`.
+        namespace, context: arguments of `Cluster`.
     """
 
     def __init__(self, namespace: str | None = None, context: str | None = None) -> None:
@@ -74,7 +74,10 @@ class Kubernetes(Scheduler[KubernetesSettings, MPIJob]):
             report=lambda state: say(str(state)),
             lost=lambda why: say(f"{why}; asking again"),
             write=write,
-            remain=lambda pods: say(f"still running, and no longer followed: {', '.join(pods)}; `{delete}` ends them"),
+            remain=lambda pods: say(
+                f"these pods still run, but their logs are no longer followed: {', '.join(pods)}; `{delete}` ends the "
+                "job"
+            ),
         )
 
     def log(self, job: MPIJob) -> Iterator[str]:

@@ -52,21 +52,22 @@ class KubernetesSettings:
 
     Attributes:
         job: the program; its ranks must be a multiple of slots_per_worker.
-        image: of launcher and workers, which contains the program, Horovod or PyTorch, Open MPI 4.1 and sshd.
+        image: the image of launcher and workers, which contains the program, Horovod or PyTorch, Open MPI 4.1 and sshd.
         slots_per_worker: ranks in each worker pod.
-        namespace, context: of the cluster; None: the kubeconfig's.
+        namespace, context: namespace of the job and context of the kubeconfig; None for the defaults of the kubeconfig.
         gpu_resource: extended resource, of which every rank gets one, as "nvidia.com/gpu"; None for CPU.
         worker_cpu, worker_memory: requests of each worker pod. The memory is also its limit; the CPU is with cpu_limit.
         cpu_limit: whether workers are limited to the cores that they requested.
         shared_memory: size of /dev/shm, through which ranks of a pod exchange; it counts as the pod's memory.
-        launcher_cpu, launcher_memory: of the launcher pod.
+        launcher_cpu, launcher_memory: CPU and memory of the launcher pod.
         checkpoint_claim: an existing PersistentVolumeClaim, mounted in every worker.
         checkpoint_path: the folder where it is mounted.
         home: home folder of user 1000 in the image; the operator's ssh key is mounted in its `.ssh`.
         node_selector: labels that the workers' nodes must have.
         spread: put workers on different nodes ("hosts"), close together ("zone": in one zone), or let the scheduler
             choose ("none").
-        restart_policy: of the launcher: "Never" creates a new pod for another attempt, "OnFailure" restarts in place.
+        restart_policy: restart policy of the launcher: "Never" creates a new pod for another attempt, "OnFailure"
+            restarts in place.
         retries: how often the launcher restarts after it failed, or after it saved because the job was preempted.
         grace_period: seconds in which the pods can save before they are killed.
         clean_pods: the pods that the operator deletes at the end.
@@ -77,12 +78,12 @@ class KubernetesSettings:
         pull_secret: name of the Secret for a private registry.
         pull_policy: when nodes fetch the image.
         forward: variables of the image that ranks need; sessions of sshd do not inherit them.
-        labels, annotations: of the MPIJob, as a queue of Kueue.
-        pod_labels, pod_annotations: of launcher and workers.
-        queue: of a gang scheduler.
-        priority_class: of launcher and workers.
+        labels, annotations: labels and annotations of the MPIJob, such as a queue of Kueue.
+        pod_labels, pod_annotations: labels and annotations of the pods of launcher and workers.
+        queue: queue of a gang scheduler.
+        priority_class: priority class of launcher and workers.
         tolerations: taints that launcher and workers tolerate, as "KEY=VALUE:EFFECT"; VALUE and EFFECT may be missing.
-        service_account: of launcher and workers. Its token is not mounted.
+        service_account: service account of launcher and workers. Its token is not mounted.
         secrets: variables of every rank from Secrets, each as "SECRET/KEY".
         volumes: existing PersistentVolumeClaims, by the folder of every worker where they are mounted; "CLAIM:ro" is
             read-only.
@@ -405,7 +406,9 @@ def check_job_name(name: str) -> None:
         )
     # The operator also creates a Service of this name, which must not begin with a digit (DNS-1035).
     if name[0].isdigit():
-        raise ConfigurationError(f"name: {name!r} must begin with a letter, because a Service gets the same name")
+        raise ConfigurationError(
+            f"name: {name!r} must begin with a letter, because a Service of Kubernetes will have the same name"
+        )
 
 
 def _check_object(name: str, value: str | None) -> None:

@@ -48,7 +48,7 @@ def read_state(
     events tell why pods are missing.
     """
     if job is None:
-        return MPIJobState("deleted", "the MPIJob is gone")
+        return MPIJobState("deleted", "the MPIJob no longer exists")
     pods = list(pods)
     conditions = {condition["type"]: condition for condition in (job.get("status") or {}).get("conditions") or ()}
     true_conditions = {kind for kind, condition in conditions.items() if condition.get("status") == "True"}
@@ -58,11 +58,15 @@ def read_state(
     if "Failed" in true_conditions:
         code = _exit_code(launcher)
         message = ": ".join(filter(None, (conditions["Failed"].get("reason"), conditions["Failed"].get("message"))))
-        saved = "it has saved: submit it again to continue from there" if code == EXIT_SAVED else ""
+        saved = "it has saved a checkpoint: submit the job again to continue from this checkpoint"
         trouble = "; ".join(_troubles([] if launcher is None else [launcher]))
-        return MPIJobState("failed", "; ".join(filter(None, (message.strip(": "), trouble, saved))), code or 1)
+        return MPIJobState(
+            "failed",
+            "; ".join(filter(None, (message.strip(": "), trouble, saved if code == EXIT_SAVED else ""))),
+            code or 1,
+        )
     if "Suspended" in true_conditions:
-        return MPIJobState("suspended", "by its runPolicy, or by a full queue")
+        return MPIJobState("suspended", "the job is suspended by its runPolicy, or waits in a full queue")
     workers = [pod for pod in pods if is_role(pod, "worker")]
     replicas = job["spec"]["mpiReplicaSpecs"].get("Worker", {}).get("replicas", 0)
     ready = sum(_is_ready(pod) for pod in workers)
@@ -73,7 +77,7 @@ def read_state(
             return MPIJobState("running", "" if ready == replicas else missing)
         retries = (job["spec"].get("runPolicy") or {}).get("backoffLimit")
         # A pod whose container ended, and is started again in place, stays in the phase Running.
-        again = ["it restarts while retries are left"] if phase in ("Failed", "Running") and retries else []
+        again = ["the job restarts as long as retries are left"] if phase in ("Failed", "Running") and retries else []
         ended = phase in ("Succeeded", "Failed", "Running")
         return MPIJobState("stopped" if ended else "starting", "; ".join([*troubles, *again]))
     # The operator warns if it cannot create pods. Once all exist, its warnings are obsolete, though they stay.

@@ -67,7 +67,7 @@ class SlurmJobState:
         reason: why the job is pending, or ended in this state; "None" without a reason.
         nodes: the job's nodes; "" before it starts.
         restarts: the number of requeues.
-        code, signal: of the end of its script.
+        code, signal: exit code of its script, and signal that ended it.
         output: the file of its output; None if Slurm does not know it.
     """
 

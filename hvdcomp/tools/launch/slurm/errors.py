@@ -10,7 +10,7 @@ import re
 from hvdcomp.tools.launch.slurm.settings import SlurmJob
 
 _PARTITIONS = "`sinfo --summarize` lists the partitions"
-_ACCOUNTS = "`sacctmgr show associations user=$USER format=account,partition,qos` lists yours"
+_ACCOUNTS = "`sacctmgr show associations user=$USER format=account,partition,qos` lists your accounts"
 _LIMITS = "`sinfo --format='%P %l'` lists each partition's limit"
 _SIZE = ("nodes", "tasks_per_node", "cpus_per_task", "gpus_per_node", "gres", "memory")
 
@@ -18,15 +18,15 @@ _REFUSALS: dict[str, tuple[tuple[str, ...], str]] = {
     "Invalid partition name specified": (("partition",), f"use another ({_PARTITIONS})"),
     "No partition specified or system default partition": (
         ("partition",),
-        f"the cluster has no default, so name one ({_PARTITIONS})",
+        f"the cluster has no default partition, so name a partition ({_PARTITIONS})",
     ),
     "User's group not permitted to use this partition": (
         ("partition",),
-        "use one whose AllowGroups contains one of your groups (`scontrol show partition`)",
+        "use a partition whose AllowGroups contains one of your groups (`scontrol show partition`)",
     ),
     "Required partition not available": (
         ("partition",),
-        f"it accepts no jobs now, so use another, or wait ({_PARTITIONS})",
+        f"this partition accepts no jobs now, so use another partition, or wait ({_PARTITIONS})",
     ),
     "Invalid account or account/partition combination specified": (
         ("account", "partition"),
@@ -42,26 +42,26 @@ _REFUSALS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "Job violates accounting/QOS policy": (
         ("account", "qos", "time", *_SIZE),
-        "ask for less, wait until other jobs of yours have ended, or use another account or QOS "
-        "(`sacctmgr show associations user=$USER`, `sacctmgr show qos`)",
+        "ask for fewer resources, wait until other jobs of yours have ended, or use another account or QOS (`sacctmgr "
+        "show associations user=$USER`, `sacctmgr show qos`)",
     ),
     "Requested node configuration is not available": (
         ("partition", "constraint", "reservation", *_SIZE),
-        "too few nodes have all of this, so ask for less, or use another partition "
+        "too few nodes have everything that the job asks for, so ask for fewer resources, or use another partition "
         "(`sinfo --format='%P %D %c %m %G %f'` lists nodes, cores, memory, GPUs and features)",
     ),
     "Invalid generic resource (gres) specification": (
         ("gpus_per_node", "gres", "partition"),
-        "ask for what the nodes have (`sinfo --format='%P %G'` lists it)",
+        "ask for resources that the nodes have (`sinfo --format='%P %G'` lists the resources of the nodes)",
     ),
     "Invalid feature specification": (
         ("constraint",),
         "use features that the nodes have (`sinfo --format='%P %f'` lists them)",
     ),
-    "Requested reservation is invalid": (("reservation",), "use one that `scontrol show reservation` lists"),
+    "Requested reservation is invalid": (("reservation",), "use a reservation that `scontrol show reservation` lists"),
     "Access denied to requested reservation": (
         ("reservation", "account"),
-        "use one that is yours (`scontrol show reservation` lists Users and Accounts)",
+        "use a reservation that you may use (`scontrol show reservation` lists Users and Accounts)",
     ),
     "Node count specification invalid": (
         ("nodes", "partition"),
@@ -73,7 +73,7 @@ _REFUSALS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "Memory required by task is not available": (
         ("memory", "partition"),
-        "ask for less (`sinfo --format='%P %m'` lists the megabytes of nodes)",
+        "ask for less memory (`sinfo --format='%P %m'` lists the megabytes of the nodes)",
     ),
 }
 
@@ -96,8 +96,8 @@ _REASONS: dict[str, str] = {
         f"{_NEVER}: the QOS (--qos) may not be used with this account or partition; {_ACCOUNTS}"
     ),
     "PartitionConfig": (
-        "it asks for more nodes (--nodes) than the partition has, and starts only if the partition gets more; `sinfo "
-        "--format='%P %D'` lists how many it has"
+        "it asks for more nodes (--nodes) than the partition has, and starts only if the partition gets more nodes; "
+        "`sinfo --format='%P %D'` lists the number of nodes of each partition"
     ),
     "BadConstraints": f"{_NEVER}: no node has everything that it asks for",
     "PartitionDown|PartitionInactive": (
@@ -117,7 +117,7 @@ def refusal(message: str, settings: SlurmJob) -> str | None:
 
     Args:
         message: the output of sbatch, on one line.
-        settings: of the job.
+        settings: the settings of the job.
 
     Returns:
         one line; None for an unknown message.

@@ -50,9 +50,9 @@ class Follower:
     """Follows one job.
 
     Args:
-        say: shows a line about the state.
-        show: shows a line of the log.
-        poll_seconds: between two queries to Slurm's controller.
+        say: function that shows a line about the state.
+        show: function that shows a line of the log.
+        poll_seconds: seconds between two queries to Slurm's controller.
     """
 
     def __init__(

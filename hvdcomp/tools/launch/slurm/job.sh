@@ -74,21 +74,24 @@ requeue() {
   for _ in {1..20}; do
     state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
     if [ -n "$state" ] && [ "$state" != RUNNING ]; then
-      echo "job $SLURM_JOB_ID: saved; it was cancelled and is not requeued"
+      echo "job $SLURM_JOB_ID: the ranks saved a checkpoint; the job was cancelled, so it is not requeued"
       return
     elif [ -n "$state" ]; then
       # Printed before the requeue, because Slurm may kill this script at once.
-      [ -n "$asked" ] || echo "job $SLURM_JOB_ID: saved; Slurm is asked to requeue it, and it continues from there"
+      [ -n "$asked" ] || echo "job $SLURM_JOB_ID: the ranks saved a checkpoint; Slurm is asked to requeue the job," \
+        "which then continues from this checkpoint"
       asked=yes
       scontrol requeue "$SLURM_JOB_ID" && return
     fi
     sleep 15
   done
-  echo "job $SLURM_JOB_ID: saved, but Slurm did not requeue it: submit it again, and it continues from there"
+  echo "job $SLURM_JOB_ID: the ranks saved a checkpoint, but Slurm did not requeue the job: submit it again to" \
+    "continue from this checkpoint"
 }
 if [ "$code" = "$saved" ] && [ "$max_requeues" -gt 0 ]; then
   if [ "${SLURM_RESTART_COUNT:-0}" -ge "$max_requeues" ]; then
-    echo "job $SLURM_JOB_ID: saved, but already requeued $SLURM_RESTART_COUNT times (max_requeues): it is not requeued"
+    echo "job $SLURM_JOB_ID: the ranks saved a checkpoint, but the job was already requeued $SLURM_RESTART_COUNT times" \
+      "(max_requeues), so it is not requeued"
   else
     requeue
   fi

@@ -1,4 +1,4 @@
-"""Slurm as a scheduler: a batch job for each job."""
+"""Slurm's implementation of the protocol `Scheduler`: each job is a batch job."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Slurm(Scheduler[SlurmJob, BatchJob]):
     """The jobs of one cluster, through the commands of this login node.
 
     Args:
-        poll_seconds: between two queries to Slurm's controller while a job is followed.
+        poll_seconds: seconds between two queries to Slurm's controller while a job is followed.
         log_folder: folder of the output of a job that Slurm no longer knows.
     """
 

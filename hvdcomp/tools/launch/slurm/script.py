@@ -40,8 +40,8 @@ _SRUN_CODE = (
 # srun's own message would not name the missing plugin.
 _PYXIS = (
     "if ! srun --help | grep -q -e --container-image; then",
-    '  echo "job $SLURM_JOB_ID: srun has no --container-image here: enroot needs the plugin pyxis. Ask for it,'
-    ' or set container to apptainer"',
+    '  echo "job $SLURM_JOB_ID: srun has no --container-image here: enroot needs the plugin pyxis.'
+    ' Ask your administrators for pyxis, or set container to apptainer"',
     "  exit 1",
     "fi",
 )

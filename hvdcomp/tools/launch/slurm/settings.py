@@ -150,8 +150,8 @@ class SlurmJob:
             )
         return (
             f"{self.nodes} nodes of {self.tasks_per_node} tasks (tasks_per_node), which need "
-            f"{self.nodes * self.tasks_per_node} ranks: leave nodes or tasks_per_node out; it then follows from the "
-            "ranks"
+            f"{self.nodes * self.tasks_per_node} ranks: leave nodes or tasks_per_node out: hvdcomp then computes its "
+            "value from the number of ranks"
         )
 
     def _check_resources(self) -> None:
