@@ -41,8 +41,8 @@ from hvdcomp.compressors.routing import BySize as BySize
 from hvdcomp.compressors.signs import EFSignSGD as EFSignSGD
 from hvdcomp.compressors.signs import OneBit as OneBit
 from hvdcomp.compressors.signs import SignSGD as SignSGD
-from hvdcomp.compressors.sparse_ternary import SparseTernary as SparseTernary
-from hvdcomp.compressors.sparsification import RandomK as RandomK
+from hvdcomp.compressors.sparse_random import RandomK as RandomK
+from hvdcomp.compressors.sparsification import SparseTernary as SparseTernary
 from hvdcomp.compressors.sparsification import TopK as TopK
 from hvdcomp.compressors.thresholds import DGC as DGC
 from hvdcomp.compressors.thresholds import MSTopK as MSTopK

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from hvdcomp import ByDimensions, ByName, BySize, Compressor, ErrorFeedback, MomentumCorrection, NoMemory, SpecError
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import Array, matrix_shape
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.compressors import COMPRESSORS
 from hvdcomp.compressors.gathering import Gathering
-from hvdcomp.compressors.low_rank import PowerSGD, matrix_shape
+from hvdcomp.compressors.low_rank import PowerSGD
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import TensorInfo

@@ -21,8 +21,7 @@ from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.memory import ErrorFeedback, Memory, NoMemory
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import Context
-from hvdcomp.compressors.shard_bucket import ShardKernels
-from hvdcomp.exchange.shards import reduce_scatter
+from hvdcomp.compressors.reduce_scatter import ShardKernels, reduce_scatter
 
 METHODS = ("int4", "int8", "fp8", "bf16")
 

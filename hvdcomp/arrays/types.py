@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-Array = Any  # a NumPy array or torch.Tensor; `hvdcomp.arrays.arrays_for` distinguishes them
+# A NumPy array or a torch.Tensor; `hvdcomp.arrays` says what code for both may do with it. Not a Protocol: array
+# functions are attributes of a module (`xp`), and mypy does not know their results.
+Array = Any
 
 FLOATING = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 """Bytes of an element, for the types that gradients may have."""
@@ -19,6 +21,12 @@ def number_of_elements(shape: tuple[int, ...]) -> int:
     for dimension in shape:
         count *= dimension
     return count
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """The shape of a tensor viewed as a matrix: the first dimension by the product of the others."""
+    rows = shape[0] if shape else 1
+    return rows, number_of_elements(shape[1:])
 
 
 def dtype_bytes(dtype: str) -> int:

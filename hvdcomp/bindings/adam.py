@@ -10,8 +10,7 @@ from typing import Any
 
 from hvdcomp.bindings.training import Training
 from hvdcomp.compressors import Compressor
-from hvdcomp.compressors.evidence import MUON, is_at_best_rates
-from hvdcomp.compressors.first import FIRST
+from hvdcomp.compressors.evidence import FIRST, MUON, is_at_best_rates
 from hvdcomp.compressors.harm import Measured, harm_with, measured_with
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import ConfigurationError, warn_alone

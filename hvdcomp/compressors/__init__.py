@@ -6,9 +6,8 @@ from __future__ import annotations
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.bucket import BUCKET_BYTES, LEAST_BYTES, least_early_bytes
 from hvdcomp.compressors.casts import NoCompression
-from hvdcomp.compressors.evidence import OPTIMIZERS, lost_with
+from hvdcomp.compressors.evidence import FIRST, OPTIMIZERS, RECOMMENDED, first_to_try, lost_with
 from hvdcomp.compressors.evidence import in_words as evidence_in_words
-from hvdcomp.compressors.first import FIRST, RECOMMENDED, first_to_try
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.compressors.routing import Router, with_small

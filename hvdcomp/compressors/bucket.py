@@ -308,6 +308,34 @@ def address_of(array: Array) -> int:
     return array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data_ptr()
 
 
+def take_off(bucket: Bucket, zeros: np.ndarray, x: np.ndarray | None = None) -> None:
+    """Subtracts the sent part from x if a kernel has left this subtraction to the next step, which may have other
+    chunks.
+
+    Args:
+        bucket: the bucket after encoding.
+        zeros: on the host, as many zeros as the largest tensor has elements.
+        x: addresses of the difference; None for x itself, which is not allowed if a product of factors was sent.
+    """
+    segments = bucket.segments
+    if not bucket.keeps or not segments["sent_rule"].any():
+        return
+    if bucket.device is not None:
+        bucket.call("take_off")
+        segments["sent_rule"] = 0
+        return
+    segments["kept"] = segments["x"]
+    segments["x"] = segments["x"] if x is None else x
+    segments["kept_type"] = 0
+    for name in ("above", "below", "rule", "product"):
+        segments[name] = segments[f"sent_{name}"]
+    segments["gradient"] = zeros.ctypes.data
+    for name in ("source", "velocity", "next_velocity", "sent_rule"):
+        segments[name] = 0
+    bucket.table.bucket.decay = 1.0
+    bucket.call("make_x")
+
+
 class BucketStates:
     """A method's states of a bucket's tensors from step to step, in flat storage.
 

@@ -44,6 +44,8 @@ class NoCompression(Compressor):
         return Outcome(mean, x)
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        """As `aggregate`, in passes: `dense_encode` makes x and copies it to the payload; `dense_decode` writes the
+        mean to the results."""
         if self.wire_dtype(bucket.dtype) == "float16":
             return (yield from _in_half_precision(bucket, 2))  # x may overflow float16: the excess is kept
         wire = _wire(bucket, "float32")

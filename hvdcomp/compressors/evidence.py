@@ -1,5 +1,5 @@
-"""How much quality each method lost in hvdcomp's own trainings. `auto` uses these results to propose methods, and
-`advise` reports them.
+"""How much quality each method lost in hvdcomp's own trainings, and the methods to try first. `auto` uses these results
+to propose methods, and `advise` reports them.
 
 `evidence.json` has methods at their own best learning rates, compared with uncompressed training at its own best
 learning rate: the complete rows of docs/best-rates.md. `python -m benchmarks.best_rates.which_method` writes it, with
@@ -172,3 +172,23 @@ _SOURCES = {
 
 def _in_percent(lost: float) -> str:
     return "the training diverged" if lost == DIVERGED else f"{100 * lost:.1f}"
+
+
+_AT_ONE_RATE: dict[str, tuple[str, ...]] = {
+    "SGD": ("terngrad", "powersgd:rank=4"),
+    "Adam": ("int4", "int8"),
+    "CompressedAdam": ("efsignsgd",),
+}
+"""Chosen by trainings at one learning rate, for optimizers that the rule does not decide yet."""
+
+FIRST: dict[str, tuple[str, ...]] = {**_AT_ONE_RATE, **chosen_by_rule()}
+"""Specs by optimizer, as in README's table. The first of each is the one to begin with."""
+
+RECOMMENDED: tuple[str, ...] = tuple(dict.fromkeys(spec for specs in FIRST.values() for spec in specs))
+"""All of these specs, which `hvdcomp calibrate` and `hvdcomp profile` measure, so that every advice knows them."""
+
+
+def first_to_try() -> str:
+    """The methods to try first, as a sentence."""
+    phrases = [f"with {optimizer} {' or '.join(specs)}" for optimizer, specs in FIRST.items()]
+    return f"Methods to try first: {', '.join(phrases[:-1])}, {phrases[-1]} (docs/adam.md)."

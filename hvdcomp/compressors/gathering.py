@@ -9,26 +9,24 @@ ranks. A rank then receives and decodes two payloads with any number of ranks, a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Annotated, Any, ClassVar
 
-from hvdcomp.arrays.types import Array, number_of_elements
+from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload, gathered
-from hvdcomp.compressors.packing import average_decoded, outcome_like, pad
+from hvdcomp.compressors.packing import average_decoded, outcome_like
 from hvdcomp.compressors.protocol import (
     Aggregation,
     AllGather,
-    AllToAll,
     Context,
-    Request,
     SparseVector,
     TensorInfo,
     run_alone,
 )
-from hvdcomp.compressors.scatter_bucket import aggregate_chunks, residual_bound
+from hvdcomp.compressors.scattering import scatter, scatter_bucket
 from hvdcomp.specs.described import Rule
 
 LEAST_RANKS = 4
@@ -120,9 +118,21 @@ class Gathering(Compressor):
         payload: Payload = bucket.layout.payload
         return payload
 
+    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+        """C(x) is what `decode` makes of what `encode` makes of x; the result is the mean of the ranks' C(x)."""
+        if self.scatters(context.world_size):
+            return (yield from scatter(self, xp, x, context))
+        ranks = yield AllGather(self.encode(xp, x, context))
+        shape = tuple(x.shape)
+        mean, sent = average_decoded(ranks, lambda *parts: self.decode(xp, parts, shape), context)
+        own = self.restore(xp, sent, shape, context)
+        return outcome_like(xp, x, own if mean is sent else self.restore(xp, mean, shape, context), own)
+
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        """As `aggregate`, in passes over all tensors of the bucket: `encode_bucket` makes x and its payload, and
+        `decode_bucket` writes the mean of all ranks' payloads to the results."""
         if self.scatters(bucket.context.world_size):
-            return (yield from aggregate_chunks(self, bucket))
+            return (yield from scatter_bucket(self, bucket))
         return (yield from self._gather_bucket(bucket))
 
     def _gather_bucket(self, bucket: Bucket) -> BucketAggregation:
@@ -150,81 +160,3 @@ class Gathering(Compressor):
         if self.scatters(context.world_size):
             sent += self.of_means.payload_bytes(tensor.shape, dtype=tensor.dtype) / context.world_size
         return sent, in_node
-
-    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
-        if self.scatters(context.world_size):
-            return (yield from self._scatter(xp, x, context))
-        ranks = yield AllGather(self.encode(xp, x, context))
-        shape = tuple(x.shape)
-        mean, sent = average_decoded(ranks, lambda *parts: self.decode(xp, parts, shape), context)
-        own = self.restore(xp, sent, shape, context)
-        return outcome_like(xp, x, own if mean is sent else self.restore(xp, mean, shape, context), own)
-
-    def reduce_scatter(
-        self, xp: ModuleType, chunks: Sequence[Array], context: Context
-    ) -> Generator[Request, Any, tuple[Array, list[tuple[Array, ...]]]]:
-        """The first half of a step with exchange "scatter": computes the mean of this rank's chunk. This rank's own x
-        is not compressed for this mean.
-
-        Args:
-            xp: array functions.
-            chunks: this rank's x in chunks, float32 (length,), in the order of the ranks that average them.
-            context: the tensor's context.
-
-        Returns:
-            The mean (length,), and the payload of each chunk.
-        """
-        ranks, own, shape = context.world_size, context.rank, tuple(chunks[0].shape)
-        encoded = [self.encode(xp, chunk, _of_chunk(context, place)) for place, chunk in enumerate(chunks)]
-        received = yield AllToAll(tuple(_stacked(xp, parts) for parts in zip(*encoded, strict=True)))
-        mean = chunks[own]
-        for rank, parts in enumerate(received):
-            if rank != own:
-                mean = mean + self.decoded(xp, parts, shape, _of_chunk(context, own))
-        return mean * (1 / ranks), encoded
-
-    def counted(
-        self, xp: ModuleType, chunks: Sequence[Array], encoded: Sequence[Sequence[Array]], context: Context
-    ) -> list[Array]:
-        """This rank's contribution to the mean of each chunk in `reduce_scatter`: decoded, or x of its own chunk."""
-        pairs = enumerate(zip(chunks, encoded, strict=True))
-        return [
-            chunk
-            if place == context.rank
-            else self.decoded(xp, parts, tuple(chunk.shape), _of_chunk(context, place))
-            for place, (chunk, parts) in pairs
-        ]
-
-    def _scatter(self, xp: ModuleType, x: Array, context: Context) -> Aggregation:
-        """A scattered step.
-
-        The owner of a chunk adds its own x without rounding. With N ranks, C(x) is the decoded payload in the other
-        chunks, and in the owner's chunk x less N times the rounding error of the mean. The ranks' C(x) then add up to
-        N times the result, and one residual serves both roundings. That residual may overflow where the mean does not;
-        so large a mean becomes NaN, which all ranks see.
-        """
-        ranks, own = context.world_size, context.rank
-        vector = xp.flatten(xp.astype(x, "float32"))
-        length = -(-vector.shape[0] // (ranks * self.unit)) * self.unit
-        chunks = pad(xp, vector, ranks * length)
-        chunks = [chunks[start : start + length] for start in range(0, ranks * length, length)]
-        mean, encoded = yield from self.reduce_scatter(xp, chunks, context)
-        largest = xp.reshape(xp.row_largest(xp.reshape(mean, (1, length))), (1,))
-        mean = mean * (1 + 0 * (largest * residual_bound(length, ranks)))  # times 1, or NaN
-        method, of_mean = self.of_means, _of_chunk(context, "mean")
-        gathered = yield AllGather(method.encode(xp, mean, of_mean))
-        means = [method.decoded(xp, parts, (length,), of_mean) for parts in gathered]
-        sent = self.counted(xp, chunks, encoded, context)
-        sent[own] = chunks[own] - (mean - means[own]) * ranks
-        size = number_of_elements(tuple(x.shape))
-        return outcome_like(xp, x, xp.concatenate(means)[:size], xp.concatenate(sent)[:size])
-
-
-def _of_chunk(context: Context, chunk: int | str) -> Context:
-    """The context of one of a tensor's chunks."""
-    return dataclasses.replace(context, name=f"{context.name}#{chunk}")
-
-
-def _stacked(xp: ModuleType, parts: Sequence[Array]) -> Array:
-    """Arrays of one shape as the rows of one array."""
-    return xp.concatenate([xp.reshape(part, (1, *part.shape)) for part in parts])

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Annotated, ClassVar
 
 import numpy as np
 
-from hvdcomp.arrays.types import Array, number_of_elements, wide_dtype
+from hvdcomp.arrays.types import Array, matrix_shape, wide_dtype
 from hvdcomp.compressors.base import Compressor, Count, Rounds
-from hvdcomp.compressors.bucket import Bucket, BucketAggregation
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload
 from hvdcomp.compressors.casts import NoCompression
-from hvdcomp.compressors.low_rank_bucket import LowRankBucket
 from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome, TensorInfo
 from hvdcomp.compressors.randomness import drawn, shared_generator
 from hvdcomp.errors import SpecError
 from hvdcomp.kernels.limits import SMALLEST_NORM
+from hvdcomp.kernels.tables import FACTORS, PRODUCT, Tasks
 from hvdcomp.specs.described import Rule, Truth
 from hvdcomp.specs.levels import Level
 
@@ -28,6 +28,10 @@ _DEPENDENT = 1e-5
 
 # Two factors and the state for the next step.
 _Factors = Generator[AllReduce, Array, tuple[Array, Array, tuple[Array, ...]]]
+
+_PIECE = 1 << 16  # elements of a task on rows
+_WIDTHS = 256, 1024  # columns of a task on columns, least and most
+_COLUMN_PIECE = 1 << 18  # elements of a task on columns, within the widths
 
 
 @dataclass(frozen=True)
@@ -93,34 +97,41 @@ class PowerSGD(Compressor):
         return q, fit_columns(xp, x, state[1] if len(state) > 1 else None, rows, rank, context, "powersgd rows")
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
-        matrix = as_matrix(xp, x)
-        if not self.alternating:
-            p, q, state = yield from self._iterate(xp, matrix, state)
-        elif context.step % 2 == 0:
-            p, q, state = yield from self._half(xp, matrix, state)
+        """Algorithm 1, lines 3 to 11. Q is orthogonalised as well, so that P has the size of M, not of its square."""
+        m = as_matrix(xp, x)
+        if self.alternating:
+            p, q, state = yield from self._alternate(xp, m, state, context.step)
         else:
-            q, p, (rows, columns) = yield from self._half(xp, matrix.T, state[::-1])
-            state = columns, rows
-        approximation = xp.astype(xp.reshape(p @ q.T, x.shape), xp.dtype_name(x))
+            (start,) = state
+            q = start
+            for _ in range(self.iterations):
+                p = yield AllReduce(m @ orthogonalize(xp, q))  # lines 3 and 4: P = the mean of M Q
+                p = orthogonalize(xp, p)  # line 5
+                q = yield AllReduce(m.T @ p)  # lines 6 and 7: Q = the mean of M' P
+            state = (nonzero_columns(xp, q, start),)
+        approximation = xp.astype(xp.reshape(p @ q.T, x.shape), xp.dtype_name(x))  # line 11: P Q'
         return Outcome(approximation, approximation, state)
 
-    def _iterate(self, xp: ModuleType, matrix: Array, state: tuple[Array, ...]) -> _Factors:
-        (start,) = state
-        q = start
-        for _ in range(self.iterations):
-            p = yield AllReduce(matrix @ orthogonalize(xp, q))
-            p = orthogonalize(xp, p)
-            q = yield AllReduce(matrix.T @ p)
-        return p, q, (nonzero_columns(xp, q, start),)
-
-    def _half(self, xp: ModuleType, matrix: Array, state: tuple[Array, ...]) -> _Factors:
-        """One half of a power iteration: the new factor, the orthogonalised kept factor, and the state."""
-        start, old = state
-        unit = orthogonalize(xp, start)
-        new = yield AllReduce(matrix @ unit)
-        return new, unit, (start, nonzero_columns(xp, new, old))
+    def _alternate(self, xp: ModuleType, m: Array, state: tuple[Array, ...], step: int) -> _Factors:
+        """Half a power iteration: P, Q, and the state (Q, P), of which one factor is new and the other is kept."""
+        kept_q, kept_p = state
+        if step % 2 == 0:
+            q = orthogonalize(xp, kept_q)
+            p = yield AllReduce(m @ q)
+            return p, q, (kept_q, nonzero_columns(xp, p, kept_p))
+        p = orthogonalize(xp, kept_p)
+        q = yield AllReduce(m.T @ p)
+        return p, q, (nonzero_columns(xp, q, kept_q), kept_p)
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        """As `aggregate`, in passes over all matrices of the bucket:
+
+        1. `lowrank_p` makes x, orthogonalises Q, and computes P = M Q.
+        2. `lowrank_q` orthogonalises the mean of P, and computes Q = M' P.
+        3. `lowrank_decode` writes P Q' to the results, and `lowrank_keep` the new state.
+
+        An alternating step has the first or the second pass, which makes x then, and the third.
+        """
         if bucket.layout is None:
             bucket.layout = LowRankBucket(bucket, [matrix_shape(tensor.shape) for tensor in bucket.tensors])
         if not self.alternating:
@@ -142,10 +153,119 @@ class PowerSGD(Compressor):
         return NoCompression()
 
 
-def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """The shape of a tensor viewed as a matrix: the first dimension by the product of the others."""
-    rows = shape[0] if shape else 1
-    return rows, number_of_elements(shape[1:])
+class LowRankBucket:
+    """The bucket form of PowerSGD: shapes of a bucket's matrices, and the storage of their factors, made once.
+
+    All factors P of a bucket lie in one vector, all Q in another, each factor column by column, as in
+    `isa_lowrank.c`.
+
+    Args:
+        bucket: a bucket of `PowerSGD`.
+        shapes: rows and columns of each matrix.
+    """
+
+    def __init__(self, bucket: Bucket, shapes: Sequence[tuple[int, int]]) -> None:
+        ranks = [min(compressor.rank, *shape) for compressor, shape in zip(bucket.compressors, shapes, strict=True)]
+        ends = np.cumsum(np.array(shapes) * np.array(ranks)[:, None], axis=0)
+        segments = bucket.segments
+        segments["count"] = ranks
+        segments["p_factor"][1:], segments["q_factor"][1:] = ends[:-1].T
+        segments["columns"] = [columns for _, columns in shapes]
+        self._bucket = bucket
+        self._p, self._q = (bucket.payload(int(end), "float32") for end in ends[-1])
+        self._unit_p, self._unit_q = (bucket.zeros(int(end), "float32") for end in ends[-1])
+        self._sent_factors: _SentFactors | None = None  # on a device, decoding subtracts P Q' from x,
+        self._rows: tuple[int, ...] = ()  # and kernels divide the work themselves
+        self._columns: tuple[int, ...] = ()
+        if bucket.device is None:
+            self._sent_factors = _SentFactors(segments, int(ends[-1, 0]), int(ends[-1, 1])) if bucket.keeps else None
+            self._of_rows = Tasks([(rows, max(1, _PIECE // columns)) for rows, columns in shapes])
+            self._of_columns = Tasks([(columns, _width(rows)) for rows, columns in shapes])
+            self._rows, self._columns = self._of_rows.passed, self._of_columns.passed
+
+    def iterate(self, iterations: int) -> BucketAggregation:
+        """Whole power iterations."""
+        states = self._bucket.states
+        assert states is not None
+        (q,) = states.kept
+        for iteration in range(iterations):
+            p = yield self._send_p(q, first=iteration == 0)
+            q = yield self._send_q(p, first=False)
+        found_inf = self._decode(self._unit_p, q)
+        self._keep(0, q)
+        return found_inf
+
+    def half(self, even: bool) -> BucketAggregation:
+        """One new factor: P in even steps, Q in odd ones."""
+        states = self._bucket.states
+        assert states is not None
+        q, p = states.kept
+        if even:
+            new = yield self._send_p(q, first=True)
+            found_inf = self._decode(new, self._unit_q)
+        else:
+            new = yield self._send_q(p, first=True)
+            found_inf = self._decode(self._unit_p, new)
+        self._keep(int(even), new)
+        states.next[1 - even][:] = states.kept[1 - even]
+        return found_inf
+
+    def _send_p(self, q: Array, first: bool) -> AllReduce:
+        """P = M Q with Q orthogonalised."""
+        return self._send("lowrank_p", self._rows, q, self._unit_q, self._p, first)
+
+    def _send_q(self, p: Array, first: bool) -> AllReduce:
+        """Q = M' P with P orthogonalised."""
+        return self._send("lowrank_q", self._columns, p, self._unit_p, self._q, first)
+
+    def _send(
+        self, kernel: str, tasks: tuple[int, ...], other: Array, unit: Array, sent: Payload, first: bool
+    ) -> AllReduce:
+        """Sends the product with the other factor, orthogonalised to `unit`; if `first`, makes x in the same pass."""
+        found_inf = self._bucket.call(kernel, *tasks, other, unit, sent.vector, first)
+        if first:
+            self._bucket.found_inf = found_inf
+        return AllReduce(sent.vector, with_room=sent.with_room)
+
+    def _decode(self, p: Array, q: Array) -> bool | Array:
+        if self._sent_factors is not None:
+            self._sent_factors.write(self._bucket, p, q)
+        return self._bucket.call("lowrank_decode", *self._rows, p, q)
+
+    def _keep(self, kind: int, new: Array) -> None:
+        states = self._bucket.states
+        assert states is not None
+        self._bucket.call("lowrank_keep", new, states.kept[kind], states.next[kind], kind)
+
+
+class _SentFactors:
+    """P and Q of the last step that counts, whose product the next step subtracts, and storage for the next P and Q."""
+
+    def __init__(self, segments: np.ndarray, p: int, q: int) -> None:
+        self._factors = [(np.empty(p, np.float32), np.empty(q, np.float32)) for _ in range(2)]
+        self._products = [np.zeros(len(segments), FACTORS) for _ in range(2)]
+        self._turn = 0  # index of the pair that a step writes
+        for product, factors in zip(self._products, self._factors, strict=True):
+            for name, factor in zip("pq", factors, strict=True):
+                product[name] = factor.ctypes.data + factor.itemsize * segments[f"{name}_factor"]
+            product["rank"], product["columns"] = segments["count"], segments["columns"]
+
+    def write(self, bucket: Bucket, p: np.ndarray, q: np.ndarray) -> None:
+        """Records in the bucket's table that P Q' is what was sent of x."""
+        for kept, factor in zip(self._factors[self._turn], (p, q), strict=True):
+            np.copyto(kept, factor)
+        bucket.segments["sent_rule"] = PRODUCT
+        bucket.segments["sent_product"] = self._products[self._turn]
+        bucket.factors = self
+
+    def commit(self) -> None:
+        """Keeps this step's factors; the next step writes the other pair."""
+        self._turn ^= 1
+
+
+def _width(rows: int) -> int:
+    least, most = _WIDTHS
+    return min(most, max(least, _COLUMN_PIECE // rows // 16 * 16))
 
 
 def as_matrix(xp: ModuleType, x: Array) -> Array:

@@ -55,15 +55,18 @@ class ATOMO(Compressor):
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         matrix = xp.aligned(as_matrix(xp, x))  # as the last bits of a product may depend on where its factors lie
+        # M = sum of u_i (sigma_i v_i)', or the same of M' if M has more rows than columns.
         tall = matrix.shape[0] > matrix.shape[1]
         short, long = atoms(xp, matrix.T if tall else matrix)
-        offset = rank_generator(context, "atomo").random()
         sigma = xp.flatten(xp.row_norms(long))
+        # Algorithm 1 gives p_i; a sampled triplet is sent as u_i and (sigma_i / p_i) v_i.
+        offset = rank_generator(context, "atomo").random()
         chosen, weights = sampled_triplets(xp, sigma, min(self.rank, sigma.shape[0]), offset)
         short = xp.take(short, chosen)
         long = xp.take(long, chosen) * xp.reshape(xp.astype(weights, xp.dtype_name(long)), (-1, 1))
         left, right = (long, short) if tall else (short, long)
         ranks = yield AllGather((left, right))
+        # The mean over ranks of sum u_i (sigma_i / p_i) v_i', as one product of all ranks' vectors.
         lefts = xp.concatenate([left for left, _ in ranks])
         rights = xp.concatenate([right for _, right in ranks])
         mean = lefts.T @ rights

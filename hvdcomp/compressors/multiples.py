@@ -48,6 +48,7 @@ def encode_multiples(
         purpose: purpose of the random numbers.
         context: the tensor's context.
     """
+    # floor(s x / scale + u) + s, with u uniform in [0, 1), in fixed point: times 2**23, u being 23 random bits.
     highest = steps_of(bits) / 2 * _UNIT
     values = xp.flatten(buckets * (xp.reciprocal_or_zero(scales, SMALLEST_SCALE) * highest))[:size]
     codes = random_words(xp, rank_key(context, purpose), size, like=values)
@@ -74,6 +75,7 @@ class Multiples(Gathering):
         return None
 
     def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
+        """(code - s) scale / s."""
         size = number_of_elements(shape)
         packed, scales = parts
         length, steps = min(self.run or size, size), steps_of(self.bits)

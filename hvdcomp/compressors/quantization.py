@@ -75,6 +75,7 @@ class QSGD(Multiples):
         return self.bucket / steps_of(self.bits) ** 2
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
+        """Section 3.1: in each bucket, s x / norm is rounded at random to one of the whole numbers around it."""
         size = number_of_elements(tuple(x.shape))
         buckets = in_runs(xp, x, self.bucket)
         return encode_multiples(xp, size, buckets, xp.row_norms(buckets), self.bits, self.name, context)
@@ -119,11 +120,12 @@ class TernGrad(Multiples):
         super().__post_init__()
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
+        """Algorithm 1: sign(x) b times the scale, where b is 1 with the probability |x| / scale, else 0."""
         size = number_of_elements(tuple(x.shape))
         vector = xp.reshape(xp.astype(x, "float32"), (1, size))
         scale = xp.reshape(abs(vector).max(), (1, 1))
         if 0 < self.clip < math.inf:
-            bound = xp.row_norms(vector) * (self.clip / math.sqrt(size))
+            bound = xp.row_norms(vector) * (self.clip / math.sqrt(size))  # clip * sigma
             scale = xp.where(bound < scale, bound, scale)
         # Encoding clips magnitudes to the scale.
         return encode_multiples(xp, size, vector, scale, self.bits, self.name, context)
@@ -155,6 +157,8 @@ class Natural(Gathering):
     reference: ClassVar[str] = "Horvath et al. 2019, arXiv:1905.10988"
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
+        """The sign, and the exponent of x rounded to one of the powers of two around it: the upper one with the
+        probability (|x| - lower) / (upper - lower), which are the bits of the mantissa."""
         vector = xp.flatten(xp.astype(x, "float32"))
         size = vector.shape[0]
         noise = random_words(xp, rank_key(context, self.name), size, like=vector) >> 9
@@ -236,20 +240,29 @@ class GlobalQSGD(Compressor):
         return (2 * ranks).bit_length()
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
-        levels = self.levels(context.world_size)
+        s, ranks = self.levels(context.world_size), context.world_size
         vector = xp.flatten(xp.astype(x, "float32"))
         size = vector.shape[0]
+        # The scale: the largest magnitude of all ranks.
         scale = yield AllReduce(xp.reshape(abs(vector).max(), (1,)), op="max")
-        values = vector * (xp.reciprocal_or_zero(scale, SMALLEST_SCALE) * levels)
+        # floor(s x / scale + u), with u uniform in [0, 1): whole numbers from -s to s.
+        values = vector * (xp.reciprocal_or_zero(scale, SMALLEST_SCALE) * s)
         values += uniform(xp, rank_key(context, self.name), size, like=values)
-        values = xp.floor(values).clip(-levels, levels)
+        values = xp.floor(values).clip(-s, s)
+        # Their sum over the ranks is exact; times scale / (s N), it is the mean.
         total = yield AllReduce(self._pack(xp, xp.astype(values, "int32")), op="sum")
-        mean = xp.astype(self.unpack_words(xp, total, levels * context.world_size), "float32")[:size]
-        mean *= scale * (1 / (levels * context.world_size))
-        values *= scale * (1 / levels)
+        mean = xp.astype(self.unpack_words(xp, total, s * ranks), "float32")[:size]
+        mean *= scale * (1 / (s * ranks))
+        values *= scale * (1 / s)
         return outcome_like(xp, x, mean, values)
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        """As `aggregate`, in passes over all tensors of the bucket:
+
+        1. `globalqsgd_measure` makes x, and the largest magnitude of each tensor.
+        2. `globalqsgd_encode` rounds x to whole numbers, and packs these.
+        3. `globalqsgd_decode` writes the means of their sums to the results.
+        """
         if bucket.layout is None:
             bucket.layout = _GlobalLayout(bucket)
         layout, ranks = bucket.layout, bucket.context.world_size

@@ -75,15 +75,16 @@ class _WholeNumbers(BlockQuantizer, Multiples):
         return self.block
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
+        """round(s x / scale) + s, with the largest magnitude of each block as its scale."""
         size = number_of_elements(tuple(x.shape))
         blocks, scales = self._blocks(xp, x)
         if self.rounding == "stochastic":
             return encode_multiples(xp, size, blocks, scales, self.bits, self.name, context)
-        largest = steps_of(self.bits) // 2
-        values = xp.flatten(blocks * (xp.reciprocal_or_zero(scales, SMALLEST_SCALE) * largest))[:size]
-        values = values.clip(-largest, largest)
+        s = steps_of(self.bits) // 2
+        values = xp.flatten(blocks * (xp.reciprocal_or_zero(scales, SMALLEST_SCALE) * s))[:size]
+        values = values.clip(-s, s)
         values += _TO_WHOLE
-        codes = (xp.bitcast(values, "int32") + largest) & 0xFF
+        codes = (xp.bitcast(values, "int32") + s) & 0xFF
         return pack(xp, xp.astype(codes, "uint8"), self.bits), scales
 
 

@@ -109,22 +109,25 @@ class EDEN(Gathering):
         """
         vector = pad(xp, xp.flatten(xp.astype(x, "float32")), self.block)
         blocks = xp.reshape(vector, (-1, self.block))
+        # z = H D x
         z = xp.hadamard(blocks * xp.reshape(self._signs(xp, vector, context), blocks.shape))
         squares, magnitudes = xp.row_dots(blocks, blocks), abs(z)
         norms = xp.astype(squares**0.5, "float32")
+        # q: the levels nearest to z / rms(z). The lowest bit of a code is the sign.
         levels = LEVELS[self.bits]
         q, codes = magnitudes * 0 + levels[0], xp.astype(z < 0, "uint8")
         for level, border in zip(levels[1:], _borders(self.bits), strict=True):
             above = magnitudes > norms * border
             q = xp.where(above, level, q)
             codes = codes + xp.astype(above, "uint8") * 2
+        # s = |x|^2 / <z, q>
         products = _dots(xp, magnitudes, q)
         scales = squares * xp.reciprocal_or_zero(products, 0) * (1 + 0 * products)  # NaN if a product is infinite
         scales = xp.where(norms <= SMALLEST_SCALE, norms * 0, xp.astype(scales, "float32"))
         return pack(xp, xp.flatten(codes), self.bits), scales
 
     def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
-        """The rotated elements (blocks, block)."""
+        """s q: the rotated elements (blocks, block)."""
         packed, scales = parts
         codes = unpack(xp, packed, self.bits, scales.shape[0] * self.block)
         codes = xp.reshape(codes, (-1, self.block))
@@ -135,6 +138,7 @@ class EDEN(Gathering):
         return xp.where(codes & 1 == 1, -q, q) * scales
 
     def restore(self, xp: ModuleType, decoded: Array, shape: tuple[int, ...], context: Context) -> Array:
+        """D H (s q): the rotation back, here of the mean of all ranks' s q."""
         vector = xp.flatten(xp.hadamard(decoded))
         return (vector * self._signs(xp, vector, context))[: number_of_elements(shape)]
 

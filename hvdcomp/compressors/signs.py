@@ -13,11 +13,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from hvdcomp.arrays.types import Array, number_of_elements
+from hvdcomp.arrays.types import Array, matrix_shape, number_of_elements
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, gathered
 from hvdcomp.compressors.gathering import Gathering
-from hvdcomp.compressors.low_rank import matrix_shape
 from hvdcomp.compressors.memory import Memory, NoMemory
 from hvdcomp.compressors.packing import outcome_like, pack, packed_bytes, unpack
 from hvdcomp.compressors.protocol import Aggregation, AllGather, Context
@@ -67,19 +66,27 @@ class SignSGD(Compressor):
         self.require(self.zeros in ("rows", "elements"), "zeros", allowed)
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+        """Each rank sends sign(x); the result is the sign of the sum of the signs."""
         shape = tuple(x.shape)
         rows, columns = matrix_shape(shape) if self.zeros == "rows" else (number_of_elements(shape), 1)
         matrix = xp.reshape(x, (rows, columns))
-        votes = (matrix != 0).any(1)
+        # A row votes unless it is all zero. A zero in a row that votes is + in one step, and - in the next.
+        cast = xp.astype((matrix != 0).any(1), "uint8")
         zero_is_positive = (context.step + context.rank) % 2 == 0
         positive = matrix >= 0 if zero_is_positive else matrix > 0
-        cast = xp.astype(votes, "uint8")
         bits = xp.flatten(xp.astype(positive, "uint8") & xp.reshape(cast, (rows, 1)))
         ranks = yield AllGather((pack(xp, bits, 1), pack(xp, cast, 1)))
+        # Votes for + minus votes for -, and the sign of the difference.
         mean = xp.astype(self._count(xp, ranks, rows, columns).clip(-1, 1), xp.dtype_name(x))
         return outcome_like(xp, x, mean, balance(xp, bits, cast))
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        """As `aggregate`, in passes over all tensors of the bucket:
+
+        1. `votes_encode` makes x, its sign bits, and the bits of the rows that vote.
+        2. `votes_keep` subtracts the votes from x, if there is a memory.
+        3. `votes_decode` writes the signs of the majority to the results.
+        """
         if bucket.layout is None:
             bucket.layout = _VotesLayout(bucket, self.zeros == "rows")
         layout, context = bucket.layout, bucket.context
@@ -151,10 +158,11 @@ class OneBit(Gathering):
             )
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, ...]:
+        """The bits x > 0, and for each row the means of the elements with the bit 1, and of those with the bit 0."""
         rows, columns = self._matrix_shape(tuple(x.shape))
         matrix = xp.reshape(xp.astype(x, "float32"), (rows, columns))
         positive = matrix > 0
-        above = xp.astype(positive.sum(1, keepdims=True), "float32")
+        above = xp.astype(positive.sum(1, keepdims=True), "float32")  # number of elements with the bit 1
         below = columns - above
         # Elements are divided before they are summed, so that no sum overflows.
         upper = (matrix.clip(0, float("inf")) * xp.reciprocal_or_zero(above, 0)).sum(1, keepdims=True)
@@ -207,15 +215,17 @@ class EFSignSGD(Gathering):
     reference: ClassVar[str] = "Karimireddy et al. 2019, arXiv:1901.09847"
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
+        """Algorithm 1, line 5: (|p|_1 / d) sign(p), as the bits of the signs and the magnitude."""
         vector = xp.flatten(xp.astype(x, "float32"))
-        size = vector.shape[0]
+        d = vector.shape[0]
         # Elements are divided before they are summed, so that the sum does not overflow.
         shares = abs(vector)
-        shares *= 1 / size
-        magnitude = xp.flatten(xp.reshape(shares, (1, size)).sum(1, keepdims=True))
+        shares *= 1 / d
+        magnitude = xp.flatten(xp.reshape(shares, (1, d)).sum(1, keepdims=True))
         return pack(xp, xp.astype(vector >= 0, "uint8"), 1), representable(xp, magnitude, x)
 
     def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
+        """2 magnitude bit - magnitude: plus or minus the magnitude."""
         bits, magnitude = parts
         values = xp.astype(unpack(xp, bits, 1, number_of_elements(shape)), "float32")
         values *= 2 * magnitude

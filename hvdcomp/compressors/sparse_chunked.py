@@ -8,22 +8,28 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Annotated, ClassVar
 
+import numpy as np
+
 from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.types import Array, number_of_elements, wide_dtype
 from hvdcomp.compressors import sparse_payload
 from hvdcomp.compressors.base import Compressor, Count, most_level_for
-from hvdcomp.compressors.bucket import Bucket, BucketAggregation
-from hvdcomp.compressors.packing import groups, pack, unpack
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, gathered
+from hvdcomp.compressors.packing import groups, pack, packed_bytes, unpack
 from hvdcomp.compressors.protocol import Aggregation, AllGather, Context, Outcome, SparseVector
 from hvdcomp.compressors.signs import from_signs, representable, to_signs
-from hvdcomp.compressors.sparse_chunked_bucket import VALUES, aggregate_chunks
-from hvdcomp.kernels.tables import CHUNK_PIECE, CODE_BITS
+from hvdcomp.kernels.tables import CHUNK_PIECE, CODE_BITS, FOUR_MEANS, IN_FLOAT, IN_HALF, IN_SIGN, Tasks
 from hvdcomp.specs.described import Rule, between
 from hvdcomp.specs.levels import Level
+
+VALUES = {"2bit": FOUR_MEANS, "sign": IN_SIGN, "fp16": IN_HALF, "float32": IN_FLOAT}
+"""Encodings of values, as numbers for kernels."""
 
 _MEANINGS = "'2bit' (one of four means), 'sign' (a sign), 'fp16' (half precision) or 'float32'"
 _Values = Annotated[str, Rule(lambda values: values in VALUES, _MEANINGS)]
 _BOUNDS = (-2.25, -0.75, 0.75)  # between the four bins, in standard deviations from the mean
+_SHARED_BYTES = {FOUR_MEANS: 16, IN_SIGN: 4}  # of a tensor's means
+_VALUE_BYTES = {IN_HALF: 2, IN_FLOAT: 4}
 
 
 @dataclass(frozen=True)
@@ -97,13 +103,14 @@ class ChunkedTopK(Compressor):
         return VALUES[self.values] not in CODE_BITS
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+        """C(x) has the largest elements of each chunk, each as its decoded value; the result is the mean of C(x)."""
         vector = xp.flatten(x)
         size, wide = vector.shape[0], wide_dtype(xp.dtype_name(x))
         places = self._choose(xp, vector)
         indices = self._indices(xp, places, size)
         values = self._encode(xp, xp.take(vector, indices), x)
         ranks = yield AllGather((self._pack_places(xp, places, size), *values))
-        decoded = (
+        decoded = (  # of each rank, values and indices
             (self._decode(xp, values, size), self._indices(xp, self._unpack_places(xp, packed, size), size))
             for packed, *values in ranks
         )
@@ -112,7 +119,19 @@ class ChunkedTopK(Compressor):
         return Outcome(xp.reshape(mean, x.shape), sent)
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
-        return aggregate_chunks(bucket, self.chunk, VALUES[self.values])
+        """As `aggregate`, in passes over all tensors of the bucket:
+
+        1. `chunks_encode` makes x, chooses the largest elements of each chunk, encodes them, and subtracts from x what
+           they decode to.
+        2. `chunks_decode` adds up the elements of all ranks in the results.
+        """
+        if bucket.layout is None:
+            bucket.layout = _Layout(bucket, self.chunk, VALUES[self.values])
+        layout = bucket.layout
+        payload = layout.payload
+        bucket.found_inf = bucket.call("chunks_encode", *layout.passed, bucket.masks, *layout.scratch, payload.vector)
+        ranks = yield AllGather((payload.vector,), payload.with_room)
+        return bucket.call("chunks_decode", *layout.passed, *gathered(ranks))
 
     def count(self, size: int) -> int:
         """Number of elements sent of a tensor of `size` elements."""
@@ -191,11 +210,40 @@ def _to_bins(xp: ModuleType, values: Array, like: Array) -> tuple[Array, Array]:
     # In float64 no sum of float32 values overflows, and all frameworks get the same float32 result.
     count = values.shape[0]
     row = xp.reshape(xp.astype(values, "float64"), (1, count))
-    centred = row - row.sum(1, keepdims=True) / count
+    centred = row - row.sum(1, keepdims=True) / count  # v - mean
     sigma = xp.row_norms(centred) / math.sqrt(count)
+    # bin(v) = round((v - mean) / s + 2), as the number of bounds that v - mean reaches.
     bins = sum(xp.astype(centred >= bound * sigma, "uint8") for bound in _BOUNDS)  # all 0 if any value is not finite
+    # The mean of each bin's members.
     members = bins == xp.reshape(xp.arange(4, like=xp.flatten(bins)), (4, 1))
     numbers = xp.astype(xp.astype(members, "int32").sum(1, keepdims=True), "float64")
     sums = xp.where(members, row, xp.zeros((1, 1), like=row)).sum(1, keepdims=True)
     means = xp.flatten(sums * xp.reciprocal_or_zero(numbers, 0))
     return pack(xp, xp.flatten(bins), 2), representable(xp, means, like)
+
+
+class _Layout:
+    """The offsets of the tensors' parts in the payload, as in `isa_sparse_chunked.c`, and scratch memory.
+
+    The payload has the values of all tensors, and then all packed codes.
+    """
+
+    def __init__(self, bucket: Bucket, chunk: int, encoding: int) -> None:
+        sizes = bucket.segments["size"].tolist()
+        pairs = list(zip(bucket.compressors, sizes, strict=True))
+        counts = np.array([method.count(size) for method, size in pairs])
+        bits = np.array([method.place_bits(size) for method, size in pairs])
+        values = counts * _VALUE_BYTES.get(encoding, 0) + _SHARED_BYTES.get(encoding, 0)
+        codes = packed_bytes(np.minimum(bits, 8), counts) + packed_bytes(np.maximum(bits - 8, 0), counts)
+        codes += packed_bytes(CODE_BITS.get(encoding, 0), counts)
+        segments = bucket.segments
+        segments["count"], segments["found"] = counts, np.cumsum(counts) - counts
+        segments["sent_of_chunk"] = [compressor.k for compressor in bucket.compressors]
+        segments["values"] = np.cumsum(values) - values
+        segments["indices"] = values.sum() + np.cumsum(codes) - codes
+        self.payload = bucket.payload(int(values.sum() + codes.sum()))
+        self.scratch = [bucket.zeros(int(counts.sum()), dtype) for dtype in ("float32", "int16")]
+        self.passed: tuple[int, ...] = chunk, encoding
+        if bucket.device is None:
+            self._tasks = Tasks([(-(-size // chunk), max(1, CHUNK_PIECE // chunk)) for size in sizes])
+            self.passed = *self._tasks.passed, chunk, encoding

@@ -1,16 +1,117 @@
-"""The bucket form of random-k: kernels draw the places, and the values of all tensors are one vector."""
+"""Random-k: elements at random places, which all ranks draw alike, so that an allreduce adds up their values."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import ClassVar
 
 import numpy as np
 
+from hvdcomp.arrays.types import Array, allreduce_dtype, wide_dtype
+from hvdcomp.compressors import sparse_payload
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation
-from hvdcomp.compressors.protocol import AllReduce
-from hvdcomp.compressors.randomness import rotations
+from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome, SparseVector
+from hvdcomp.compressors.randomness import distinct_indices, rotations, shared_key
 from hvdcomp.compressors.sparse_payload import carried_dtype, elements_kept
+from hvdcomp.compressors.sparsification import ByRatio
 from hvdcomp.kernels.limits import LARGEST
+from hvdcomp.specs.described import Truth
+
+
+@dataclass(frozen=True)
+class RandomK(ByRatio):
+    """Sends k elements at random positions. All ranks draw the same positions, so only values are sent, and an
+    allreduce adds them up (Stich et al. 2018, arXiv:1809.07599, section 2; Wangni et al. 2018 for the unbiased form).
+
+    Attributes:
+        unbiased: whether values are multiplied by d / k (d elements, of which k are sent), so that the expectation is
+            the gradient itself and no error feedback is needed.
+        values: element type of the values that are sent: "same" as the gradient, or "fp16". With "fp16", sums are in
+            half precision, and values are clipped to half the largest half-precision number divided by the number of
+            ranks, so that no order of additions overflows. If `unbiased`, a larger value counts as not finite, unless a
+            bucket's memory keeps the excess.
+
+    Example:
+        >>> RandomK(ratio=0.01).payload_bytes((1000, 1000))
+        40000
+    """
+
+    unbiased: Truth = False
+    values: sparse_payload.How = field(default="same", kw_only=True)
+
+    name: ClassVar[str] = "randomk"
+    examples: ClassVar[tuple[str, ...]] = ("randomk:ratio=0.01", "randomk:ratio=0.01,unbiased=True")
+    sends: ClassVar[str] = "k values"
+    reference: ClassVar[str] = "Stich et al. 2018, arXiv:1809.07599; Wangni et al. 2018, arXiv:1710.09854"
+
+    @property
+    def biased(self) -> bool:  # type: ignore[override]
+        """Whether the mean of the decoded values differs from the gradient: True, unless `unbiased` scales the values
+        by d / k (d: number of elements, k: number of sent elements)."""
+        return not self.unbiased
+
+    @property
+    def variance(self) -> float:  # type: ignore[override]
+        """d / k - 1 if scaled by d / k."""
+        return 1 / self.ratio - 1 if self.unbiased else 0.0
+
+    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+        vector, dtype = xp.flatten(x), xp.dtype_name(x)
+        d = vector.shape[0]
+        k = elements_kept(self.ratio, d)
+        # A random set of k of the d elements, the same on all ranks.
+        indices = distinct_indices(xp, shared_key(context, "randomk"), k, d, like=x)
+        values = xp.take(vector, indices)
+        if self.unbiased:
+            values *= d / k
+        bound = LARGEST["float16"] / (2 * context.world_size)
+        sent = sparse_payload.round_values(xp, values, self.values, bound)
+        if self.unbiased and self.values == "fp16":  # clipped, it would be biased, as mostly nothing is kept
+            sent = xp.where(abs(values) > bound, math.inf, sent)
+        carried = "float16" if self.values == "fp16" else allreduce_dtype(dtype)
+        mean = yield AllReduce(xp.astype(sent, carried))
+        # The mean at the k places, and zeros elsewhere.
+        wide = wide_dtype(dtype)
+        dense = xp.add_at(xp.zeros((d,), like=xp.astype(vector[:0], wide)), indices, xp.astype(mean, wide))
+        return Outcome(xp.reshape(dense, x.shape), SparseVector(indices, xp.astype(sent, dtype)))
+
+    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        """As `aggregate`, in passes over all tensors of the bucket; on a device, where kernels compute the places
+        again instead of storing them, the kernels in brackets.
+
+        1. `random_encode` (`random_take`) draws the places, makes x, and writes its values at the places to the
+           payload.
+        2. `random_keep` (`random_take_off`) subtracts the sent values from x.
+        3. `random_decode` (`random_put`) writes the mean to its places in the results, and zeros elsewhere.
+        """
+        on_host, half = bucket.device is None, carried_dtype(self.values, bucket.dtype) == "float16"
+        if bucket.layout is None:
+            bucket.layout = _Layout(bucket, half)
+        layout, context = bucket.layout, bucket.context
+        bound = 0.0
+        if self.values == "fp16":
+            bound = LARGEST["float16"] / (2 * context.world_size)
+        elif half:  # the memory, if any, keeps the excess
+            bound = math.inf if self.unbiased else LARGEST["float16"]
+        keys = bucket.draw_keys(shared=True)
+        bucket.segments["shift"] = rotations(keys, bucket.segments["size"])
+        payload, sent = layout.payload, layout.sent
+        if on_host:
+            scratch = layout.drawn, layout.places, layout.ends
+            bucket.found_inf = bucket.call("random_encode", payload.vector, sent, *scratch, bound, self.unbiased)
+        else:
+            bucket.found_inf = bucket.call("random_take", payload.vector, sent, layout.scales, bound, self.unbiased)
+        if bucket.keeps:
+            layout.keep(bucket)
+        mean = yield AllReduce(payload.vector, with_room=payload.with_room)
+        if on_host:
+            return bucket.call("random_decode", mean, layout.places, layout.ends, half)
+        return bucket.call("random_put", mean, half)
+
+    def most_elements(self, budget: float, size: int) -> int:
+        return min(size, max(1, int(budget / sparse_payload.value_bytes(self.values))))
 
 
 class _Layout:
@@ -55,36 +156,3 @@ class _Layout:
             bucket.call("random_keep", self.sent, self.places, self.ends, bucket.masks)
         else:
             bucket.call("random_take_off", self.sent, bucket.masks, aside=True)
-
-
-def aggregate_at_random(bucket: Bucket, values: str, unbiased: bool) -> BucketAggregation:
-    """A bucket's step of random-k.
-
-    Args:
-        bucket: the bucket.
-        values: "same" or "fp16", as in `sparse_payload`.
-        unbiased: whether values are scaled by d / k.
-    """
-    half = carried_dtype(values, bucket.dtype) == "float16"
-    if bucket.layout is None:
-        bucket.layout = _Layout(bucket, half)
-    layout, context = bucket.layout, bucket.context
-    bound = 0.0
-    if values == "fp16":
-        bound = LARGEST["float16"] / (2 * context.world_size)
-    elif half:  # the memory, if any, keeps the excess
-        bound = math.inf if unbiased else LARGEST["float16"]
-    keys = bucket.draw_keys(shared=True)
-    bucket.segments["shift"] = rotations(keys, bucket.segments["size"])
-    payload, sent = layout.payload, layout.sent
-    if bucket.device is None:
-        scratch = layout.drawn, layout.places, layout.ends
-        bucket.found_inf = bucket.call("random_encode", payload.vector, sent, *scratch, bound, unbiased)
-    else:
-        bucket.found_inf = bucket.call("random_take", payload.vector, sent, layout.scales, bound, unbiased)
-    if bucket.keeps:
-        layout.keep(bucket)
-    mean = yield AllReduce(payload.vector, with_room=payload.with_room)
-    if bucket.device is None:
-        return bucket.call("random_decode", mean, layout.places, layout.ends, half)
-    return bucket.call("random_put", mean, half)

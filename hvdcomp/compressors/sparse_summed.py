@@ -16,19 +16,20 @@ import numpy as np
 
 from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.magnitudes import Magnitudes
-from hvdcomp.arrays.types import Array, allreduce_dtype, number_of_elements, wide_dtype
+from hvdcomp.arrays.types import Array, allreduce_dtype, matrix_shape, number_of_elements, wide_dtype
 from hvdcomp.compressors.base import Compressor, Count
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation
 from hvdcomp.compressors.casts import NoCompression
 from hvdcomp.compressors.inside import numbers_may_overflow
-from hvdcomp.compressors.low_rank import matrix_shape
 from hvdcomp.compressors.packing import pad
 from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome, TensorInfo
 from hvdcomp.compressors.randomness import drawn, shared_generator
 from hvdcomp.compressors.sparse_payload import elements_kept
-from hvdcomp.compressors.sparse_together_bucket import Blocks, aggregate_together
 from hvdcomp.compressors.sparsification import WithRatio
+from hvdcomp.kernels.tables import Tasks
 from hvdcomp.specs.levels import Level
+
+_PIECE = 1 << 16  # elements of a task, unless a block has more
 
 
 @dataclass(frozen=True)
@@ -65,24 +66,49 @@ class BlocksTogether(WithRatio):
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         shape, dtype = tuple(x.shape), xp.dtype_name(x)
-        _, length = self.blocks_of(shape)
-        vector = xp.flatten(x)
-        size = vector.shape[0]
+        vector, wide = xp.flatten(x), wide_dtype(dtype)
+        size, (_, length) = vector.shape[0], self.blocks_of(shape)
         padded = pad(xp, vector, length)
         blocks = xp.reshape(padded, (-1, length))
-        judged = yield AllReduce(self.judge(xp, xp.astype(blocks, wide_dtype(dtype)), context))
+        # All ranks judge the blocks by the same means, and so choose the same blocks.
+        judged = yield AllReduce(self.judge(xp, xp.astype(blocks, wide), context))
         count = self.count(shape)
         chosen = Magnitudes(xp, self.scores(xp, judged), count).top(count)
+        # The chosen blocks' elements are averaged.
         places = xp.flatten(xp.reshape(chosen, (-1, 1)) * length + xp.arange(length, like=chosen))
         values = xp.take(padded, places)
         mean = yield AllReduce(xp.astype(values, allreduce_dtype(dtype)))
-        wide = wide_dtype(dtype)
 
         def spread(elements: Array) -> Array:
+            """The elements at their places, and zeros elsewhere."""
             zeros = xp.zeros((padded.shape[0],), like=xp.astype(vector[:0], wide))
             return xp.reshape(xp.add_at(zeros, places, xp.astype(elements, wide))[:size], shape)
 
         return Outcome(spread(mean), xp.astype(spread(values), dtype))
+
+    form: ClassVar[str] = "judge_bucket"
+
+    def judge_bucket(self, bucket: Bucket, layout: _BlocksLayout) -> bool | Array:
+        """Makes x and fills `layout.judged` with this rank's numbers for each block; returns as `Bucket.call` does."""
+        raise NotImplementedError
+
+    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        """As `aggregate`, in passes over all tensors of the bucket:
+
+        1. `judge_bucket` makes x and the numbers that judge its blocks.
+        2. `together_encode` chooses the best blocks of each tensor by the means of these numbers, copies them to the
+           payload, and subtracts them from x.
+        3. `together_decode` writes the means of the blocks to the results, and zeros elsewhere.
+        """
+        if bucket.layout is None:
+            bucket.layout = _BlocksLayout(bucket)
+        layout: _BlocksLayout = bucket.layout
+        bucket.found_inf = self.judge_bucket(bucket, layout)
+        judged = yield AllReduce(layout.judged.vector, with_room=layout.judged.with_room)
+        sent, chosen, half = layout.sent, layout.chosen, layout.half
+        bucket.call("together_encode", judged, layout.numbers, layout.scratch, chosen, sent.vector, half)
+        mean = yield AllReduce(sent.vector, with_room=sent.with_room)
+        return bucket.call("together_decode", *layout.passed, mean, chosen, half)
 
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
         super().level_for(compression_factor, shape)  # refuses a factor below 1
@@ -124,6 +150,7 @@ class TopKC(BlocksTogether):
         return -(-size // length), length
 
     def judge(self, xp: ModuleType, blocks: Array, context: Context) -> Array:
+        """|x_c|^2 of each chunk c."""
         norms = xp.astype(xp.row_norms(blocks), "float32")  # precise enough to choose by, for float64 too
         return norms * norms
 
@@ -133,11 +160,8 @@ class TopKC(BlocksTogether):
     def numbers_of_block(self) -> int:
         return 1
 
-    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
-        def judge(bucket: Bucket, blocks: Blocks) -> bool | Array:
-            return bucket.call("together_judge", *blocks.passed, blocks.judged.vector)
-
-        return aggregate_together(bucket, judge)
+    def judge_bucket(self, bucket: Bucket, layout: _BlocksLayout) -> bool | Array:
+        return bucket.call("together_judge", *layout.passed, layout.judged.vector)
 
 
 @dataclass(frozen=True)
@@ -170,6 +194,7 @@ class ARCTopK(BlocksTogether):
         return matrix_shape(shape)
 
     def judge(self, xp: ModuleType, blocks: Array, context: Context) -> Array:
+        """The sketch G V: a few numbers for each row of the gradient G."""
         columns, dtype = blocks.shape[1], xp.dtype_name(blocks)
         return blocks @ drawn(
             xp, lambda: self._draw(columns, dtype, context), (columns, self.sketch), dtype, like=blocks
@@ -186,14 +211,11 @@ class ARCTopK(BlocksTogether):
     def numbers_of_block(self) -> int:
         return self.sketch
 
-    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
-        return aggregate_together(bucket, self._sketch)
-
-    def _sketch(self, bucket: Bucket, blocks: Blocks) -> bool | Array:
+    def judge_bucket(self, bucket: Bucket, layout: _BlocksLayout) -> bool | Array:
         """Sketches of all matrices; on the host by NumPy's products, as a kernel would sum in another order."""
         contexts = [dataclasses.replace(bucket.context, name=tensor.name) for tensor in bucket.tensors]
         shapes = [matrix_shape(tensor.shape) for tensor in bucket.tensors]
-        sketches = blocks.judged.vector
+        sketches = layout.judged.vector
         if bucket.device is not None:
             pairs = zip(shapes, contexts, strict=True)
             parts = [self._draw(columns, "float32", context).T.reshape(-1) for (_, columns), context in pairs]
@@ -202,6 +224,53 @@ class ARCTopK(BlocksTogether):
         found_inf = bucket.call("make_x")
         sketches = sketches.reshape(-1, self.sketch)
         with numbers_may_overflow():
-            for x, shape, context, rows in zip(bucket.compressed(), shapes, contexts, blocks.rows, strict=True):
+            for x, shape, context, rows in zip(bucket.compressed(), shapes, contexts, layout.rows, strict=True):
                 sketches[rows] = self.judge(numpy_arrays, x.reshape(shape), context)
         return found_inf
+
+
+class _BlocksLayout:
+    """The blocks of a bucket's tensors, laid out as in `isa_sparse_together.c`, or on a device as in `together.py`.
+
+    Attributes:
+        numbers: how many numbers judge a block.
+        judged: this rank's numbers for each block, tensor by tensor.
+        sent: the elements of the chosen blocks.
+        chosen: the numbers of the chosen blocks.
+        half: whether sent elements are in half precision.
+        scratch: storage of `together_encode`; on a device the number of chosen blocks of each tensor.
+        rows: for each tensor the slice of its blocks among all blocks.
+        passed: the tasks, as arguments of host kernels.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        pairs = list(zip(bucket.compressors, bucket.tensors, strict=True))
+        shapes = [method.blocks_of(tensor.shape) for method, tensor in pairs]
+        counts = np.array([method.count(tensor.shape) for method, tensor in pairs])
+        blocks, lengths = np.array(shapes, np.int64).T
+        method = bucket.compressors[0]
+        numbers = self.numbers = method.numbers_of_block()
+        starts, ends = np.cumsum(blocks) - blocks, np.cumsum(blocks)
+        self.rows = list(map(slice, starts.tolist(), ends.tolist()))
+        self.judged = bucket.payload(int(ends[-1]) * numbers, "float32")
+        wire = allreduce_dtype(bucket.dtype)
+        self.half = wire == "float16"
+        self.sent = bucket.payload(int(counts @ lengths), wire)
+        self.chosen = bucket.zeros(int(counts.sum()), "int64")
+        self.scratch = counts  # on a device
+        self.passed: tuple[int, ...] = ()
+        segments = bucket.segments
+        segments["length"] = lengths
+        if bucket.device is None:
+            self.scratch = np.zeros(int(ends[-1]) if numbers > 1 else 0, np.float32)
+            self._tasks = Tasks([(count, max(1, _PIECE // length)) for count, length in shapes])
+            self.passed = self._tasks.passed
+            segments["count"], segments["blocks"] = counts, starts
+            segments["chosen"] = np.cumsum(counts) - counts
+            segments["taken"] = np.cumsum(counts * lengths) - counts * lengths
+        elif method.of_matrices:
+            columns = lengths * numbers
+            segments["count"], segments["p_factor"], segments["columns"] = numbers, starts * numbers, lengths
+            segments["q_factor"] = np.cumsum(columns) - columns
+        else:
+            segments["count"], segments["scales"] = numbers, 4 * starts

@@ -1,26 +1,28 @@
-"""Sparsifiers: a few elements are sent, and the memory keeps the others."""
+"""Sparsifiers whose ranks choose a few elements each for themselves; the memory keeps the others."""
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Annotated, ClassVar
 
-from hvdcomp.arrays.magnitudes import Magnitudes
-from hvdcomp.arrays.types import Array, allreduce_dtype, number_of_elements, wide_dtype
+import numpy as np
+
+from hvdcomp.arrays.magnitudes import Magnitudes, elements_of_sample, sample_stride
+from hvdcomp.arrays.types import Array, number_of_elements
 from hvdcomp.compressors import sparse_payload
 from hvdcomp.compressors.base import Compressor
-from hvdcomp.compressors.bucket import Bucket, BucketAggregation
-from hvdcomp.compressors.protocol import Aggregation, AllGather, AllReduce, Context, Outcome, SparseVector
-from hvdcomp.compressors.randomness import distinct_indices, shared_key
-from hvdcomp.compressors.sparse_bucket import aggregate_by_magnitude
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, gathered
+from hvdcomp.compressors.protocol import Aggregation, AllGather, Context, Outcome, SparseVector
+from hvdcomp.compressors.signs import from_signs, to_signs
 from hvdcomp.compressors.sparse_payload import elements_kept
-from hvdcomp.compressors.sparse_random import aggregate_at_random
-from hvdcomp.kernels.limits import LARGEST
-from hvdcomp.kernels.tables import KTH_LARGEST
-from hvdcomp.specs.described import SHARE, Rule, Truth
+from hvdcomp.kernels.tables import CANDIDATES, CHOICE, FITTED, KTH_LARGEST, NARROW, SAMPLED, SLACK, SparseStruct
+from hvdcomp.specs.described import SHARE, Rule
 from hvdcomp.specs.levels import Level
+
+_CANDIDATES_PER_NEEDED = 8  # about 2.3 are expected; a task with more is searched as a whole
 
 
 @dataclass(frozen=True)
@@ -80,18 +82,20 @@ class Sparsifier(ByRatio):
         raise NotImplementedError
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+        """C(x) has the k chosen elements, and zeros elsewhere; the result is the mean of the ranks' C(x)."""
         vector = xp.flatten(x)
-        parts, sent = self._encode(xp, vector, context)
+        parts, sent = self._encode(xp, vector)
         ranks = yield AllGather(parts)
         mean = sparse_payload.mean_of_sparse(xp, ranks, vector, context)
         return Outcome(xp.reshape(mean, x.shape), sent)
 
     def preview(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> SparseVector:
-        return self._encode(xp, xp.flatten(x), context)[1]  # needs no unpacking
+        return self._encode(xp, xp.flatten(x))[1]  # needs no unpacking
 
-    def _encode(self, xp: ModuleType, vector: Array, context: Context) -> tuple[tuple[Array, ...], SparseVector]:
-        count = elements_kept(self.ratio, vector.shape[0])
-        return sparse_payload.encode(xp, vector, self.choose(xp, vector, count), self.values)
+    def _encode(self, xp: ModuleType, vector: Array) -> tuple[tuple[Array, ...], SparseVector]:
+        """The payload, values and indices, and C(x)."""
+        k = elements_kept(self.ratio, vector.shape[0])
+        return sparse_payload.encode(xp, vector, self.choose(xp, vector, k), self.values)
 
     def most_elements(self, budget: float, size: int) -> int:
         return sparse_payload.most_elements(budget, size, sparse_payload.value_bytes(self.values))
@@ -119,63 +123,201 @@ class TopK(Sparsifier):
 
 
 @dataclass(frozen=True)
-class RandomK(ByRatio):
-    """Sends k elements at random positions. All ranks draw the same positions, so only values are sent, and an
-    allreduce adds them up (Stich et al. 2018, arXiv:1809.07599, section 2; Wangni et al. 2018 for the unbiased form).
+class SparseTernary(ByRatio):
+    """Sparse ternary compression, STC: sends the k elements of largest magnitude, each as plus or minus their mean
+    magnitude (Sattler et al. 2019, arXiv:1903.02891, algorithm 1).
 
-    Attributes:
-        unbiased: whether values are multiplied by d / k (d elements, of which k are sent), so that the expectation is
-            the gradient itself and no error feedback is needed.
-        values: element type of the values that are sent: "same" as the gradient, or "fp16". With "fp16", sums are in
-            half precision, and values are clipped to half the largest half-precision number divided by the number of
-            ranks, so that no order of additions overflows. If `unbiased`, a larger value counts as not finite, unless a
-            bucket's memory keeps the excess.
+        C(x)_i = mu sign(x_i) for the k largest |x_i|, else 0;  mu = the mean of these k magnitudes
+
+    A zero among the k elements counts as positive. Indices are encoded as in `topk`. The paper's Golomb code is not
+    used, because its length depends on the gradient, and the length of a payload must not. A sign takes one bit, and mu
+    is one float32.
 
     Example:
-        >>> RandomK(ratio=0.01).payload_bytes((1000, 1000))
-        40000
+        >>> SparseTernary(ratio=0.01).payload_bytes((100, 100))  # 100 places, 100 bits in 13 bytes, one float32
+        217
     """
 
-    unbiased: Truth = False
-    values: sparse_payload.How = field(default="same", kw_only=True)
-
-    name: ClassVar[str] = "randomk"
-    examples: ClassVar[tuple[str, ...]] = ("randomk:ratio=0.01", "randomk:ratio=0.01,unbiased=True")
-    sends: ClassVar[str] = "k values"
-    reference: ClassVar[str] = "Stich et al. 2018, arXiv:1809.07599; Wangni et al. 2018, arXiv:1710.09854"
-
-    @property
-    def biased(self) -> bool:  # type: ignore[override]
-        """Whether the mean of the decoded values differs from the gradient: True, unless `unbiased` scales the values
-        by d / k (d: number of elements, k: number of sent elements)."""
-        return not self.unbiased
-
-    @property
-    def variance(self) -> float:  # type: ignore[override]
-        """d / k - 1 if scaled by d / k."""
-        return 1 / self.ratio - 1 if self.unbiased else 0.0
+    name: ClassVar[str] = "stc"
+    examples: ClassVar[tuple[str, ...]] = ("stc:ratio=0.01",)
+    sends: ClassVar[str] = "k indices, k sign bits, and one magnitude"
+    biased: ClassVar[bool] = True
+    reference: ClassVar[str] = "Sattler et al. 2019, arXiv:1903.02891"
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         vector = xp.flatten(x)
-        size = vector.shape[0]
-        count = elements_kept(self.ratio, size)
-        dtype = xp.dtype_name(x)
-        indices = distinct_indices(xp, shared_key(context, "randomk"), count, size, like=x)
-        values = xp.take(vector, indices)
-        if self.unbiased:
-            values *= size / count
-        bound = LARGEST["float16"] / (2 * context.world_size)
-        sent = sparse_payload.round_values(xp, values, self.values, bound)
-        if self.unbiased and self.values == "fp16":  # clipped, it would be biased, as mostly nothing is kept
-            sent = xp.where(abs(values) > bound, math.inf, sent)
-        carried = "float16" if self.values == "fp16" else allreduce_dtype(dtype)
-        mean = yield AllReduce(xp.astype(sent, carried))
-        wide = wide_dtype(dtype)
-        dense = xp.add_at(xp.zeros((size,), like=xp.astype(vector[:0], wide)), indices, xp.astype(mean, wide))
-        return Outcome(xp.reshape(dense, x.shape), SparseVector(indices, xp.astype(sent, dtype)))
+        k = elements_kept(self.ratio, vector.shape[0])
+        # The mask and the masked elements: the k largest magnitudes.
+        chosen = Magnitudes(xp, vector, k).top(k)
+        (values, *places), masked = sparse_payload.encode(xp, vector, chosen, "same")
+        signs, mu = to_signs(xp, values, x)
+        ranks = yield AllGather((signs, mu, *places))
+        # mu sign(x) at the places of each rank, added up rank by rank.
+        decoded = ((from_signs(xp, signs, mu, k), *places) for signs, mu, *places in ranks)
+        mean = sparse_payload.mean_of_sparse(xp, decoded, vector, context)
+        sent = xp.astype(from_signs(xp, signs, mu, k), xp.dtype_name(x))
+        return Outcome(xp.reshape(mean, x.shape), SparseVector(masked.indices, sent))
 
-    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
-        return aggregate_at_random(bucket, self.values, self.unbiased)
+    def payload_floats(self, shape: tuple[int, ...], level: Level | None = None) -> float:
+        return 1 + super().payload_floats(shape, level) / 32
 
     def most_elements(self, budget: float, size: int) -> int:
-        return min(size, max(1, int(budget / sparse_payload.value_bytes(self.values))))
+        magnitude_and_last_byte = 4 + 1
+        return sparse_payload.most_elements(budget - magnitude_and_last_byte, size, bytes_of_value=1 / 8)
+
+
+class SparsePlaces:
+    """The offsets of each tensor's values and indices in a bucket's payload.
+
+    The payload holds the values, the block counts and the indices of all tensors, as in `sparse_payload`; parts of
+    wider element types come first.
+
+    Args:
+        bucket: the bucket; sets `count` and the places of the parts in its table.
+        values: "same" or "fp16", as in `sparse_payload`.
+
+    Attributes:
+        payload: this rank's payload.
+        type: element type of the values in the payload, a number of `NARROW`.
+    """
+
+    def __init__(self, bucket: Bucket, values: str) -> None:
+        self.type = NARROW[sparse_payload.carried_dtype(values, bucket.dtype)]
+        sizes = [tensor.size for tensor in bucket.tensors]
+        counts = [
+            sparse_payload.elements_kept(compressor.ratio, size)
+            for compressor, size in zip(bucket.compressors, sizes, strict=True)
+        ]
+        value_bytes = sparse_payload.value_bytes(values, bucket.dtype)
+        parts = []  # (bytes of an element, bytes of the part, its kind, tensor)
+        kinds = "values", "block_counts", "indices"
+        widths = []
+        for number, (size, count) in enumerate(zip(sizes, counts, strict=True)):
+            width, blocks = sparse_payload.index_bytes(count, size), sparse_payload.counted_blocks(count, size)
+            widths.append(width)
+            parts.append((value_bytes, value_bytes * count, "values", number))
+            parts.append((4, 4 * blocks, "block_counts", number))
+            parts.append((width, width * count, "indices", number))
+        parts.sort(key=lambda part: (-part[0], kinds.index(part[2])))
+        segments = bucket.segments
+        end = 0
+        for _, length, kind, number in parts:
+            segments[kind][number] = end if length else -1
+            end += length
+        segments["count"], segments["index_bytes"] = counts, widths
+        self.payload = bucket.payload(end)
+
+
+class Selection:
+    """The parameters of a bucket's selection of elements.
+
+    Args:
+        bucket: the bucket, with `count` set in its table.
+
+    Attributes:
+        method: `KTH_LARGEST`, `BISECT`, `SAMPLED` or `FITTED`.
+        rounds: rounds of the search.
+        type: element type of the values in the payload, a number of `NARROW`.
+        masks: whether an element's momentum is cleared when the element is sent.
+        most: a threshold is good if `count` to this number of elements reach it, int64 (tensors,), like all below.
+        limited: whether `most` may be larger than `count`.
+        need: number of candidates that is enough for the search.
+        stride: stride of the sample.
+        sampled: number of elements in the sample.
+        reaching: number of sampled elements that reach the first threshold.
+        first, later: threshold of the first stage and of each later one, in mean excesses over the threshold before,
+            floats (tensors,).
+    """
+
+    def __init__(self, bucket: Bucket, type: int, method: int, room: int, rounds: int) -> None:
+        self.method, self.rounds, self.type, self.masks = method, rounds, type, bucket.masks
+        sizes, counts = bucket.segments["size"], bucket.segments["count"]
+        self.most = np.minimum(room * counts, sizes)
+        self.limited = room > 1
+        self.need = counts if method == KTH_LARGEST else np.minimum(self.most + 1, sizes)
+        self.stride = self.sampled = self.reaching = np.zeros_like(sizes)
+        self.first = self.later = np.zeros(len(sizes), np.float32)
+        if method == FITTED:
+            shares = [stage_shares(compressor.ratio, rounds) for compressor in bucket.compressors]
+            self.first, self.later = (-np.log([share[at] for share in shares]) for at in (0, -1))
+        if method == SAMPLED:
+            self.stride = np.array([sample_stride(size) for size in sizes.tolist()])
+            self.sampled = -(-sizes // self.stride)
+            ratios = [compressor.ratio for compressor in bucket.compressors]
+            self.reaching = np.array(
+                [elements_of_sample(ratio, size) for ratio, size in zip(ratios, self.sampled.tolist(), strict=True)]
+            )
+
+
+class _Layout:
+    """The offsets in a bucket's payload, and the kernels' storage for candidates."""
+
+    def __init__(self, bucket: Bucket, values: str, method: int, room: int, rounds: int) -> None:
+        self.places = SparsePlaces(bucket, values)
+        selection = Selection(bucket, self.places.type, method, room, rounds)
+        segments, tasks = bucket.segments, bucket.table.tasks
+        self._choices = np.zeros(len(segments), CHOICE)
+        choices = self._choices
+        choices["first_task"] = np.searchsorted(tasks["segment"], np.arange(len(segments)))
+        choices["tasks"] = np.bincount(tasks["segment"], minlength=len(segments))
+        for name in ("most", "need", "stride", "sampled", "reaching", "first", "later"):
+            choices[name] = getattr(selection, name)
+        choices["sample"] = np.cumsum(selection.sampled) - selection.sampled
+        self._candidates = np.zeros(len(tasks), CANDIDATES)
+        shares = (selection.need / segments["size"])[tasks["segment"]] * tasks["length"]
+        rooms = np.minimum(tasks["length"], (_CANDIDATES_PER_NEEDED * shares).astype(np.int64) + 1024)
+        self._candidates["room"] = rooms
+        self._candidates["place"] = np.cumsum(rooms + SLACK) - (rooms + SLACK)
+        pool = int((rooms + SLACK).sum())
+        self._values, self._places = np.empty(pool, np.float32), np.empty(pool, np.uint16)
+        self._sample = np.empty(int(selection.sampled.sum()), np.float32)
+        arrays: tuple[np.ndarray, ...] = (choices, self._candidates, self._values, self._places, self._sample)
+        addresses = [array.ctypes.data for array in arrays]
+        self._sparse = SparseStruct(*addresses, method, rounds, self.places.type, 0)
+        self.passed = ctypes.addressof(self._sparse)
+
+
+class _DeviceLayout:
+    """The layout on a device, where kernels have their own storage."""
+
+    def __init__(self, bucket: Bucket, values: str, method: int, room: int, rounds: int) -> None:
+        self.places = SparsePlaces(bucket, values)
+        self.passed = Selection(bucket, self.places.type, method, room, rounds)
+
+
+def stage_shares(ratio: float, stages: int) -> list[float]:
+    """The share of the remaining elements that each stage of SIDCo aims at; the product of the shares is `ratio`."""
+    if stages == 1:
+        return [ratio]
+    first = max(ratio, 0.25)
+    return [first] + [(ratio / first) ** (1 / (stages - 1))] * (stages - 1)
+
+
+def aggregate_by_magnitude(
+    bucket: Bucket, values: str, method: int, room: int = 1, rounds: int = 0
+) -> BucketAggregation:
+    """As `Sparsifier.aggregate`, in passes over all tensors of the bucket:
+
+    1. `sparse_encode` makes x and collects candidates, the few elements that reach a floor from a sample. Among the
+       candidates it searches the threshold, chooses k elements, and writes them to the payload.
+    2. `sparse_keep` subtracts the sent elements from x, so that x holds the residual.
+    3. `sparse_decode` adds up the elements of all ranks in the results.
+
+    Args:
+        bucket: the bucket.
+        values: "same" or "fp16", as in `sparse_payload`.
+        method: `KTH_LARGEST`, `BISECT`, `SAMPLED` or `FITTED`.
+        room: a threshold is good if k to `room` k elements reach it.
+        rounds: rounds of the search.
+    """
+    if bucket.layout is None:
+        layout_of = _Layout if bucket.device is None else _DeviceLayout
+        bucket.layout = layout_of(bucket, values, method, room, rounds)
+    layout = bucket.layout
+    places = layout.places
+    payload = places.payload
+    bucket.found_inf = bucket.call("sparse_encode", layout.passed, payload.vector)
+    if bucket.keeps and bucket.device is None:  # on a device, encoding has subtracted it from x
+        bucket.call("sparse_keep", payload.vector, places.type, bucket.masks)
+    ranks = yield AllGather((payload.vector,), payload.with_room)
+    return bucket.call("sparse_decode", *gathered(ranks), places.type)

@@ -19,8 +19,7 @@ from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.base import Rounds
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation
 from hvdcomp.compressors.memory import Memory, MomentumCorrection
-from hvdcomp.compressors.sparse_bucket import aggregate_by_magnitude, stage_shares
-from hvdcomp.compressors.sparsification import Sparsifier
+from hvdcomp.compressors.sparsification import Sparsifier, aggregate_by_magnitude, stage_shares
 from hvdcomp.kernels.tables import BISECT, FITTED, SAMPLED
 
 _ROUNDS = 25  # a bisection ends within 2**-25 of the range, the resolution of float32
@@ -59,7 +58,7 @@ class Bracket:
 
 
 def bisect(magnitudes: Magnitudes, bracket: Bracket, rounds: int) -> None:
-    """Halves the range from the mean to the largest magnitude, `rounds` times.
+    """Halves the range from the mean to the largest magnitude, `rounds` times, as in algorithm 1 of MSTopK.
 
     A good threshold closes the range, and later rounds test it again.
     """
@@ -69,8 +68,8 @@ def bisect(magnitudes: Magnitudes, bracket: Bracket, rounds: int) -> None:
     for _ in range(rounds):
         middle = (left + right) / 2
         too_few, too_many = bracket.test(mean + middle * width)
-        left = bracket.where(too_few, left, middle)
-        right = bracket.where(too_many, right, middle)
+        left = bracket.where(too_few, left, middle)  # at least k reach it: a higher threshold may do
+        right = bracket.where(too_many, right, middle)  # not too many reach it: a lower threshold may do
 
 
 @dataclass(frozen=True)
@@ -93,6 +92,7 @@ class ThresholdSparsifier(Sparsifier):
         raise NotImplementedError
 
     def choose(self, xp: ModuleType, vector: Array, k: int) -> Array:
+        """The k largest of the elements that reach the threshold found by `search`."""
         most = min(self.room * k, vector.shape[0])
         magnitudes = Magnitudes(xp, vector, k)
         bracket = Bracket(magnitudes, k, most)
@@ -200,11 +200,12 @@ class DGC(ThresholdSparsifier):
         return MomentumCorrection(self.momentum, self.nesterov, self.clip)
 
     def search(self, magnitudes: Magnitudes, bracket: Bracket) -> None:
+        where = bracket.where
         threshold = magnitudes.sample_threshold(self.ratio)
         for _ in range(_SAMPLED_ROUNDS):
             too_few, too_many = bracket.test(threshold)
-            where = bracket.where
             following = threshold * where(too_few, 0.8, where(too_many, 1.3, 1.0))
+            # Past a threshold that was tested: half-way to it.
             highest = where(bracket.high < magnitudes.largest, bracket.high, magnitudes.largest)
             untried = (following > bracket.low) & (following <= highest)
             threshold = where(untried, following, (bracket.low + highest) / 2)
@@ -246,6 +247,7 @@ class SIDCo(ThresholdSparsifier):
     def search(self, magnitudes: Magnitudes, bracket: Bracket) -> None:
         threshold: Any = 0.0
         for share in stage_shares(self.ratio, self.stages):
+            # Of the elements above t, a share delta exceeds t by the mean excess times log(1 / delta).
             threshold = threshold + magnitudes.mean_excess(threshold) * math.log(1 / share)
             bracket.test(threshold)
 

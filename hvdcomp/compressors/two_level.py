@@ -14,15 +14,19 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
 
+import numpy as np
+
 from hvdcomp.arrays.types import Array, number_of_elements, wide_dtype
-from hvdcomp.compressors import checked
+from hvdcomp.compressors import checked, node_shares
 from hvdcomp.compressors.base import Compressor
-from hvdcomp.compressors.bucket import Bucket, BucketAggregation
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, BucketStates, address_of, take_off
+from hvdcomp.compressors.memory import ErrorFeedback, NoMemory
+from hvdcomp.compressors.node_shares import UNIT, between
 from hvdcomp.compressors.packing import cut, outcome_like, pad
 from hvdcomp.compressors.protocol import (
     Aggregation,
@@ -39,9 +43,14 @@ from hvdcomp.compressors.protocol import (
     run_alone,
 )
 from hvdcomp.compressors.routing import Router
-from hvdcomp.compressors.two_level_bucket import ALONE, STAND_IN, UNIT, aggregate_two_levels, between
 from hvdcomp.errors import SpecError
+from hvdcomp.kernels import cuda
 from hvdcomp.specs.levels import Level
+
+_STAND_IN = (1, 1)
+"""The shape of the zero matrix that a rank without a part of a tensor or bucket compresses."""
+
+_ALONE = NodePlaces(Place(0, 1), Place(0, 1))
 
 
 def _of_compressor(name: str) -> Any:
@@ -149,6 +158,8 @@ class TwoLevel(Compressor):
     # A step.
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+        """The mean of the node's ranks, compressed between nodes: a shard for each rank of the node, or uncut for one
+        of them."""
         places = _node_places(context)
         if places.node.size == 1:
             wide = xp.astype(x, wide_dtype(xp.dtype_name(x)))  # as of larger nodes
@@ -159,16 +170,19 @@ class TwoLevel(Compressor):
         return (yield from self._shards(xp, x, context, places))
 
     def _shards(self, xp: ModuleType, x: Array, context: Context, places: NodePlaces) -> Aggregation:
+        """A step of a tensor in shards."""
         own, ranks = places.node
         vector = xp.flatten(xp.astype(x, wide_dtype(xp.dtype_name(x))))
         size = vector.shape[0]
         length = -(-size // (ranks * UNIT)) * UNIT
         whole = pad(xp, vector, ranks * length)
+        # This rank's shard of the node's mean, its exchange with other nodes, and the shards of all ranks of the node.
         mean = yield ReduceScatter(xp.reshape(whole, (ranks, length)), group="node")
         shard = dataclasses.replace(between(context, places), name=f"{context.name}@{own}")
         outcome = yield from across(checked.aggregate(self.compressor, xp, mean, (), shard), places.across.size)
         result = xp.astype(xp.flatten(outcome.mean), xp.dtype_name(vector))
         shards = yield AllGather((result,), group="node")
+        # C(x) is x, less what the exchange lost of this rank's shard, times the ranks of the node.
         before, own_part, after = whole[: own * length], whole[own * length :][:length], whole[(own + 1) * length :]
         sent = xp.concatenate([before, own_part - _lost(xp, mean, outcome) * ranks, after])
         return outcome_like(xp, x, xp.concatenate([part for (part,) in shards])[:size], sent[:size])
@@ -194,7 +208,7 @@ class TwoLevel(Compressor):
             lost = _lost(xp, mean, outcome)
             parts = [xp.astype(xp.flatten(array), dtype) for array in (outcome.mean, *outcome.state)]
         else:
-            stand_in = xp.zeros(STAND_IN, like=mean)
+            stand_in = xp.zeros(_STAND_IN, like=mean)
             start = checked.prepare(self.compressor, xp, stand_in, (), among)
             inside = checked.aggregate(self.compressor, xp, stand_in, start, among)
             yield from across(inside, places.across.size)
@@ -212,13 +226,210 @@ class TwoLevel(Compressor):
         return (yield from aggregate_two_levels(bucket, _node_places(bucket.context)))
 
     def preview_bucket(self, bucket: Bucket) -> None:
-        run_alone(aggregate_two_levels(bucket, ALONE))
+        run_alone(aggregate_two_levels(bucket, _ALONE))
 
     def preview(
         self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context
     ) -> Array | SparseVector:
         alone = dataclasses.replace(context, rank=0, world_size=1, node_places=None)
         return self.compressor.preview(xp, x, state, alone)
+
+
+def aggregate_two_levels(bucket: Bucket, places: NodePlaces) -> BucketAggregation:
+    """As `TwoLevel.aggregate`, in passes over all tensors of the bucket:
+
+    1. `dense_encode` makes x; one reduce-scatter with rows of equal length distributes the shards, or whole
+       tensors. The rows are as long as the largest share, so that their length depends only on the bucket.
+    2. The compressor's own bucket form exchanges this rank's shard, which is a bucket too, with other nodes.
+    3. `dense_keep` writes the residuals, and `dense_decode` the shards of the node's ranks to the results.
+    """
+    if bucket.layout is None:
+        bucket.layout = _Layout(bucket, places.node)
+    layout: _Layout = bucket.layout
+    shard, states, xp = layout.shard, layout.states, bucket.xp
+    (own, ranks), nodes = places.node, places.across.size
+    whole = layout.begin(bucket)
+    bucket.found_inf = bucket.call("dense_encode", whole)
+    rows = xp.reshape(whole, (ranks, -1))
+    mean = rows[own]
+    if ranks > 1:
+        mean = yield ReduceScatter(rows, group="node")
+    if states is not None:
+        states.read(bucket)
+    exchange = shard.aggregate(between(bucket.context, places), mean, layout.result)
+    yield from exchange if ranks == 1 else across(exchange, nodes)
+    parts: tuple[Array, ...] = (layout.result,) if states is None else (layout.result, states.updated())
+    gathered: list[tuple[Array, ...]] = [parts]
+    if ranks > 1:
+        gathered = yield AllGather(parts, group="node")
+    if states is not None:
+        states.write(bucket, [state for _, state in gathered])
+    if bucket.keeps:  # before decoding, which adds to residuals what rounding to 16 bits takes off the means
+        # The loss of this rank's shard times the number of the node's ranks, and zeros elsewhere.
+        whole[:] = 0
+        with np.errstate(over="ignore"):
+            rows[own] = xp.finite_or_zero(shard.lost * ranks)  # as in `memory.without`
+        bucket.call("dense_keep", whole)
+    found_inf = bucket.call("dense_decode", xp.concatenate([result for result, *_ in gathered]))
+    layout.end(bucket, whole)
+    return found_inf
+
+
+class _Shard:
+    """The shard that this rank exchanges with other nodes: a bucket of tensors, or of pieces of tensors.
+
+    Args:
+        whole: the bucket that the node's ranks share.
+        pieces: the place in the whole bucket, the name and the shape of each piece.
+        length: elements of the shard, padding included.
+
+    Attributes:
+        bucket: the bucket of pieces.
+        lost: x - C(x) of the shard, float32 (length,), if the memory keeps it; on a device, within a step.
+    """
+
+    lost: Array
+
+    def __init__(self, whole: Bucket, pieces: Sequence[tuple[int, TensorInfo]], length: int) -> None:
+        self.bucket = Bucket(
+            [tensor for _, tensor in pieces],
+            [whole.compressors[place].compressor for place, _ in pieces],
+            ErrorFeedback() if whole.keeps else NoMemory(),
+            whole.device,
+            whole.xp,
+        )
+        sizes = self.bucket.segments["size"]
+        self._offsets = (4 * (np.cumsum(sizes) - sizes)).astype(np.uint64)
+        self._zeros = np.zeros(int(sizes.max()) if whole.device is None else 0, np.float32)
+        self._x: np.ndarray | None = None  # in place of `lost`
+        if whole.device is None:
+            self.lost = np.zeros(length, np.float32)
+            if self.bucket.compressors[0].keeps_state:
+                self._x = np.zeros(length, np.float32)
+
+    def aggregate(self, context: Context, mean: Array, result: Array) -> BucketAggregation:
+        """The compressor's step between nodes; writes x - C(x) to `lost`."""
+        bucket = self.bucket
+        bucket.begin(context)
+        segments = bucket.segments
+        segments["gradient"] = address_of(mean) + self._offsets
+        segments["result"] = address_of(result) + self._offsets
+        segments["kept"] = segments["rule"] = 0
+        lost = None
+        segments["x"] = 0
+        if bucket.keeps:
+            lost = address_of(self.lost) + self._offsets
+            segments["x"] = lost if self._x is None else address_of(self._x) + self._offsets
+        found_inf = yield from bucket.compressors[0].aggregate_bucket(bucket)
+        take_off(bucket, self._zeros, lost)
+        return found_inf
+
+
+class _States:
+    """Copies a method's states of uncut tensors between the bucket, which has those of all tensors, and the shard.
+
+    Args:
+        whole: the bucket, with its states.
+        shard: the bucket of this rank's tensors, or of a stand-in.
+        dealt: for each rank of the node, the places in the bucket of its tensors.
+        own: this rank's number in the node.
+    """
+
+    def __init__(self, whole: Bucket, shard: Bucket, dealt: Sequence[Sequence[int]], own: int) -> None:
+        assert whole.states is not None
+        xp = whole.xp
+        zero = xp.reshape(whole.zeros(1, "float32"), _STAND_IN)
+        stand_in = shard.compressors[0].prepare(xp, zero, (), whole.context)
+        self._shard_states = BucketStates([whole.states.arrays(place) for place in dealt[own]] or [stand_in], xp)
+        shard.states = self._shard_states
+        self._places = [
+            [xp.from_numpy(kind, like=zero) for kind in whole.states.places(places)] for places in dealt
+        ]
+        self._own = own
+        lengths = [sum(map(len, kinds)) for kinds in self._places]
+        self._sent = whole.zeros(max(lengths), "float32")
+
+    def read(self, whole: Bucket) -> None:
+        """Copies the states of this rank's tensors to the shard; to be called before a step."""
+        assert whole.states is not None
+        own_places = self._places[self._own]
+        for state, kept, places in zip(self._shard_states.kept, whole.states.kept, own_places, strict=True):
+            if len(places):
+                state[:] = kept[places]
+
+    def updated(self) -> Array:
+        """The new states of this rank's tensors, padded to the length of the largest rank's."""
+        start = 0
+        for state, places in zip(self._shard_states.next, self._places[self._own], strict=True):
+            self._sent[start : start + len(places)] = state[: len(places)]
+            start += len(places)
+        return self._sent
+
+    def write(self, whole: Bucket, parts: Sequence[Array]) -> None:
+        """Writes the new states of the node's ranks to the bucket."""
+        assert whole.states is not None
+        for part, kinds in zip(parts, self._places, strict=True):
+            start = 0
+            for state, places in zip(whole.states.next, kinds, strict=True):
+                state[places] = part[start : start + len(places)]
+                start += len(places)
+
+
+class _Layout:
+    """The division of a bucket among the ranks of a node, and its storage.
+
+    Attributes:
+        result: the mean of this rank's shard; on a device, within a step.
+        shard: this rank's shard; a zero if it has none, so that all ranks send the same requests.
+        states: the states of uncut tensors, or None if the method keeps none.
+    """
+
+    result: Array
+
+    def __init__(self, bucket: Bucket, node: Place) -> None:
+        sizes = bucket.segments["size"].tolist()
+        own, ranks = node
+        dealt: list[list[int]] = []
+        if bucket.compressors[0].of_matrices or ranks == 1:
+            dealt = node_shares.tensors_of_ranks(sizes, ranks)
+            length = node_shares.whole_units(node_shares.most_elements(sizes, dealt))
+            starts = np.zeros(len(sizes), np.int64)
+            for rank, places in enumerate(dealt):
+                dealt_sizes = np.array([sizes[place] for place in places], np.int64)
+                starts[places] = rank * length + np.cumsum(dealt_sizes) - dealt_sizes
+            pieces = [(place, bucket.tensors[place]) for place in dealt[own]]
+        else:
+            length = node_shares.whole_units(-(-sum(sizes) // ranks))
+            starts = np.cumsum(sizes) - sizes
+            pieces = list(node_shares.pieces_of_rank(bucket.tensors, own, length))
+        self._elements, self._length = ranks * length, length
+        if bucket.device is None:
+            self._whole = bucket.zeros(self._elements, "float32")
+            self.result = bucket.zeros(length, "float32")
+        bucket.segments["values"] = starts
+        self.shard = _Shard(bucket, pieces or [(0, TensorInfo(f"@{own}", _STAND_IN))], length)
+        keeps = bucket.compressors[0].keeps_state
+        self.states = _States(bucket, self.shard.bucket, dealt, own) if keeps else None
+
+    def begin(self, bucket: Bucket) -> Array:
+        """Storage for x of all tensors, float32: for each rank of the node its shard, padded with zeros.
+
+        On a device nothing stays from step to step, so that the bucket's memory is that of what it keeps.
+        """
+        if bucket.device is None:
+            return self._whole
+        self.result = bucket.kernels.passing(self._length, "float32")
+        if bucket.keeps:
+            self.shard.lost = bucket.kernels.passing(self._length, "float32")
+        return bucket.zeros(self._elements, "float32")
+
+    def end(self, bucket: Bucket, whole: Array) -> None:
+        """Lets go of a step's storage on a device."""
+        if bucket.device is None:
+            return
+        for array in (whole, self.result, *([self.shard.lost] if bucket.keeps else [])):
+            cuda.let_go(array)
+        self.result = self.shard.lost = None
 
 
 def needs_nodes(compressor: Compressor) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hvdcomp.communicators import Communicator
+from hvdcomp.compressors.node_shares import deal
 from hvdcomp.compressors.protocol import NodePlaces, Place, TensorInfo
-from hvdcomp.compressors.two_level_bucket import deal
 
 
 class FoundLevels:

@@ -21,9 +21,9 @@ from hvdcomp.communicators import Communicator
 from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.memory import Memory, NoMemory
+from hvdcomp.compressors.node_shares import between
 from hvdcomp.compressors.protocol import Context, ReduceScatter, Request, across
-from hvdcomp.compressors.shard_bucket import ShardKernels
-from hvdcomp.compressors.two_level_bucket import between
+from hvdcomp.compressors.reduce_scatter import ShardKernels, reduce_scatter
 from hvdcomp.errors import warn_alone
 from hvdcomp.exchange.agreement import gather_rows
 from hvdcomp.exchange.fusion import Round
@@ -34,32 +34,6 @@ from hvdcomp.kernels import cuda
 from hvdcomp.specs.levels import Level
 
 State = tuple[Array, ...]
-
-
-def reduce_scatter(
-    method: Gathering, memory: Memory, xp: ModuleType, rows: Array, state: State, shard: Context
-) -> Generator[Request, Any, tuple[Array, State]]:
-    """This rank's row of the mean over nodes: what `ShardKernels` does in kernels.
-
-    Args:
-        rows: float32 (nodes, length), of which this rank's own stays as it is.
-        state: of the memory, which has the other rows: what this returned in the step before, or nothing.
-        shard: of the step, among the ranks that have rows for each other.
-
-    Returns:
-        The row (length,), float32, and the memory's state, whose arrays are (nodes - 1, length).
-    """
-    nodes, own = rows.shape[0], shard.rank
-    other_nodes = [node for node in range(nodes) if node != own]
-    given = xp.concatenate([rows[node : node + 1] for node in other_nodes])
-    x, kept = memory.compensate(xp, given, memory.prepare(xp, given, state))
-    chunks = [*x[:own], rows[own], *x[own:]]
-    mean, encoded = yield from across(method.reduce_scatter(xp, chunks, shard), nodes)
-    if isinstance(memory, NoMemory):
-        return mean, ()
-    counted = method.counted(xp, chunks, encoded, shard)
-    sent = xp.concatenate([counted[node] for node in other_nodes])
-    return mean, memory.update(xp, x, xp.reshape(sent, given.shape), kept)
 
 
 class ShardReducer:

@@ -194,6 +194,28 @@ class Table:
         return [_floats(address, size) if address else _NONE for address, size in parts]
 
 
+class Tasks:
+    """Parts of a bucket's tensors, such as rows, columns or chunks, divided into tasks for threads.
+
+    Args:
+        pieces: for each tensor, the number of parts, and the number of parts in a task.
+
+    Attributes:
+        passed: the kernels' arguments: the address of a `TASK` vector, and the number of tasks.
+    """
+
+    def __init__(self, pieces: Sequence[tuple[int, int]]) -> None:
+        tasks = [
+            (number, start, min(step, length - start))
+            for number, (length, step) in enumerate(pieces)
+            for start in range(0, length, step)
+        ]
+        self._vector = np.zeros(len(tasks), TASK)
+        for field, values in zip(("segment", "start", "length"), np.array(tasks, np.int64).T, strict=True):
+            self._vector[field] = values
+        self.passed = self._vector.ctypes.data, len(tasks)
+
+
 @functools.lru_cache(4096)  # most places are those of an earlier step, and to make a view takes a microsecond
 def _floats(address: int, size: int) -> np.ndarray:
     return np.frombuffer(memoryview((ctypes.c_float * size).from_address(address)), np.float32)

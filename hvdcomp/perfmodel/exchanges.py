@@ -18,11 +18,11 @@ from hvdcomp.arrays.types import dtype_bytes, wide_dtype
 from hvdcomp.compressors import Compressor, TensorInfo
 from hvdcomp.compressors.choice import MIN_NDIM, MIN_NUMEL, Chooser, Plan
 from hvdcomp.compressors.gathering import Gathering
+from hvdcomp.compressors.node_shares import payloads_in_node
 from hvdcomp.compressors.protocol import Group
-from hvdcomp.compressors.scatter_bucket import payloads_of_chunks
+from hvdcomp.compressors.scattering import payloads_of_chunks
 from hvdcomp.compressors.sizes import SentPayload, state_elements
 from hvdcomp.compressors.two_level import TwoLevel
-from hvdcomp.compressors.two_level_bucket import payloads_in_node
 from hvdcomp.errors import SpecError
 from hvdcomp.kernels.tables import NARROW
 

@@ -11,9 +11,9 @@ import numpy as np
 from hvdcomp.arrays.types import dtype_bytes
 from hvdcomp.compressors import Compressor, TensorInfo
 from hvdcomp.compressors.gathering import Gathering
+from hvdcomp.compressors.node_shares import largest_share
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.two_level import TwoLevel, within
-from hvdcomp.compressors.two_level_bucket import largest_share
 from hvdcomp.errors import SpecError
 from hvdcomp.perfmodel.compute import EncodeTime
 from hvdcomp.perfmodel.predict import UNCOMPRESSED

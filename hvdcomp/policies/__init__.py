@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from hvdcomp.policies.accordion import finite, is_critical
-from hvdcomp.policies.base import Policy, is_number, is_whole
+from hvdcomp.policies.base import Policy
 from hvdcomp.policies.decisions import decision_from_json
 from hvdcomp.policies.median import median_with_error
 from hvdcomp.policies.removed import refuse_removed
 from hvdcomp.policies.schedules import LevelSchedule
+from hvdcomp.specs.described import is_number, is_whole
 from hvdcomp.specs.levels import DENSE
 from hvdcomp.specs.parsing import parse
 from hvdcomp.specs.plugins import Plugins

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from hvdcomp.policies.base import AccumulatedGradientPolicy, is_number
+from hvdcomp.policies.base import AccumulatedGradientPolicy
 from hvdcomp.policies.decisions import Factors
 from hvdcomp.policies.request import Request, Statistic, Statistics
-from hvdcomp.specs.described import at_least, number
+from hvdcomp.specs.described import at_least, is_number, number
 
 
 @dataclass(frozen=True)

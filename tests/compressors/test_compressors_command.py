@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from hvdcomp.compressors import COMPRESSORS, MEMORIES
-from hvdcomp.compressors.first import FIRST
+from hvdcomp.compressors.evidence import FIRST
 from hvdcomp.compressors.harm import harm_with
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.tools.cli import main

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from hvdcomp import ATOMO, ErrorFeedback, NoCompression, NoMemory, PowerSGD, SpecError
 from hvdcomp.arrays import arrays_for, numpy_arrays
+from hvdcomp.arrays.types import matrix_shape
 from hvdcomp.compressors import Compressor
-from hvdcomp.compressors.low_rank import matrix_shape
 from hvdcomp.compressors.low_rank_sampling import sampled_triplets
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import Context, TensorInfo

@@ -16,7 +16,7 @@ from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import Context, TensorInfo
 from hvdcomp.compressors.quantization_rotated import ERRORS, LEVELS
 from hvdcomp.compressors.randomness import random_words, shared_key
-from hvdcomp.compressors.scatter_bucket import payloads_of_chunks
+from hvdcomp.compressors.scattering import payloads_of_chunks
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.ledger import StepCost
 from hvdcomp.perfmodel.compute import EncodeTime

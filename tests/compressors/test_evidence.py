@@ -14,8 +14,7 @@ from benchmarks.quality import convergence
 from benchmarks.trainings import seeds_there
 from hvdcomp.compressors import COMPRESSORS as COMPRESSOR_NAMES
 from hvdcomp.compressors import evidence
-from hvdcomp.compressors.evidence import DIVERGED, Evidence, in_words, lost_with, measured_specs
-from hvdcomp.compressors.first import FIRST, RECOMMENDED
+from hvdcomp.compressors.evidence import DIVERGED, FIRST, RECOMMENDED, Evidence, in_words, lost_with, measured_specs
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.perfmodel.quality import HARMLESS
 from hvdcomp.tools.commands.calibrate import COMPRESSORS

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from hvdcomp import ErrorFeedback, NoCompression, NoMemory, PowerSGD, SpecError
 from hvdcomp.arrays import arrays_for
+from hvdcomp.arrays.types import matrix_shape
 from hvdcomp.communicators.in_process import run_ranks
-from hvdcomp.compressors.low_rank import matrix_shape, orthogonalize
+from hvdcomp.compressors.low_rank import orthogonalize
 from hvdcomp.compressors.protocol import Context, TensorInfo
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.tensor_state import TensorState

@@ -21,7 +21,7 @@ from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import AllGather, AllToAll, Context
-from hvdcomp.compressors.scatter_bucket import _pieces
+from hvdcomp.compressors.scattering import _pieces
 from hvdcomp.errors import SpecError
 from hvdcomp.exchange.engine import Engine
 from tests.harness import BACKENDS, CountingCommunicator, as_numpy, bits, infos, make, previews_of, some_of

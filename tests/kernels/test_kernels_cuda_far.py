@@ -17,7 +17,7 @@ from hvdcomp.compressors.bucket import Bucket
 from hvdcomp.compressors.memory import Memory, NoMemory
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import Context, TensorInfo
-from hvdcomp.compressors.sparse_bucket import Selection, SparsePlaces
+from hvdcomp.compressors.sparsification import Selection, SparsePlaces
 from hvdcomp.kernels import cuda
 from tests.harness import as_numpy
 from tests.interpreted import needs_triton

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from hvdcomp import PowerSGD, kernels
 from hvdcomp.arrays import numpy_arrays
+from hvdcomp.arrays.types import matrix_shape
 from hvdcomp.compressors.bucket import Bucket, BucketStates
-from hvdcomp.compressors.low_rank import matrix_shape, nonzero_columns, orthogonalize
-from hvdcomp.compressors.low_rank_bucket import Tasks
+from hvdcomp.compressors.low_rank import nonzero_columns, orthogonalize
 from hvdcomp.compressors.memory import ErrorFeedback, NoMemory
 from hvdcomp.compressors.protocol import Context, TensorInfo
-from hvdcomp.kernels.tables import PRODUCT, Table, product
+from hvdcomp.kernels.tables import PRODUCT, Table, Tasks, product
 from tests.kernel_calls import degenerate_columns, instruction_set
 
 __all__ = ["instruction_set"]

@@ -1,21 +1,25 @@
-"""Scatter-reduce-allgather of a bucket: the scattered exchange of `gathering`, for all tensors of a bucket at once.
+"""Scatter-reduce-allgather: the scattered exchange of `gathering`, for one tensor and for a bucket.
 
-The bucket's tensors are cut into as many chunks as there are ranks, of nearly equal length. A chunk is a bucket too,
-whose tensors are pieces of the bucket's tensors. So a method encodes and decodes chunks as it does buckets.
+A tensor is cut into as many chunks as there are ranks, and each rank averages one chunk. In a bucket, all tensors
+together are cut into chunks of nearly equal length. A chunk is a bucket too, whose tensors are pieces of the bucket's
+tensors. So a method encodes and decodes chunks as it does buckets.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdcomp.arrays.types import Array
-from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload, PayloadRows, address_of, any_found_inf
+from hvdcomp.arrays.types import Array, number_of_elements
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, PayloadRows, address_of, any_found_inf, take_off
 from hvdcomp.compressors.memory import ErrorFeedback, Memory, NoMemory
-from hvdcomp.compressors.protocol import AllGather, AllToAll, TensorInfo
+from hvdcomp.compressors.packing import outcome_like, pad
+from hvdcomp.compressors.protocol import Aggregation, AllGather, AllToAll, Context, TensorInfo
+from hvdcomp.compressors.reduce_scatter import Codec, counted, of_chunk, reduce_chunks
 from hvdcomp.compressors.sizes import SentPayload
 from hvdcomp.kernels import cuda
 from hvdcomp.kernels.tables import PRODUCT
@@ -25,32 +29,41 @@ _OF_MEANS = "#mean"  # their random numbers are others than those of the chunks
 _OF_KEPT = ("above", "below", "rule", "kept_type")
 
 
-class CodesBuckets(Protocol):
-    """A method whose payloads are decoded one by one.
+def scatter(method: Codec, xp: ModuleType, x: Array, context: Context) -> Aggregation:
+    """A scattered step.
 
-    Attributes:
-        unit: chunks begin at multiples of this number of elements of a tensor.
-        of_means: the method of the chunks' means: it encodes and decodes buckets as this one does, at another level.
+    The owner of a chunk adds its own x without rounding. With N ranks, C(x) is the decoded payload in the other
+    chunks, and in the owner's chunk x less N times the rounding error of the mean. The ranks' C(x) then add up to
+    N times the result, and one residual serves both roundings. That residual may overflow where the mean does not;
+    so large a mean becomes NaN, which all ranks see.
     """
+    ranks, own = context.world_size, context.rank
+    vector = xp.flatten(xp.astype(x, "float32"))
+    length = -(-vector.shape[0] // (ranks * method.unit)) * method.unit
+    chunks = pad(xp, vector, ranks * length)
+    chunks = [chunks[start : start + length] for start in range(0, ranks * length, length)]
+    # Every rank gets the mean of its chunk,
+    mean, encoded = yield from reduce_chunks(method, xp, chunks, context)
+    largest = xp.reshape(xp.row_largest(xp.reshape(mean, (1, length))), (1,))
+    mean = mean * (1 + 0 * (largest * residual_bound(length, ranks)))  # times 1, or NaN
+    # compresses it, and sends it to all ranks.
+    of_means, of_mean = method.of_means, of_chunk(context, "mean")
+    gathered = yield AllGather(of_means.encode(xp, mean, of_mean))
+    means = [of_means.decoded(xp, parts, (length,), of_mean) for parts in gathered]
+    sent = counted(method, xp, chunks, encoded, context)
+    sent[own] = chunks[own] - (mean - means[own]) * ranks
+    size = number_of_elements(tuple(x.shape))
+    return outcome_like(xp, x, xp.concatenate(means)[:size], xp.concatenate(sent)[:size])
 
-    @property
-    def unit(self) -> int: ...
 
-    @property
-    def of_means(self) -> CodesBuckets: ...
+def scatter_bucket(method: Codec, bucket: Bucket) -> BucketAggregation:
+    """As `scatter`, in passes over all tensors of the bucket:
 
-    def payload(self, bucket: Bucket) -> Payload:
-        """Storage of the bucket's payload."""
-
-    def encode_bucket(self, bucket: Bucket) -> None:
-        """Writes the bucket's payload and sets its `found_inf`."""
-
-    def decode_bucket(self, bucket: Bucket, first: Any, ranks: int, stride: int) -> bool | Array:
-        """Writes the mean of payloads (`gathered`) to the results; whether it holds an inf or NaN."""
-
-
-def aggregate_chunks(method: CodesBuckets, bucket: Bucket) -> BucketAggregation:
-    """Runs a scattered step for all tensors of a bucket."""
+    1. `encode_bucket` makes x of the other ranks' chunks and their payloads, `dense_encode` x of this rank's chunk.
+    2. `decode_bucket` averages the payloads of this rank's chunk, and `encode_bucket` compresses the mean.
+    3. `decode_bucket` writes the means of all chunks to the results, and `dense_keep` the residual of this rank's
+       chunk.
+    """
     if bucket.layout is None:
         bucket.layout = _Layout(method, bucket)
     layout: _Layout = bucket.layout
@@ -154,7 +167,7 @@ class _Pieces:
         width = 2 if name == "kept" and whole.memory.rounds_to else 4
         return np.where(tensors == 0, tensors, tensors + np.uint64(width) * self._starts)
 
-    def decode_means(self, method: CodesBuckets, whole: Bucket, payloads: Sequence[Array]) -> bool | Array:
+    def decode_means(self, method: Codec, whole: Bucket, payloads: Sequence[Array]) -> bool | Array:
         """Decodes payloads of means to the results: those of all ranks, of whose rows the bucket uses its own."""
         first, second = payloads[:2]
         if address_of(second) - address_of(first) != first.shape[0]:  # other requests of the round lie between them
@@ -167,7 +180,7 @@ class _Pieces:
 class _OtherChunks(_Pieces):
     """The chunks of the other ranks."""
 
-    def encode(self, method: CodesBuckets, whole: Bucket, zeros: np.ndarray) -> bool | Array:
+    def encode(self, method: Codec, whole: Bucket, zeros: np.ndarray) -> bool | Array:
         """Makes the payload and leaves the residual in x; returns whether it found an inf or NaN."""
         if not self.elements:
             return False
@@ -176,7 +189,7 @@ class _OtherChunks(_Pieces):
         take_off(self.bucket, zeros)
         return self.bucket.found_inf
 
-    def decode(self, method: CodesBuckets, whole: Bucket, payloads: Sequence[Array]) -> bool | Array:
+    def decode(self, method: Codec, whole: Bucket, payloads: Sequence[Array]) -> bool | Array:
         """Decodes the other ranks' payloads of means to the results."""
         return self.decode_means(method, whole, payloads) if self.elements else False
 
@@ -184,7 +197,7 @@ class _OtherChunks(_Pieces):
 class _AllChunks(_Pieces):
     """The chunks of all ranks, laid out as payloads of means, for means that are compressed at another level."""
 
-    def decode(self, method: CodesBuckets, whole: Bucket, payloads: Sequence[Array]) -> bool | Array:
+    def decode(self, method: Codec, whole: Bucket, payloads: Sequence[Array]) -> bool | Array:
         """Decodes all payloads of means to the results."""
         self.bucket.begin(whole.context)
         return self.decode_means(method, whole, payloads)
@@ -207,7 +220,7 @@ class _OwnChunk:
     _x: Array  # this rank's x of the chunk; later the error of the mean's payload
     _mean: Array  # the mean over the ranks
 
-    def __init__(self, method: CodesBuckets, whole: Bucket, pieces: Sequence[tuple[int, _Piece]]) -> None:
+    def __init__(self, method: Codec, whole: Bucket, pieces: Sequence[tuple[int, _Piece]]) -> None:
         self._copies = _Pieces(whole, pieces, whole.memory)
         self._codes = _Pieces(whole, pieces, NoMemory())
         self.elements = self._copies.elements
@@ -218,7 +231,7 @@ class _OwnChunk:
         if whole.device is None:
             self._x, self._mean = whole.zeros(self.elements, "float32"), whole.zeros(self.elements, "float32")
 
-    def payload_bytes(self, method: CodesBuckets) -> int:
+    def payload_bytes(self, method: Codec) -> int:
         """Bytes of a rank's payload of the chunk."""
         return len(method.payload(self._codes.bucket).vector) if self.elements else 0
 
@@ -231,7 +244,7 @@ class _OwnChunk:
         self._copies.enter(whole)
         return self._copies.bucket.call("dense_encode", self._x)
 
-    def average(self, method: CodesBuckets, whole: Bucket, payloads: Sequence[Array]) -> bool | Array:
+    def average(self, method: Codec, whole: Bucket, payloads: Sequence[Array]) -> bool | Array:
         """Averages x and the other ranks' payloads; returns whether a payload decodes to an inf or NaN."""
         if not self.elements:
             return False
@@ -248,7 +261,7 @@ class _OwnChunk:
             self._mean *= 1 + 0 * (largest * residual_bound(self.elements, ranks))  # times 1, or NaN
         return found_inf
 
-    def encode_mean(self, method: CodesBuckets, whole: Bucket, zeros: np.ndarray) -> None:
+    def encode_mean(self, method: Codec, whole: Bucket, zeros: np.ndarray) -> None:
         """Makes the payload of the mean, and leaves its error in x."""
         if not self.elements:
             return
@@ -260,7 +273,7 @@ class _OwnChunk:
         method.encode_bucket(means)
         take_off(means, zeros)
 
-    def decode(self, method: CodesBuckets, whole: Bucket, payloads: Sequence[Array]) -> bool | Array:
+    def decode(self, method: Codec, whole: Bucket, payloads: Sequence[Array]) -> bool | Array:
         """Decodes the payload of the mean to the results."""
         if not self.elements:
             return False
@@ -291,7 +304,7 @@ class _Layout:
         zeros: on the host, as many zeros as the longest piece has elements.
     """
 
-    def __init__(self, method: CodesBuckets, bucket: Bucket) -> None:
+    def __init__(self, method: Codec, bucket: Bucket) -> None:
         ranks, own = bucket.context.world_size, bucket.context.rank
         sizes = bucket.segments["size"]
         pieces = list(_pieces(sizes.tolist(), method.unit, ranks))
@@ -318,7 +331,7 @@ class _Layout:
         self.zeros = np.zeros(int(sizes.max()) if bucket.device is None else 0, np.float32)
 
 
-def _rows_of(method: CodesBuckets, bucket: Bucket, rows: PayloadRows) -> Array:
+def _rows_of(method: Codec, bucket: Bucket, rows: PayloadRows) -> Array:
     """The rows of a bucket's payload, uint8 (ranks, length)."""
     if bucket.tensors:
         vector = method.payload(bucket).vector
@@ -341,31 +354,3 @@ def _pieces(sizes: Sequence[int], unit: int, ranks: int) -> Iterator[tuple[int, 
             yield owner, _Piece(tensor, start * unit, min(taken * unit, size - start * unit))
             start += taken
             passed += taken
-
-
-def take_off(bucket: Bucket, zeros: np.ndarray, x: np.ndarray | None = None) -> None:
-    """Subtracts the sent part from x if a kernel has left this subtraction to the next step, which may have other
-    chunks.
-
-    Args:
-        bucket: the bucket after encoding.
-        zeros: on the host, as many zeros as the largest tensor has elements.
-        x: addresses of the difference; None for x itself, which is not allowed if a product of factors was sent.
-    """
-    segments = bucket.segments
-    if not bucket.keeps or not segments["sent_rule"].any():
-        return
-    if bucket.device is not None:
-        bucket.call("take_off")
-        segments["sent_rule"] = 0
-        return
-    segments["kept"] = segments["x"]
-    segments["x"] = segments["x"] if x is None else x
-    segments["kept_type"] = 0
-    for name in ("above", "below", "rule", "product"):
-        segments[name] = segments[f"sent_{name}"]
-    segments["gradient"] = zeros.ctypes.data
-    for name in ("source", "velocity", "next_velocity", "sent_rule"):
-        segments[name] = 0
-    bucket.table.bucket.decay = 1.0
-    bucket.call("make_x")
