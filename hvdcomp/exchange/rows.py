@@ -36,7 +36,7 @@ def wire_name(dtype: Any) -> str | None:
     if name not in (*FLOATING, _INT8):
         raise ConfigurationError(
             f"RowExchange: wire_dtype={dtype!r} is not allowed; give the type bfloat16, float16 or int8 of the "
-            "framework, such as torch.bfloat16"
+            "framework"
         )
     return name
 
