@@ -127,9 +127,10 @@ def record(spec: str, folder: Path) -> dict[str, Any]:
 
 
 def form(value: Any) -> Any:
-    """The keys and types of JSON. A number may be whole or not, or a text if it is not finite; so may the version."""
+    """The keys and types of JSON. A number may be whole or not, or a text if it is not finite. The version and the
+    sentences for people may differ."""
     if isinstance(value, dict):
-        return {key: form(each) for key, each in value.items() if key != "hvdcomp"}
+        return {key: form(each) for key, each in value.items() if key not in ("hvdcomp", "why")}
     if isinstance(value, list):
         return [form(each) for each in value]
     return "number" if isinstance(value, int | float) or value in ("NaN", "Infinity") else value
