@@ -205,7 +205,7 @@ def _checked_choices(policy: Policy[Any], compressor: Compressor, memory: Memory
     specs = list(map(str, choices))
     if twice := sorted({spec for spec in specs if specs.count(spec) > 1}):
         raise SpecError(
-            f"{policy.name}: compressors lists {', '.join(twice)} more than once; list each compressor once"
+            f"{policy.name}: the parameter compressors lists {', '.join(twice)} more than once; list each one once"
         )
     if memory is not None:
         for choice in choices:

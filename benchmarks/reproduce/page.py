@@ -61,8 +61,8 @@ Each table or figure of a paper has one result, which depends on its rows:
 - The result is *as published* if all rows hold, and each published number has a counterpart. In all other cases, the
   result holds *in part*.
 
-Our trainings use other networks and other data than the papers. So our trainings do not show what
-happened in the authors' own trainings.
+Our trainings use other networks and other data than the papers. So our training runs do not show
+what happened in the authors' own training runs.
 
 **The trainings are small and few.** Instead of the papers' images, we use MNIST-1D, and train a convolutional network
 with 108,000 parameters for 1,920 steps. (Accordion's authors train ResNet-18 and other networks for 29,400 steps.)

@@ -14,7 +14,7 @@ from hvdcomp.exchange.tensor_group import TensorGroup
 
 
 class Look(Mapping[str, Array]):
-    """x of every tensor of a step, by name, and what may be asked of it. What nobody asks for is not made.
+    """x of every tensor of a step, by name, and what may be asked of it. It computes only what is asked for.
 
     An array is x until the tensor is compressed. It is to be looked at, not to be changed.
 

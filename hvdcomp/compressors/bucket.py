@@ -378,7 +378,7 @@ class BucketStates:
         return sum(int(vector.nbytes) for vector in (*self.kept, *self.next))
 
     def commit(self) -> None:
-        """Keeps the states of a step that counts."""
+        """Keeps the new states after a step that was not skipped."""
         self.kept, self.next = self.next, self.kept
 
     def settle(self, found_inf: Array) -> None:

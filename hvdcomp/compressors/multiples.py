@@ -23,7 +23,8 @@ _UNIT = 2.0**23  # one code step while rounding: values in steps / _UNIT, plus 2
 
 
 def steps_of(bits: int) -> int:
-    """Number of steps from the lowest to the highest code of `bits` bits: 2 s, or 1 for one bit."""
+    """Number of steps from the lowest to the highest code of `bits` bits: `2 * s`, where `s` is the highest code,
+    or 1 for one bit."""
     return max(1, 2**bits - 2)
 
 

@@ -70,8 +70,8 @@ class Policy(Described, Generic[State]):
         period = self.first_request.period
         if period is not None and period.epochs and not steps_per_epoch:
             raise SpecError(
-                f"{self.name}: the policy counts epochs, so it needs steps_per_epoch=len(loader) of "
-                "hvdcomp.Compression; or set steps of the policy instead"
+                f"{self.name}: the policy counts epochs, so pass steps_per_epoch=len(loader) to "
+                "hvdcomp.Compression, or give the policy its parameter steps"
             )
         if self.first_decision.uses_factors and compressor.level is None:
             raise SpecError(

@@ -80,7 +80,8 @@ def least_cost(parts: Sequence[np.ndarray], costs: Sequence[np.ndarray]) -> list
 
 @dataclass(frozen=True)
 class TensorLevels:
-    """The state of a policy of optimal levels: the level of each tensor by name; None for its own level."""
+    """The state of a policy of optimal levels: the level of each tensor by name; None for the level that the
+    compressor was made with."""
 
     levels: Mapping[str, Level | None]
 

@@ -56,8 +56,8 @@ class LevelSchedule(Described):
         """Raises SpecError if the number of steps of an epoch is unknown."""
         if not steps_per_epoch:
             raise SpecError(
-                f"{self.name}: the schedule counts epochs, so it needs steps_per_epoch=len(loader) of "
-                "hvdcomp.Compression; or set steps of the schedule instead"
+                f"{self.name}: the schedule counts epochs, so pass steps_per_epoch=len(loader) to "
+                "hvdcomp.Compression, or give the schedule its parameter steps"
             )
 
 

@@ -112,8 +112,8 @@ def named_modules() -> list[str]:
 
 
 def name_modules(names: tuple[str, ...]) -> None:
-    """Adds modules in which plugins are searched, in this process and in the processes that it starts. Modules are also
-    searched in the current folder."""
+    """Adds modules in which plugins are searched, in this process and in the processes that it starts. Modules of the
+    current folder are found, too."""
     os.environ[VARIABLE] = ",".join(dict.fromkeys([*named_modules(), *names]))
     if names and os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())  # which `python -m` has, and a command in a folder of programs has not

@@ -65,7 +65,9 @@ class ScaledRate:
             )
 
     def set(self, factor: float) -> None:
-        """Sets the multiple from the next exchange on; a step whose gradients were exchanged keeps the earlier one.
+        """Sets the new multiple, from the next exchange on.
+
+        A step whose gradients are already exchanged keeps the old multiple.
 
         A legacy optimizer uses it at once, as it reads its rate before it waits for gradients.
         """

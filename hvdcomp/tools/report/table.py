@@ -90,7 +90,7 @@ class Section:
 
     @property
     def turns(self) -> Turns | None:
-        """The steps measured in turns; None if there are none."""
+        """The steps that were measured alternately, with and without compression; None if there are none."""
         return next((group.turns for group in self.groups if group.turns_ms is not None), None)
 
     @property

@@ -19,7 +19,7 @@ _made: WeakKeyDictionary[dist.ProcessGroup, list[GroupBeside]] = WeakKeyDictiona
 
 
 class GroupBeside:
-    """A process group of the same ranks as another, for one user at a time.
+    """A second process group with the same ranks as the user's group. Only one object uses it at a time.
 
     Threads, connections and memory of a group stay as long as the process: torch.distributed numbers groups, and a
     number that is free again on one rank only would give a later group two names. So a group is used again when its

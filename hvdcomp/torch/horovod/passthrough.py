@@ -34,7 +34,7 @@ UNCHANGED = Ticket("", True, None)  # for tensors whose name was not looked up
 
 
 class Passthrough:
-    """A binding's part in steps that only cast gradients.
+    """The part of a binding that handles steps in which gradients are only cast.
 
     Args:
         engine: the engine, whose plan has each gradient's cast.

@@ -44,7 +44,9 @@ class AutoRounds(Described):
 
 @dataclass
 class RoundLength:
-    """Decides by the rule of `AutoRounds`; each rank has one, and rank 0's is obeyed.
+    """Decides the length of a round by the rule of `AutoRounds`.
+
+    Each rank has its own object, and all ranks use the decision of rank 0's object.
 
     Attributes:
         steps: number of steps of the round after the next exchange.

@@ -435,7 +435,7 @@ class LocalSteps(torch.optim.Optimizer):
 
     def roll_back(self, state_dict: Mapping[str, Any]) -> None:
         """Restores an earlier state of `state_dict` after steps were made, as elastic Horovod does after a failure.
-        Call it on every rank, and restore the model's weights from the same time."""
+        Call it on every rank, and also restore the model's weights of the step to which you roll back."""
         self._load(state_dict, self.compression.roll_back)
 
     def join(self, state_dict: Mapping[str, Any]) -> None:

@@ -339,7 +339,8 @@ class KubernetesSettings:
         if self.checkpoint_claim is None and not self.volumes and self.patch is None:
             raise ConfigurationError(
                 "elastic: no volume is mounted, so workers would not find each other's checkpoints: set "
-                "checkpoint_claim to a claim that all of them can mount, with --checkpoint-folder in checkpoint_path"
+                "checkpoint_claim to a claim that all workers can mount, and checkpoint_path to a folder that contains "
+                "the --checkpoint-folder"
             )
         if "--backend=ddp" in words or ("--backend", "ddp") in itertools.pairwise(words):
             raise ConfigurationError("elastic: `hvdcomp train --backend ddp` is not Horovod: leave --backend out")
