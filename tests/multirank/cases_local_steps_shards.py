@@ -180,14 +180,14 @@ def case_a_wrong_model_is_refused() -> None:
     compression = hvdcomp.Compression(hvdcomp.SignSGD())
     assert "has no magnitude" in refused(model, model=model, compression=compression)
     hvdcomp.fsdp.register(model, hvdcomp.Compression(hvdcomp.Int4()))  # no refusal has left the replicas to LocalSteps
-    assert "was given to hvdcomp.fsdp.register before" in refused(model, model=model)
+    assert "was already given to hvdcomp.fsdp.register" in refused(model, model=model)
     of_local_steps = sharded(mesh)
     LocalSteps(adamw(of_local_steps), model=of_local_steps)
     told = raised(
         hvdcomp.ConfigurationError,
         lambda: hvdcomp.fsdp.register(of_local_steps, hvdcomp.Compression(hvdcomp.Int4())),
     )
-    assert "was given to LocalSteps before" in told, told
+    assert "was already given to LocalSteps" in told, told
 
 
 def case_a_model_that_only_one_rank_forgot_is_refused_on_every_rank() -> None:
