@@ -129,7 +129,7 @@ class Gathering(Compressor):
         return outcome_like(xp, x, own if mean is sent else self.restore(xp, mean, shape, context), own)
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
-        """As `aggregate`, in passes over all tensors of the bucket: `encode_bucket` makes x and its payload, and
+        """Like `aggregate`, but in passes over all tensors of the bucket: `encode_bucket` makes x and its payload, and
         `decode_bucket` writes the mean of all ranks' payloads to the results."""
         if self.scatters(bucket.context.world_size):
             return (yield from scatter_bucket(self, bucket))

@@ -124,7 +124,7 @@ class PowerSGD(Compressor):
         return p, q, (nonzero_columns(xp, q, kept_q), kept_p)
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
-        """As `aggregate`, in passes over all matrices of the bucket:
+        """Like `aggregate`, but in passes over all matrices of the bucket:
 
         1. `lowrank_p` makes x, orthogonalises Q, and computes P = M Q.
         2. `lowrank_q` orthogonalises the mean of P, and computes Q = M' P.

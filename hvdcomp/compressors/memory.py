@@ -44,7 +44,7 @@ class Memory(Described):
 
     @property
     def needs_all_gradients(self) -> bool:
-        """Whether `gradient_factor` returns a factor, for which it needs all gradients of a step."""
+        """Whether `gradient_factor` returns a factor. To compute the factor, it needs all gradients of a step."""
         return type(self).gradient_factor is not Memory.gradient_factor
 
     def gradient_factor(self, xp: ModuleType, gradients: Sequence[Array], size: int) -> Array | None:

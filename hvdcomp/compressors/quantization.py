@@ -257,7 +257,7 @@ class GlobalQSGD(Compressor):
         return outcome_like(xp, x, mean, values)
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
-        """As `aggregate`, in passes over all tensors of the bucket:
+        """Like `aggregate`, but in passes over all tensors of the bucket:
 
         1. `globalqsgd_measure` makes x, and the largest magnitude of each tensor.
         2. `globalqsgd_encode` rounds x to whole numbers, and packs these.

@@ -81,7 +81,7 @@ class SignSGD(Compressor):
         return outcome_like(xp, x, mean, balance(xp, bits, cast))
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
-        """As `aggregate`, in passes over all tensors of the bucket:
+        """Like `aggregate`, but in passes over all tensors of the bucket:
 
         1. `votes_encode` makes x, its sign bits, and the bits of the rows that vote.
         2. `votes_keep` subtracts the votes from x, if there is a memory.

@@ -119,7 +119,7 @@ class ChunkedTopK(Compressor):
         return Outcome(xp.reshape(mean, x.shape), sent)
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
-        """As `aggregate`, in passes over all tensors of the bucket:
+        """Like `aggregate`, but in passes over all tensors of the bucket:
 
         1. `chunks_encode` makes x, chooses the largest elements of each chunk, encodes them, and subtracts from x what
            they decode to.

@@ -78,7 +78,7 @@ class RandomK(ByRatio):
         return Outcome(xp.reshape(dense, x.shape), SparseVector(indices, xp.astype(sent, dtype)))
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
-        """As `aggregate`, in passes over all tensors of the bucket; on a device, where kernels compute the places
+        """Like `aggregate`, but in passes over all tensors of the bucket; on a device, where kernels compute the places
         again instead of storing them, the kernels in brackets.
 
         1. `random_encode` (`random_take`) draws the places, makes x, and writes its values at the places to the

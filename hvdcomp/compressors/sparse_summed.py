@@ -93,7 +93,7 @@ class BlocksTogether(WithRatio):
         raise NotImplementedError
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
-        """As `aggregate`, in passes over all tensors of the bucket:
+        """Like `aggregate`, but in passes over all tensors of the bucket:
 
         1. `judge_bucket` makes x and the numbers that judge its blocks.
         2. `together_encode` chooses the best blocks of each tensor by the means of these numbers, copies them to the

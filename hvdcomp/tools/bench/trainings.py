@@ -54,7 +54,7 @@ class Times:
         return f"{self.method}, {f'{self.overlap_bytes:,}' if self.overlap_bytes else 'at the end'}"
 
     def as_json(self) -> dict[str, Any]:
-        """The fields, with the median and the quartiles of all steps."""
+        """The fields, and the median and the quartiles of the times of all steps."""
         steps = [time for block in self.step_ms for time in block]
         low, middle, high = statistics.quantiles(steps, n=4, method="inclusive") if len(steps) > 1 else steps * 3
         return {**vars(self), "median_ms": middle, "quartiles_ms": [low, high]}

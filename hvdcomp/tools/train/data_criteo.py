@@ -48,8 +48,8 @@ def load(folder: Path | None, rows: int, samples: int | None) -> DataSet:
     path = folder / _FILE
     if not path.is_file():
         raise SetupError(
-            f"--data-dir {folder} contains no Criteo; it must contain the file {_FILE} of Kaggle's Display "
-            "Advertising Challenge"
+            f"--data-dir {folder} does not contain the Criteo data; it must contain the file {_FILE} of Kaggle's "
+            "Display Advertising Challenge"
         )
     most = None if samples is None else samples + max(2, samples // (_HELD_BACK - 1))
     chunks, labels, lines = [np.empty((0, len(_FIELDS) - 1), np.float32)], [np.empty(0, np.int64)], 0

@@ -34,7 +34,8 @@ _EVALUATION_BATCH = 256
 
 
 class Run:
-    """A run that is ready to start. Each rank has its own shard of the data; rank 0 writes and shows."""
+    """A run that is ready to start. Each rank has its own shard of the data. Only rank 0 writes files and shows
+    progress."""
 
     def __init__(
         self,

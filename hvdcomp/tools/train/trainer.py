@@ -87,8 +87,8 @@ def _check_outputs(options: TrainingOptions, ranks: Ranks, saved: dict[str, Any]
     if options.output is not None and ranks.rank == 0:
         if saved is not None and saved["sizes"] is None:
             raise SetupError(
-                "--output cannot be added, because the run in --checkpoint-folder had none and its first steps would "
-                "be missing; leave --output out, or name another --checkpoint-folder"
+                "--output cannot be added now: the run in --checkpoint-folder was started without it, so the output "
+                "would lack the first steps; leave --output out, or name another --checkpoint-folder"
             )
         overwrite = options.overwrite or ranks.restarts > 0  # of the time before the first checkpoint
         outputs.check_output(options.output, overwrite, None if saved is None else saved["sizes"])

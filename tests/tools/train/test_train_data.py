@@ -523,7 +523,7 @@ def test_damaged_criteo_is_named_with_the_line(tmp_path: Path, place: int, field
 
 
 def test_missing_criteo_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match=r"contains no Criteo; it must contain the file train\.txt of"):
+    with pytest.raises(SetupError, match=r"does not contain the Criteo data; it must contain the file train\.txt of"):
         data_criteo.load(tmp_path, 100, None)
     path = _write_criteo(tmp_path, _criteo_lines(2))
     with pytest.raises(SetupError, match=f"{re.escape(str(path))} has 2 lines, and --data criteo needs at least three"):

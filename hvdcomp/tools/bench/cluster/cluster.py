@@ -94,7 +94,7 @@ class Cluster:
         self._leave()
 
     def remove(self) -> None:
-        """Within the block of a standing cluster: removes the cluster at the end of the block."""
+        """Inside the `with` block of a cluster that would otherwise remain: removes the cluster when the block ends."""
         self._stays = False
 
     def run(

@@ -87,7 +87,7 @@ class Cluster:
             )
 
     def end(self, threads: Iterable[threading.Thread]) -> None:
-        """Cut all connections, and return when these threads have ended; see `Connections.end`."""
+        """Cut all connections, and return when their threads have ended; see `Connections.end`."""
         self._connections.end(threads)
 
     def list_jobs(self, name: str | None = None) -> tuple[str, list[dict[str, Any]]]:

@@ -26,7 +26,7 @@ class Connections:
         }
 
     def end(self, threads: Iterable[threading.Thread]) -> None:
-        """Cut all connections, and return when these threads have ended.
+        """Cut all connections, and return when their threads have ended.
 
         The threads' waits fail with an error, and the threads must not retry for ever. A thread that is connecting may
         take until the end of its timeout.

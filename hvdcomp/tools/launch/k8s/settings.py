@@ -378,7 +378,7 @@ class KubernetesSettings:
             if name in self.job.environment or name in (COMMAND, EXPECTED_SIZE) or name.startswith("OMPI_MCA_"):
                 raise ConfigurationError(f"secrets: {name} is set elsewhere, or belongs to Open MPI: use another name")
             if not VARIABLE.fullmatch(name):
-                raise ConfigurationError(f"secrets: {name!r} is not the name of a variable: write the name alone")
+                raise ConfigurationError(f"secrets: {name!r} is not the name of a variable: give only a name, no value")
             secret, _, key = source.partition("/")
             if not _DNS_NAME.fullmatch(secret) or not re.fullmatch(r"[-._a-zA-Z0-9]+", key):
                 raise ConfigurationError(
@@ -386,7 +386,7 @@ class KubernetesSettings:
                 )
         for name in self.forward:
             if not VARIABLE.fullmatch(name):
-                raise ConfigurationError(f"forward: {name!r} is not the name of a variable: write the name alone")
+                raise ConfigurationError(f"forward: {name!r} is not the name of a variable: give only a name, no value")
 
 
 def _trains(command: tuple[str, ...]) -> bool:
