@@ -198,7 +198,7 @@ def case_unused_parameters() -> None:
 
 
 def case_static_graph() -> None:
-    results = []
+    results, bytes_sent = [], []
     for options in ({"find_unused_parameters": True}, {"static_graph": True}):
         model = Branches()
         distributed, optimizer, how = distribute(model, "topk:ratio=0.05", **options)
@@ -210,7 +210,10 @@ def case_static_graph() -> None:
         assert how is not None
         assert set(how.ledger.last.tensors) == {"left.weight", "left.bias", "right.weight", "right.bias"}
         results.append(weights(model))
+        bytes_sent.append(how.ledger.last.bytes_sent)
     assert torch.equal(*results)
+    # Only a graph that is not static needs, in each step, the flags of the parameters that were used.
+    assert bytes_sent[0] - bytes_sent[1] == 4 * len(list(model.parameters()))
 
 
 class Checkpointed(torch.nn.Module):

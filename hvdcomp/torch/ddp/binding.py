@@ -111,6 +111,7 @@ class DDPBinding(TorchTraining):
         # Of a model that may leave out parameters in a step.
         self._uses = UsedParameters(model, parameters) if any(self._model_settings.values()) else None
         self._unused: Set[str] = frozenset()  # parameters without gradients in a static graph
+        self._flag_bytes = 0  # of the flags that tell, in the present step, which parameters were used
         self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in parameters.items()}
         self._wire: torch.dtype | None = None  # element type of a step that casts
         self._wire_of: tuple[Plan | None, torch.dtype | None] = (None, None)  # the latest plan and its element type
@@ -224,6 +225,7 @@ class DDPBinding(TorchTraining):
             self._end_casts()
             return
         pending, self._pending = self._pending, {}
+        self._flag_bytes = 0
         if self._uses is not None:
             pending = self._used(pending, self._uses)
             for name, gradient in pending.items():
@@ -247,10 +249,14 @@ class DDPBinding(TorchTraining):
         self.engine.enter_casts(dense, self._checks_presence)
         self.end_step()
 
+    def presence_bytes(self, tensors: int) -> int:
+        return super().presence_bytes(tensors) + self._flag_bytes
+
     def _used(self, gradients: Mapping[str, torch.Tensor], uses: UsedParameters) -> dict[str, torch.Tensor]:
         """The gradients that any rank has. For the others DDP hands over zeros, and drops the results."""
         flags = torch.tensor([name in uses.names for name in gradients], dtype=torch.int32)
         uses.names.clear()
+        self._flag_bytes = flags.nbytes
         anywhere = self.communicator.wait(self.communicator.start_allreduce(flags, "max", UNNAMED)).tolist()
         used = {name: gradients[name] for name, flag in zip(gradients, anywhere, strict=True) if flag}
         if self._model_settings["static_graph"]:  # the same in every step
