@@ -546,7 +546,7 @@ The tables have these columns:
 
 - **seeds** is the number of seeds with trainings of both the policy and the control.
 - **factor** is the bytes of dense training divided by the bytes with the policy.
-- **control's bytes** is the number of bytes that the control run sent, in percent of those that the policy's run sent.
+- **control's bytes** is the number of bytes of the control run, in percent of the bytes of the policy's run.
 - **share of the gap** has two numbers, one for the policy and one for the control. The gap is the difference in quality
   between the fixed levels that send the fewest and the most bytes. For Accordion, these two levels are its high and low
   levels. The shares use only seeds that were trained in all four rows.
