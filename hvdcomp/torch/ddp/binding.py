@@ -221,11 +221,11 @@ class DDPBinding(TorchTraining):
         if self._checks_presence:
             self.check_presence(self._presence_check.end())
         self.refuse()
+        self._flag_bytes = 0
         if self._wire is not None:
             self._end_casts()
             return
         pending, self._pending = self._pending, {}
-        self._flag_bytes = 0
         if self._uses is not None:
             pending = self._used(pending, self._uses)
             for name, gradient in pending.items():
