@@ -145,7 +145,7 @@ class Auto(Policy[AutoState]):
             state = dataclasses.replace(state, trial=trial)
             missing = self._missing(state)
             if missing:
-                why = f"auto measures {state.chosen} for {missing} more steps"
+                why = f"measures {state.chosen} for {missing} more steps"
                 return dataclasses.replace(state, until=step + missing, why=why)
             latest = Measured.of(trial.times)
             if trial.rival and latest.seconds * _HOPELESS > trial.of_rival.seconds:
@@ -166,10 +166,7 @@ class Auto(Policy[AutoState]):
             if abs(latest.seconds - usual) > max(self.drift * usual, SURE * latest.error):
                 state = dataclasses.replace(state, drifted=state.drifted + 1)
                 if state.drifted < state.patience:
-                    why = (
-                        f"steps now take {_ms(latest.seconds)} instead of {_ms(usual)}, so auto measures "
-                        f"{state.chosen} again"
-                    )
+                    why = f"steps take {_ms(latest.seconds)}, {_ms(usual)} before: looks once more at {state.chosen}"
                     return dataclasses.replace(state, until=step + self._until_look(latest.seconds), why=why)
                 state = state.opened_again(latest)
             else:
@@ -186,10 +183,7 @@ class Auto(Policy[AutoState]):
             raise ValueError(f"{self.name} needs candidates with positive finite times, not {dict(candidates)}")
         state = dataclasses.replace(state, order=tuple(offer.order), candidates=candidates)
         first = min(candidates, key=lambda name: candidates[name].seconds)
-        why = (
-            f"auto begins with {first}: of {len(candidates)} candidates, it has the shortest predicted step "
-            f"({_ms(candidates[first].seconds)})"
-        )
+        why = f"begins with {first}: predicted {_ms(candidates[first].seconds)}, the fastest of {len(candidates)}"
         tried = state.trying(first, step, why)
         return dataclasses.replace(tried, since=tried.since + WARM_UP, until=tried.until + WARM_UP)
 
@@ -278,7 +272,7 @@ class Auto(Policy[AutoState]):
         return dataclasses.replace(
             state,
             chosen=rival,
-            why=f"auto measures {rival} again, to compare {state.chosen} with {rival} before and after the trial",
+            why=f"compares {state.chosen} with {rival} before and after",
             since=step,
             until=step + SETTLING + self.window,
             trial=dataclasses.replace(state.trial, trying=False, rival="", tried=state.chosen),
@@ -324,35 +318,20 @@ class Auto(Policy[AutoState]):
 def _why_try(state: AutoState, best: str, name: str) -> str:
     known = state.measured[best]
     if name in state.measured:
-        return (
-            f"auto tries {name} again, because its step of {_ms(state.measured[name].seconds)} is too close to the "
-            f"step of {best}"
-        )
-    text = (
-        f"auto tries {name}: it expects {_ms(state.expected(best, name))} per step, and {best} takes "
-        f"{_ms(known.seconds)}"
-    )
-    return f"step times have changed; {text}" if state.reopened else text
+        return f"tries {name} again: {_ms(state.measured[name].seconds)} is too near {best} to be told apart"
+    text = f"tries {name}: {_ms(state.expected(best, name))} expected, {best} takes {_ms(known.seconds)}"
+    return f"steps have changed; {text}" if state.reopened else text
 
 
 def _why_stay(state: AutoState, best: str) -> str:
     seconds_of = {name: measured.seconds for name, measured in state.measured.items() if name != best}
     seconds = _ms(state.measured[best].seconds)
     if not seconds_of:
-        return (
-            f"auto keeps {best} ({seconds} per step), because no other candidate is expected to be so much faster that "
-            "a trial is worth its cost"
-        )
+        return f"{best} takes {seconds}; nothing else promises to be faster at a price that is low enough"
     second = min(seconds_of, key=lambda name: seconds_of[name])
     if seconds_of[second] < state.measured[best].seconds:
-        return (
-            f"auto keeps {best} ({seconds} per step): {second} takes {_ms(seconds_of[second])}, and this difference "
-            "may be noise"
-        )
-    return (
-        f"auto keeps {best}, the fastest measured candidate ({seconds} per step; the second fastest, {second}, takes "
-        f"{_ms(seconds_of[second])})"
-    )
+        return f"{best} stays at {seconds}: {second} takes {_ms(seconds_of[second])}, a difference that may be chance"
+    return f"{best} is the fastest measured: {seconds}, then {second}: {_ms(seconds_of[second])}"
 
 
 def _ms(seconds: float) -> str:

@@ -99,7 +99,8 @@ class AutoState:
         order: names of the tensors, the most worth compressing first.
         candidates: candidates with predicted times, by name; empty before the first decision.
         chosen: the candidate in force.
-        why: the reason for the choice, in words.
+        why: the reason for the choice, in words. Decision logs contain the words, and `hvdcomp replay` compares them.
+            With other words, all logs of earlier versions would differ.
         since: the first step, counted from 0, with the chosen candidate after the training's warm-up.
         until: number of steps after which the next decision is made.
         trial: the trial under way.

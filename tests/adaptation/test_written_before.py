@@ -127,10 +127,9 @@ def record(spec: str, folder: Path) -> dict[str, Any]:
 
 
 def form(value: Any) -> Any:
-    """The keys and types of JSON. A number may be whole or not, or a text if it is not finite. The version and the
-    sentences for people may differ."""
+    """The keys and types of JSON. A number may be whole or not, or a text if it is not finite; so may the version."""
     if isinstance(value, dict):
-        return {key: form(each) for key, each in value.items() if key not in ("hvdcomp", "why")}
+        return {key: form(each) for key, each in value.items() if key != "hvdcomp"}
     if isinstance(value, list):
         return [form(each) for each in value]
     return "number" if isinstance(value, int | float) or value in ("NaN", "Infinity") else value

@@ -133,12 +133,9 @@ def _begin(start: Start) -> tuple[Policy[Any], Any]:
 
 
 def _compare(policy: Policy[Any], state: Any, decision: Any, record: Start | Decided) -> Difference | None:
-    recomputed_state = to_json(policy.to_json(state))
-    if "why" in record.state:  # a sentence for people, which a later version may word differently
-        recomputed_state["why"] = record.state["why"]
     pairs = {
         "decision": (record.decision, to_json(decision.to_json())),
-        "state": (record.state, recomputed_state),
+        "state": (record.state, to_json(policy.to_json(state))),
     }
     parts = [part for name, (logged, recomputed) in pairs.items() for part in _parts((name,), logged, recomputed)]
     return Difference(record.file, record.line, record.step, tuple(parts)) if parts else None
