@@ -96,8 +96,9 @@ def _(
 def _apart(means: list[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
     """The means, each in a storage of its own: PyTorch allows nothing else of an operator. The means of one fused
     all-reduce share a storage."""
-    storages = {tensor.untyped_storage().data_ptr() for tensor in (*means, *tensors)}
-    return means if len(storages) == len(means) + len(tensors) else [mean.clone() for mean in means]
+    own = {mean.untyped_storage().data_ptr() for mean in means}
+    given = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    return means if len(own) == len(means) and own.isdisjoint(given) else [mean.clone() for mean in means]
 
 
 def _like(
