@@ -24,7 +24,7 @@ EACH_ONCE = ((2, "gloo"), (4, "mpi"))
 
 # torch.distributed keeps three threads for each process group, and the thorough cases make about six groups each. The
 # threads wake up so often that 600 groups on each of four ranks left nothing of two cores. Horovod has no such threads.
-CASES_OF_A_START = {"torchrun": 30, "gloo": 1000, "mpi": 1000}
+CASES_UNDER_TORCHRUN = 30
 
 Setting = tuple[int, str]  # ranks and controller
 Case = tuple[str, str]  # module and function
@@ -102,11 +102,14 @@ def run(wanted: Sequence[Case], count: int, controller: str, timeout: float = 40
 
 
 def _next_start(waiting: Sequence[Case], controller: str) -> list[Case]:
-    """The cases of the first modules: of as many modules as have few cases together, but at least of one."""
+    """The cases of the first modules: under torchrun, of as many modules as have few cases together, but at least of
+    one; otherwise of all."""
+    if controller != "torchrun":
+        return list(waiting)
     chosen: list[Case] = []
     for module in dict.fromkeys(module for module, _ in waiting):
         more = [case for case in waiting if case[0] == module]
-        if chosen and len(chosen) + len(more) > CASES_OF_A_START[controller]:
+        if chosen and len(chosen) + len(more) > CASES_UNDER_TORCHRUN:
             break
         chosen += more
     return chosen
