@@ -1,4 +1,4 @@
-"""One step: the engine, what it fuses, what it counts, and how ranks learn that something is wrong."""
+"""One step: the engine, and its parts. README.md explains how they work together."""
 
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.ledger import compression_factor

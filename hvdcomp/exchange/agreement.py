@@ -1,4 +1,5 @@
-"""Finds out whether all ranks were configured alike, and says on every rank what differs."""
+"""Checks whether all ranks have the same configuration. If not, every rank raises an error that names the differences.
+"""
 
 from __future__ import annotations
 
@@ -23,29 +24,29 @@ _SHOWN_FACTS = 8
 _SHOWN_CHARACTERS = 100
 _REFUSED = "refused"
 WEIGHTS = "weights of "  # begins the name of a fact about a parameter's value
-KERNELS = "kernels"  # the name of the fact whether there are any
+KERNELS = "kernels"  # name of the fact: whether kernels were compiled
 
 
 def facts_of_kernels() -> dict[str, str]:
-    """What this rank has of hvdcomp's kernels; ranks must agree on it, because bits may depend on it."""
+    """Which kernels this rank has. All ranks need the same kernels, because results may differ in their last bits."""
     return {KERNELS: "compiled" if kernels.available() else "none", f"{KERNELS} for CUDA": cuda.described()}
 
 
 def require_agreement(
     communicator: Communicator, facts: Mapping[str, Any], like: Array, broadcast: str = "broadcast them"
 ) -> None:
-    """Compares facts between all ranks; waits for all of them.
+    """Compares facts between all ranks; waits for all ranks.
 
-    What travels is a digest of fixed length. The facts themselves follow only where digests differ.
+    Ranks exchange a digest of fixed length, and the facts only if the digests differ.
 
     Args:
-        communicator: to exchange the facts with.
-        facts: JSON-serialisable settings of this rank.
-        like: an array of the framework and place that the communicator works on.
-        broadcast: what a user writes to give all ranks the weights of rank 0.
+        communicator: the ranks.
+        facts: settings of this rank, JSON-serialisable.
+        like: an array of the framework, on the device where collectives run.
+        broadcast: the code with which a user gives the weights of rank 0 to all ranks; it is part of the message.
 
     Raises:
-        RankMismatchError: on every rank, naming each differing setting and which ranks have which value.
+        RankMismatchError: on every rank. The message names each setting that differs, and which ranks have which value.
     """
     text = json.dumps(facts, sort_keys=True).encode()
     digest = hashlib.sha256(text).digest()
@@ -64,26 +65,31 @@ def require_same_levels(
     refused: str | None = None,
     facts: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Compares digests of the plans (`Planner.digest`) between all ranks; waits for all of them.
+    """Compares the plans of all ranks; waits for all ranks.
 
     Args:
-        refused: why this rank cannot make the step, if it cannot.
-        facts: JSON by name, of the step too.
+        communicator, like: as in `require_agreement`.
+        digest: the digest of this rank's plan (`Planner.digest`).
+        refused: the reason why this rank cannot make the step; None if it can.
+        facts: further facts of the step.
 
     Raises:
-        RankMismatchError: on every rank, with the digests, facts or reasons, if they differ.
+        RankMismatchError: on every rank, if digests, reasons or facts differ. The message contains them.
     """
     require_agreement(communicator, {"levels": f"{digest:012x}", **facts, _REFUSED: refused}, like)
 
 
 @contextmanager
 def refused_on_every_rank(communicator: Communicator, like: Array) -> Iterator[None]:
-    """Lets any error of one rank reach those that wait for it in `require_agreement`, their next exchange. Nothing
-    inside may exchange.
+    """Context manager that turns an error on one rank into an error on all ranks.
+
+    The other ranks must call `require_agreement` as their next exchange. The code in the context must not exchange
+    anything.
 
     Raises:
-        Exception: what was raised inside, if every rank met the same.
-        RankMismatchError: on every rank, with the messages, if only some did; from what was raised on this rank.
+        Exception: the error that was raised in the context, if all ranks raised the same error.
+        RankMismatchError: on every rank, with the messages of all errors, if ranks raised different errors, or if some
+            ranks raised none.
     """
     try:
         yield
@@ -96,13 +102,13 @@ def refused_on_every_rank(communicator: Communicator, like: Array) -> Iterator[N
 
 
 def _message_of(error: Exception) -> str:
-    """An error as other ranks are told of it: hvdcomp's own messages say all, and others need the kind."""
+    """The message of an error for other ranks. Only hvdcomp's own messages are clear without the class of the error."""
     own = isinstance(error, ConfigurationError | SpecError | RankMismatchError)
     return str(error) if own else f"{type(error).__name__}: {error}"
 
 
 def gather_rows(communicator: Communicator, row: bytes, like: Array, name: str) -> list[bytes]:
-    """Every rank's row of bytes, equally long on all."""
+    """All-gathers a row of bytes, which must have the same length on all ranks; returns the rows of all ranks."""
     array = arrays_for(like).from_numpy(np.frombuffer(row, np.uint8).copy(), like=like)
     gathered = np.asarray(communicator.wait(communicator.start_allgather(array, name)))
     return [bytes(row) for row in gathered]
@@ -110,7 +116,7 @@ def gather_rows(communicator: Communicator, row: bytes, like: Array, name: str) 
 
 def _what_differs(everyone: Sequence[Mapping[str, Any]], broadcast: str) -> str:
     refused = {theirs.get(_REFUSED) for theirs in everyone}
-    if refused != {None}:  # what else a rank would have said is not known then
+    if refused != {None}:  # a rank that refuses may send no other facts
         reasons = _ranks_of([theirs.get(_REFUSED) or "no error" for theirs in everyone])
         told = "; ".join(f"rank {ranks}: {text}" for text, ranks in reasons.items())
         return f"some ranks cannot take part in the training. {told}"
@@ -142,7 +148,7 @@ def _by_rank(values: Sequence[Any]) -> str:
 
 
 def _ranks_of(values: Sequence[Any]) -> dict[str, str]:
-    """The ranks of each value, such as `0 2-5 7`."""
+    """For each value, the ranks that have it, such as `0 2-5 7`."""
     groups: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         groups.setdefault(str(value), []).append(rank)
@@ -150,7 +156,7 @@ def _ranks_of(values: Sequence[Any]) -> dict[str, str]:
 
 
 def _excerpts(texts: Sequence[str]) -> list[str]:
-    """The texts; of long ones what lies around the first character in which they differ."""
+    """The texts; if they are long, only a part of each, around the first character that differs."""
     if max(map(len, texts)) <= _SHOWN_CHARACTERS or len(texts) == 1:
         return list(texts)
     same = next((place for place, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1), None)

@@ -1,8 +1,8 @@
-"""Which tensors of a step go together: in a bucket, through kernels, or in a group, through array functions.
+"""Decides which tensors of a step are compressed and sent together.
 
-A bucket takes gradients of float32, or of 16 bits, where there are kernels for their compressor. All others are in
-groups: methods without a bucket form, float64, memories of a user's own, and all gradients on hosts and devices without
-kernels.
+Tensors that have kernels are in a bucket, and all other tensors are in a tensor group. Kernels take gradients of
+float32 or of 16 bits. The following tensors have no kernels: tensors of methods without a bucket form, float64 tensors,
+tensors with a memory that a user wrote, and all tensors on hosts and devices without kernels.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from hvdcomp.kernels import cuda
 from hvdcomp.kernels.tables import NARROW
 
 BucketOrGroup: TypeAlias = EngineBucket | TensorGroup
-"""Tensors that go through a step together. Below, what is said of a bucket holds for a group too."""
+"""Tensors that go through a step together. In this file, "bucket" also means a tensor group, unless both are named."""
 
 _Item = TypeVar("_Item")
 
 
 class Buckets:
-    """The buckets and groups of a training's tensors.
+    """The buckets and tensor groups of a training.
 
     Args:
         tensors: all tensors, by name.
-        states: of the tensors, by name.
+        states: the states of the tensors, by name.
         memory_for: function from a compressor to its memory.
         warns: whether to warn if gradients are on a device that has no kernels.
-        most_gathered: the most bytes of payloads that one rank gathers of a bucket or group, unless a single tensor has
-            more; None for no limit. If a step gathers more, nothing starts before all gradients are ready.
+        most_gathered: the most bytes that one rank gathers for a bucket, unless a single tensor needs more; None for no
+            limit. If a step gathers more, no bucket starts before all gradients are ready.
         ranks: number of ranks.
 
     Attributes:
-        order: batches of names, in the order in which gradients become ready; those of a batch become ready at once.
-            Empty while the order is not known.
+        order: the names of the tensors in batches, in the order in which their gradients become ready. The gradients of
+            a batch become ready at once. Empty while the order is not known.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Buckets:
         self._numbers = {name: number for number, name in enumerate(tensors)}
         self._sizes = [tensor.size for tensor in tensors.values()]
         self._residuals: FlatStorage = Residuals(self._sizes)
-        self._latest: list[BucketOrGroup] = []  # of the latest step, first those that may start early, by their numbers
+        self._latest: list[BucketOrGroup] = []  # of the latest step; the early ones first, by number
         self.order: Sequence[Sequence[str]] = ()
         self._least_bytes = 0
         self._made_for: tuple[Plan, Sequence[str]] | None = None
@@ -80,12 +80,13 @@ class Buckets:
 
     @property
     def with_kernels(self) -> list[EngineBucket]:
-        """The buckets of the latest step, first those that need not wait for all gradients, by their numbers."""
+        """The buckets of the latest step, without tensor groups. The buckets that may start early come first, by their
+        numbers."""
         return [bucket for bucket in self._latest if isinstance(bucket, EngineBucket)]
 
     @property
     def groups(self) -> list[TensorGroup]:
-        """The groups of the latest step, in the same order."""
+        """The tensor groups of the latest step, in the same order."""
         return [group for group in self._latest if isinstance(group, TensorGroup)]
 
     def of_step(
@@ -96,11 +97,14 @@ class Buckets:
         plan: Plan,
         under_way: Set[str] = frozenset(),
     ) -> list[BucketOrGroup]:
-        """The buckets and groups of a step that have not started.
+        """The buckets of a step that have not started.
 
         Args:
-            names: of the tensors that take part.
-            under_way: the names of those whose buckets and groups have started.
+            xp: the array functions of the gradients.
+            names: the names of the tensors that have a gradient.
+            gradients: the gradients of the step, by name.
+            plan: the plan of the step.
+            under_way: the names of the tensors whose buckets have started.
         """
         if not self._are_current(plan) or self._made_for != (plan, names):
             self._latest = list(self._make(xp, names, gradients, plan))
@@ -114,13 +118,14 @@ class Buckets:
         return [self.group([name for name in names if name not in under_way], plan)]
 
     def early(self, plan: Plan) -> list[BucketOrGroup]:
-        """The buckets and groups that can start before all gradients are ready, if this step is like the one before."""
+        """The buckets of the latest step that may start early; none if the plan or a tensor's state was replaced."""
         if not self._are_current(plan):
             return []
         return [bucket for bucket in self._latest if bucket.number is not None]
 
     def take(self, xp: ModuleType, bucket: BucketOrGroup, gradients: Mapping[str, Array]) -> bool:
-        """Gives a bucket its gradients of a step; returns whether kernels can use them. A group uses any gradients."""
+        """Gives a bucket its gradients of a step; returns whether kernels can use them. A tensor group can use any
+        gradients."""
         if isinstance(bucket, TensorGroup):
             return True
         placed = self._placed(xp, [gradients[name] for name in bucket.names], bucket.bucket.dtype)
@@ -131,7 +136,7 @@ class Buckets:
     def group(
         self, names: Sequence[str], plan: Plan, states: Mapping[str, TensorState] | None = None
     ) -> TensorGroup:
-        """A group of tensors; states: by name, instead of the training's states."""
+        """A tensor group; `states` replaces the states of the training, by name."""
         states = self._states if states is None else states
         members = []
         for name in names:
@@ -141,10 +146,10 @@ class Buckets:
         return TensorGroup(members)
 
     def _placed(self, xp: ModuleType, arrays: Sequence[Array], dtype: str) -> tuple[list[Array], list[int]] | None:
-        """The gradients and their addresses; None if they are not where kernels and flat storage are."""
+        """The gradients and their addresses; None if they are on another device than kernels and flat storage."""
         if (placed := cuda.placed(arrays, dtype)) is not None:
             if not isinstance(self._residuals, DeviceResiduals) and not self.with_kernels:
-                # Not a part of the gradient: that would keep all of it.
+                # Not a slice of the gradient, which would keep the whole gradient in memory.
                 like = xp.astype(xp.zeros((0,), like=arrays[0]), "float32")
                 self._residuals = DeviceResiduals(self._sizes, xp, like)
             kept = self._residuals
@@ -153,20 +158,20 @@ class Buckets:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes kept from step to step: residuals, velocities and the methods' own arrays; on the host with the second
-        places, which a step fills."""
+        """Bytes that are kept from step to step: residuals, velocities and the arrays of methods. On the host, this
+        includes the second place of each tensor."""
         states = [bucket.bucket.states for bucket in self.with_kernels]
         return self._residuals.nbytes + sum(kept.nbytes for kept in states if kept is not None)
 
     def start_early(self, order: Sequence[Sequence[str]], least_bytes: int) -> None:
-        """From the next step on, makes buckets that do not wait for all gradients.
+        """From the next step on, makes buckets that may start early: before all gradients are ready.
 
         Args:
-            order: the new value of the attribute `order`; if it is empty, all buckets wait for all gradients.
-            least_bytes: least bytes of gradients in a bucket that does not wait.
+            order: the new value of the attribute `order`; if it is empty, no bucket starts early.
+            least_bytes: least bytes of gradients in a bucket that may start early.
         """
         self.order, self._least_bytes = order, least_bytes
-        # No bucket is used again: a step may have ended with an error, while collectives still read its payload.
+        # Make new buckets: if a step ended with an error, collectives may still read the payloads of its buckets.
         self._made_for, self._latest = None, []
 
     def _are_current(self, plan: Plan) -> bool:
@@ -210,14 +215,14 @@ class Buckets:
         memory: Memory,
         known: Mapping[Any, EngineBucket],
     ) -> EngineBucket:
-        """The bucket of these tensors; one of the known buckets if it has the same key."""
+        """The bucket of these tensors: a known bucket if it has the same key, else a new one."""
         on_device = isinstance(self._residuals, DeviceResiduals)
         bridges = _no_bridges if on_device else _bridges
         tensors = []
         for name in names:
             state, place = self._states[name], self._numbers[name]
             if not state.is_flat:
-                state.keeper = memory  # of the same class if there is a residual; residuals may get another type
+                state.keeper = memory  # has the same class if there is a residual; its `rounds_to` may differ
             wrap, unwrap = bridges(xp, gradients[name], self._tensors[name].shape)
             state.move_to_flat_storage(self._residuals, place, unwrap, wrap)
             tensors.append((name, state, place))
@@ -225,13 +230,13 @@ class Buckets:
         described = [self._tensors[name] for name in names]
         device = (gradients[names[0]].device, xp) if on_device else ()
         bucket = known.get(key) or EngineBucket(*key, described, self._residuals, *device)
-        # Another bucket may have had its tensors since its last step.
+        # Since the last step of this bucket, its tensors may have been in another bucket.
         bucket.has_states &= plan[names[0]].keeps_state
         return bucket
 
     def _gathered_of(self, name: str, compressor: Compressor) -> float:
-        """Bytes that one rank gathers of a tensor's payloads. It is 0 for scattered payloads and for two levels:
-        there a rank gathers small shares, which depend on the whole bucket."""
+        """Bytes that one rank gathers for a tensor. 0 for scattered payloads and for two levels: a rank then gathers
+        small shares, and their sizes depend on the whole bucket."""
         if self._most_gathered is None or needs_nodes(compressor) or compressor.scatters(self._ranks):
             return 0.0
         tensor = self._tensors[name]
@@ -241,7 +246,7 @@ class Buckets:
     def _kinds(
         self, xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array], plan: Plan
     ) -> dict[str, tuple[Any, Memory, str] | None]:
-        """The kind of each tensor of the training, also of those without a gradient in this step."""
+        """The kind of each tensor of the training, even if the tensor has no gradient in this step."""
         served = set(NARROW)
         for dtype in NARROW:
             given = [gradients[name] for name in names if self._tensors[name].dtype == dtype]
@@ -255,7 +260,7 @@ class Buckets:
         }
 
     def _kind(self, name: str, compressor: Compressor) -> tuple[Any, Memory, str] | None:
-        """The key that all tensors of a bucket share; None for a tensor of a group."""
+        """The kind of a tensor: all tensors of a bucket have the same kind. None for a tensor of a tensor group."""
         tensor = self._tensors[name]
         if not compressor.has_bucket_form or not tensor.size:
             return None
@@ -265,11 +270,17 @@ class Buckets:
         return (compressor.bucket_family, memory, tensor.dtype) if type(memory) in KNOWN_TO_KERNELS else None
 
     def _early_pieces(self, names: Sequence[str], kinds: Mapping[str, Any], hosted: bool) -> list[list[str]]:
-        """The tensors of each bucket that does not wait for all gradients of a step; on the host also of each group.
+        """The names of the tensors of each bucket that may start early.
 
-        Ranks may learn at different times that a tensor has no gradient. So the pieces depend on the order and the plan
-        alone. If a piece misses a gradient, it waits for all gradients, and so do all pieces after it. Groups on a
-        device always wait, because array functions may wait for the device, and would delay the backward pass.
+        Ranks may learn at different times that a tensor has no gradient. So the pieces depend only on the order and the
+        plan. If a tensor of a piece has no gradient in this step, this piece and all later pieces do not start early.
+        Tensor groups on a device never start early: array functions may wait for the device, and would delay the
+        backward pass.
+
+        Args:
+            names: the names of the tensors that have a gradient.
+            kinds: the kind of each tensor.
+            hosted: whether the gradients are on the host.
         """
         pieces: list[list[str]] = []
         filling: dict[Any, tuple[list[str], int]] = {}
@@ -318,9 +329,9 @@ def in_parts(
 def _bridges(
     xp: ModuleType, like: Array, shape: tuple[int, ...]
 ) -> tuple[Callable[[np.ndarray], Array], Callable[[Array], np.ndarray]]:
-    """Functions from a NumPy vector to an array of the framework in a tensor's shape, which shares its storage, and
+    """Two functions: from a NumPy vector to an array of the framework in a tensor's shape, with the same storage; and
     back."""
-    empty = xp.zeros((0,), like=like)  # not a part of it: that would keep all of it
+    empty = xp.zeros((0,), like=like)  # not a slice of `like`, which would keep `like` in memory
 
     def wrap(vector: np.ndarray) -> Array:
         return xp.reshape(xp.from_numpy(vector, like=empty), shape)
@@ -334,5 +345,5 @@ def _bridges(
 def _no_bridges(
     xp: ModuleType, like: Array, shape: tuple[int, ...]
 ) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
-    """The same on a device, where vectors are arrays of the framework."""
+    """`_bridges` on a device: there vectors are arrays of the framework."""
     return lambda vector: xp.reshape(vector, shape), xp.flatten

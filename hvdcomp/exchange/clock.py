@@ -1,4 +1,4 @@
-"""When the work of a step begins and ends, on the device of the gradients."""
+"""Measures when the work of a step begins and ends, on the device of the gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Span = tuple[Any, Any]  # two marks
 
 
 class Spans(NamedTuple):
-    """Times of the work on a bucket in a step: before its last collective, and after it."""
+    """When the work on a bucket ran in a step: encoding before its last collective, and decoding after it."""
 
     encoding: list[Span]
     decoding: list[Span]
@@ -22,9 +22,12 @@ class Spans(NamedTuple):
 class Clock:
     """Marks times in the steps of an engine.
 
-    A mark costs next to nothing on the host. On a device it is an event, and each of many small ones holds up the host
-    for some microseconds. So turns that follow each other share the mark between them, a step with all its buckets on a
-    device marks nothing else, and events are used again in later steps.
+    A *turn* is the work of a bucket between two collectives. On the host, a mark takes almost no time. On a device, a
+    mark is an event, and the host needs some microseconds for each event. To save events:
+
+    - Two turns that follow each other share the mark between them.
+    - If all buckets of a step are on a device, only turns are marked.
+    - Later steps use the events again.
 
     Attributes:
         marks_only_turns: whether `around` marks nothing. True when a step begins.
@@ -40,17 +43,17 @@ class Clock:
         self._now: Callable[[], float] | None = None
 
     def follow(self, now: Callable[[], float]) -> None:
-        """Uses another clock than the device's: that of a simulated rank, in seconds."""
+        """Uses the clock of a simulated rank, in seconds, instead of the device's clock."""
         self._now = now
 
     def begin(self, xp: ModuleType, like: Array) -> None:
-        """Begins a step. All its marks are on the device of `like`."""
+        """Begins a step. All marks of the step are on the device of `like`."""
         self._xp, self._like = xp, like
         self._marks = []
         self.marks_only_turns = True
 
     def start(self) -> None:
-        """Starts a lap here."""
+        """Starts a lap now."""
         spare = self._spare.pop() if self._spare else None
         self._last = self._xp.mark(self._like, spare) if self._now is None else self._now()
         self._marks.append(self._last)
@@ -63,7 +66,7 @@ class Clock:
 
     @contextmanager
     def around(self, spans: list[Span]) -> Iterator[None]:
-        """Adds the time of the work inside, which is no turn, unless `marks_only_turns`."""
+        """Adds the time of the work in this context to the spans, unless `marks_only_turns`. The work is not a turn."""
         if self.marks_only_turns:
             yield
             return
@@ -72,6 +75,6 @@ class Clock:
         self.lap(spans)
 
     def end(self) -> Callable[[], None]:
-        """Ends a step; returns a function that recycles its marks, to be called when they are no longer needed."""
+        """Ends a step; returns a function that recycles its marks. Call it when the marks are no longer needed."""
         marks = self._marks
         return lambda: self._spare.extend(marks)

@@ -1,9 +1,15 @@
-"""The engine: compresses and exchanges the gradients of each step, and keeps what tensors need from step to step.
+"""The engine compresses and exchanges the gradients of each step, and keeps the states of tensors from step to step.
 
-It knows no framework (array functions come with the arrays) and no compressor by name, and reaches other ranks only
-through a communicator. `plan` chooses the compressor of each tensor. `buckets` decides which tensors go together, in an
-`engine_bucket` or a `tensor_group`. A `wave` takes buckets and groups from round to round, and `fusion` makes few
-collectives of each round. `overlap` starts buckets before all gradients are ready.
+It knows no framework and no compressor by name: the array functions follow from the arrays. It reaches other ranks only
+through a communicator. These modules are its parts:
+
+- `plan` chooses the compressor of each tensor.
+- `buckets` decides which tensors are together in an `engine_bucket`, and which are in a `tensor_group`.
+- `wave` makes the rounds of buckets and tensor groups.
+- `fusion` makes few collectives from all requests of a round.
+- `overlap` starts buckets before all gradients are ready.
+
+In this file, "bucket" also means a tensor group.
 """
 
 from __future__ import annotations
@@ -35,33 +41,33 @@ from hvdcomp.exchange.wave import Wave, run_to_the_end
 from hvdcomp.specs.levels import Level, LevelsBySize
 
 BeforeCompress = Callable[[Sequence[BucketOrGroup], Array | None], Mapping[str, Array]]
-"""A function that gets the buckets and groups of a step before they are open, and the factor that the memory multiplies
-gradients with, None for 1. It may look at x, and returns by name arrays that are compressed in place of x of some
-tensors."""
+"""A function that is called between `begin` and `open` of buckets. Its arguments are the buckets, and the factor by
+which the memory multiplies gradients (None for 1). The function may look at x. It returns, by name, arrays that are
+compressed instead of x of some tensors."""
 
 
 class Engine:
     """Compresses, exchanges and aggregates the gradients of a fixed set of tensors, step by step.
 
     Args:
-        communicator: the ranks to exchange with.
+        communicator: the ranks.
         tensors, compressor, memory, min_numel, min_ndim: as for `Chooser`.
         seed: seed of all random choices; the same on all ranks.
         bytes_beside: function from the number of a step's tensors to the bytes that the binding itself sends.
-        ledger: ledger into which costs are entered.
+        ledger: the ledger that records the costs of steps.
         overlap_bytes: least bytes of gradients in a bucket that starts before all gradients of a step are ready; None
-            for no such buckets.
-        gathered_bytes: as of `hvdcomp.Compression`.
+            if no bucket is to start early.
+        gathered_bytes: as for `hvdcomp.Compression`.
 
     Attributes:
         planner: chooser of each tensor's compressor.
         bytes_beside: as given.
-        step_number: number of the present or next step, from 0.
+        step_number: number of the present step, or between steps of the next step; counted from 0.
         states: state of each tensor, by name.
-        buckets: the buckets and groups.
+        buckets: the object that makes buckets and tensor groups.
         before_compress: function called in each step before x is compressed; None for no function.
         found_inf: an element that is 0, or NaN if the last step does not count (see `step`).
-        overlap: what starts early; call its `ready` for each gradient, after `expect`.
+        overlap: the object that starts buckets early. Call `expect`, and then `overlap.ready` for each gradient.
     """
 
     def __init__(
@@ -94,7 +100,7 @@ class Engine:
         self.buckets = Buckets(self.tensors, self.states, self.planner.memory_for, warns, gathered_bytes, ranks)
         self.before_compress: BeforeCompress | None = None
         self.found_inf: Array | None = None
-        self._forget_sent: Callable[[], None] | None = None  # what is to be done before the next step
+        self._forget_sent: Callable[[], None] | None = None  # call it before the next step
         self.overlap = Overlap(communicator, self.tensors, self.buckets, self.ledger.clock, overlap_bytes)
 
     # Between two steps.
@@ -118,17 +124,18 @@ class Engine:
         self.planner.set_level(level)
 
     def begin(self) -> Plan:
-        """`Planner.begin`. Waits for the device if the step before has sent whole residuals."""
-        self.overlap.end()  # if the step before ended with an error
+        """`Planner.begin`. Waits for the device if the step before sent whole residuals."""
+        self.overlap.end()  # needed if the step before ended with an error
         if self._forget_sent is not None:
             self._forget_sent()
             self._forget_sent = None
         return self.planner.begin()
 
     def scale_residuals(self, factor: float, momentum: bool = True) -> None:
-        """Multiplies every residual, as after a change of the loss scale.
+        """Multiplies every residual by a factor, for example after a change of the loss scale.
 
         Args:
+            factor: the factor.
             momentum: whether to multiply a memory's momentum too. Pass False after a change of the learning rate:
                 optimizers leave their own momentum as it is.
         """
@@ -142,14 +149,14 @@ class Engine:
 
     @property
     def passthrough(self) -> bool:
-        """Whether a plain allreduce of (cast) gradients does all that the plan needs."""
+        """Whether the step needs only an all-reduce of gradients, perhaps cast to 16 bits, and sends no residual."""
         return self.planner.casts_only and (self.planner.ignores_residuals or not self.has_residuals)
 
     def enter_casts(self, names: Set[str], beside: bool = False) -> None:
-        """Enters a step in which the caller allreduced the gradients, because of `passthrough`.
+        """Enters a step in the ledger if the caller has all-reduced the gradients, because of `passthrough`.
 
         Args:
-            names: of the tensors.
+            names: the names of the tensors.
             beside: whether to add `bytes_beside`.
         """
         cost = self.planner.cost_of_casts(names)
@@ -159,7 +166,7 @@ class Engine:
         self.step_number += 1
 
     def enter_alone(self, names: Set[str], bytes_beside: int = 0) -> None:
-        """Enters a step in which this rank kept its gradients, and the binding sent `bytes_beside` bytes."""
+        """Enters a step in the ledger if this rank kept its gradients, and the binding sent `bytes_beside` bytes."""
         part = self.planner.costs_of_nothing(names)
         dense = sum(cost.dense_bytes for cost in part.values())
         self.ledger.record(StepCost(bytes_beside, dense, step=self.step_number, parts=(part,)))
@@ -197,23 +204,25 @@ class Engine:
     def start(
         self, gradients: Mapping[str, Array], in_place: bool = False, sums: Sums | None = None, alone: bool = False
     ) -> list[Wave]:
-        """Begins a step that `finish` ends: starts the first collectives, and waits for nothing.
+        """Begins a step, which `finish` ends. Starts the first collectives, and waits for nothing.
 
-        No other step may be started before `finish`. Steps without an exchange may be entered in between.
+        Do not start another step before `finish`. Until then, you may enter steps without an exchange.
 
         Args:
-            gradients, in_place, sums: as of `step`; at least one gradient. None may change before `finish`.
-            alone: whether `finish` follows at once.
+            gradients, in_place, sums: as for `step`. There must be at least one gradient, and no gradient may change
+                before `finish`.
+            alone: whether the caller calls `finish` at once.
 
         Returns:
-            The waves of the step. The last ones have not started, if ranks would otherwise gather too much at a time.
+            The waves of the step. The last waves have not started if ranks would gather more than `gathered_bytes` at a
+            time.
         """
         gradients = {name: gradients[name] for name in self.tensors if name in gradients}
         first = next(iter(gradients.values()))
         xp = arrays_for(first)
-        # A bucket that has started early is a wave of its own. On another rank it may not have started yet: it starts
-        # now, also as a wave of its own and in the same order, so that all ranks start the same collectives. All others
-        # come last, together.
+        # A bucket that has started early on one rank may not have started on another rank. There it starts now, also as
+        # a wave of its own and in the same order, so that all ranks start the same collectives. All other buckets
+        # follow together.
         started = self.overlap.end(first)
         if not started:
             self.ledger.clock.begin(xp, first)
@@ -239,10 +248,10 @@ class Engine:
         return [*started, *waves, *later]
 
     def finish(self, waves: Sequence[Wave], kept: Set[str] = frozenset()) -> dict[str, Array]:
-        """Ends a step that `start` began; returns what `step` does, and enters the step.
+        """Ends a step that `start` began, and enters it in the ledger; returns the results, as `step` does.
 
         Args:
-            waves: what `start` returned.
+            waves: the waves that `start` returned.
             kept: the names of tensors whose gradients this rank keeps in this step.
         """
         run_to_the_end(waves)
@@ -262,14 +271,14 @@ class Engine:
     def _begin_buckets(
         self, xp: ModuleType, gradients: Mapping[str, Array], factor: Array | None, under_way: Set[str]
     ) -> list[BucketOrGroup]:
-        """Begins the step in the buckets and groups that have not started, and returns them.
+        """Calls `begin` of the buckets that have not started, and returns these buckets.
 
         Args:
-            factor: what the memory multiplies gradients with; None for 1.
-            under_way: names of the tensors whose buckets and groups have started.
+            factor: the factor by which the memory multiplies gradients; None for 1.
+            under_way: names of the tensors whose buckets have started.
         """
         clock, plan, context, names = self.ledger.clock, self.plan, self.context(""), list(gradients)
-        if self.planner.ignores_residuals:  # such steps are rare, so buckets are not made again for them
+        if self.planner.ignores_residuals:  # such steps are rare: keep the buckets for later steps
             waiting: list[BucketOrGroup] = [self.buckets.group(names, plan, defaultdict(TensorState))]
         else:
             waiting = self.buckets.of_step(xp, names, gradients, plan, under_way)
@@ -279,7 +288,7 @@ class Engine:
         return waiting
 
     def _record(self, xp: ModuleType, waves: Sequence[Wave], number_of_tensors: int, kept: Set[str]) -> None:
-        """Enters the costs of a step that has ended."""
+        """Enters the costs of a step in the ledger, after its end."""
         rounds = [span for wave in waves for span in wave.rounds]
         sent = sum((wave.sent for wave in waves), Sent(self.bytes_beside(number_of_tensors)))
         parts_and_spans = [bucket.part for wave in waves for bucket in wave.buckets]
@@ -294,19 +303,20 @@ class Engine:
     def expect(
         self, in_place: bool = False, sums: Sums | None = None, agreed: Callable[[], bool] = lambda: True
     ) -> None:
-        """Allows buckets of this step to start as soon as `overlap.ready` got all their gradients. Does nothing if
-        `before_compress` is to look at x.
+        """Allows buckets of this step to start as soon as `overlap.ready` was called for all their gradients.
+
+        Does nothing if `before_compress` needs x, or if the memory needs all gradients.
 
         Args:
             in_place, sums: the arguments that `step` will get.
-            agreed: as of `Overlap.begin`.
+            agreed: as for `Overlap.begin`.
         """
         if self.before_compress is not None or (self.memory is not None and self.memory.needs_all_gradients):
             return
         self.overlap.begin(self.plan, self.context(""), in_place, sums, agreed)
 
     def context(self, name: str) -> Context:
-        """Context of a tensor in the step under way."""
+        """Context of a tensor in the present step."""
         ranks = self.communicator
         return Context(name, self.step_number, self.seed, ranks.rank, ranks.world_size, self.levels)
 
@@ -321,8 +331,8 @@ def _forget_sent_residuals(
 ) -> Callable[[], None] | None:
     """Forgets residuals that were sent whole, by a lossless compressor or a cast without error feedback.
 
-    On a device the host does not know yet whether the step counts. So the function that forgets is returned, to be
-    called before the next step.
+    On a device, the host does not know yet whether the step counts. So this function returns another function, which
+    forgets the residuals if the step counts. Call it before the next step.
     """
     of_buckets = [one for bucket in buckets if (one := bucket.forget_sent(sends_all)) is not None]
     if not of_buckets:

@@ -1,4 +1,4 @@
-"""A bucket: tensors that go through steps together in compiled code, on the host or on a device."""
+"""A bucket: tensors that kernels compress together, on the host or on a device."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ from hvdcomp.kernels.tables import NOTHING, PRODUCT
 class Sums(NamedTuple):
     """Sums to which the gradients of steps are added.
 
-    totals: function from gradients, by name, to the arrays of their sums, in the same order.
-    add: function that adds gradients, by name, to their sums, unless the element that it gets is NaN.
-    share: factor of the gradients.
-    of_results: whether to add the aggregated gradients instead of this rank's own.
+    Attributes:
+        totals: function from gradients, by name, to the arrays of their sums, in the same order.
+        add: function that adds gradients, by name, to their sums, unless the element in its second argument is NaN.
+        share: factor of the gradients.
+        of_results: whether to add the results of the step instead of this rank's own gradients.
     """
 
     totals: Callable[[Mapping[str, Array]], Sequence[Array]]
@@ -43,30 +44,31 @@ class Sums(NamedTuple):
 
 
 class EngineBucket:
-    """Tensors that kernels take together through every step.
+    """Tensors that kernels compress together in every step.
 
-    In a step `Buckets.take` gives it gradients. Then come `begin`, `open`, `advance` until it has no request left, and
-    `finish`. A step that an error has ended has no `finish`; the next `begin` starts anew.
+    In each step, the engine calls `Buckets.take`, `begin`, `open`, `advance` until there are no more requests, and
+    `finish`. If a step ends with an error, `finish` is not called, and the next `begin` starts again.
 
     Args:
-        tensors: name and state of each tensor, and its number in flat storage.
-        compressors, memory, described: as of `Bucket`.
+        tensors: the name of each tensor, its state, and its number in flat storage.
+        compressors, memory, described: as for `Bucket`.
         residuals: the flat storage.
-        device: the device of its kernels; None for the host.
-        xp: the array functions of its payloads.
+        device: the device of the kernels; None for the host.
+        xp: the array functions of the payloads.
 
     Attributes:
-        key: buckets of the same key are interchangeable.
-        places: place of each tensor in the bucket, by name.
+        names: the names of the tensors.
+        key: two buckets with the same key are interchangeable.
+        places: the place of each tensor in the bucket, by name.
         bucket: the part of the bucket that its compressors see.
-        on_device: whether kernels work on a device. The host then waits for no result: `found_inf` and
+        on_device: whether the kernels run on a device. The host then waits for no result: `found_inf` and
             `found_inf_after` are elements on the device, NaN or 0.
-        number: its number among the buckets that do not wait for all gradients of a step; None for all others.
-        gathered: bytes of its payloads that one rank gathers; 0 if there is no limit.
+        number: the number of the bucket among the buckets that may start early; None if it may not.
+        gathered: bytes that one rank gathers for this bucket; 0 if there is no limit.
         arrays: the gradients of the step, row-major, until `finish`.
         found_inf_after: whether the results of the exchange hold an inf or NaN; known after the last request.
-        when_compressed: functions that this step's `finish` calls first, while x and what was sent of it exist.
-        has_states: whether the bucket has the method's arrays of all its tensors.
+        when_compressed: functions that `finish` of this step calls first, while x and the sent part of x exist.
+        has_states: whether the bucket stores the method's arrays for all its tensors.
     """
 
     def __init__(
@@ -93,20 +95,20 @@ class EngineBucket:
         self._numbers = np.array([number for _, _, number in tensors])
         self._set_aside: tuple[list[Array], Sequence[int] | np.ndarray] | None = None
         self._wide: tuple[list[Array], Sequence[int] | np.ndarray] | None = None
-        self._costs: dict[int, dict[str, Cost]] = {}  # by the step's place in the compressors' period
+        self._costs: dict[int, dict[str, Cost]] = {}  # by the step number modulo the compressors' period
         self._wrap_state: Callable[[np.ndarray], Array]
         # Of the step.
         self._xp: ModuleType
         self._clock: Clock
         self._spans: Spans
-        self._given: Sequence[Array] = ()  # gradients, as given
-        self._energies: Array | None = None  # of x, once it is made
+        self._given: Sequence[Array] = ()  # the gradients, as the caller gave them
+        self._energies: Array | None = None  # ||x||^2 of each tensor, if x is computed
         self._sources: Sequence[Array] = ()
         self._generator: Generator[Request, Any, bool | Array]
         self._results: Sequence[Array] = ()
         self._sums: Sums | None = None
-        self._is_aside = False  # whether results stay in other memory until gradients are added up
-        self._is_dense = False  # whether results have the gradients' layout as they are
+        self._is_aside = False  # whether results are in other memory until the gradients are added to sums
+        self._is_dense = False  # whether results already have the layout of the gradients
         self._had_residuals = False
         self.found_inf_after: bool | Array = False
         self.when_compressed: list[Callable[[], None]] = []
@@ -125,10 +127,10 @@ class EngineBucket:
 
         Args:
             xp: the array functions of the gradients.
-            gradients: of the step, by name.
-            context: of the step.
-            factor: the memory's factor of the gradients; None for 1.
-            clock: of the engine.
+            gradients: the gradients of the step, by name.
+            context: the context of the step.
+            factor: the factor by which the memory multiplies gradients; None for 1.
+            clock: the clock of the engine.
         """
         self._xp, self._clock, self._spans = xp, clock, Spans([], [])
         self._given = [gradients[name] for name in self.names]
@@ -145,7 +147,7 @@ class EngineBucket:
         Args:
             in_place: whether results overwrite the gradients.
             sums: sums to which gradients are added if the step counts.
-            sources: arrays that are compressed in place of x, by name.
+            sources: arrays that are compressed instead of x, by name.
         """
         own = [name for name in self.names if name in sources]
         if own:
@@ -172,8 +174,15 @@ class EngineBucket:
         return found_inf
 
     def advance(self, answers: Sequence[Any]) -> list[Request]:
-        """Gives the generator the answer to its last request, and returns its next one; no answer at the start, and no
-        request at the end. On the host both are in NumPy."""
+        """Sends the generator the answer to its last request, and returns its next request. On the host, both contain
+        NumPy arrays.
+
+        Args:
+            answers: the answer; empty at the start.
+
+        Returns:
+            The request; empty at the end of the generator.
+        """
         try:
             asked = self._generator.send(answers[0] if answers else None)
         except StopIteration as stop:
@@ -185,11 +194,11 @@ class EngineBucket:
 
     @property
     def found_inf(self) -> bool | Array:
-        """Whether x, or what is sent of it, holds an inf or NaN; known after the first turn."""
+        """Whether x, or the part of x that is sent, holds an inf or NaN; known after the first `advance`."""
         return self.bucket.found_inf
 
     def finish(self, found_inf: Array) -> dict[str, Array]:
-        """Ends a step; returns the results by name. Keeps what was not sent, unless the element `found_inf` is NaN."""
+        """Ends a step; returns the results by name. Keeps the new residuals, unless the element `found_inf` is NaN."""
         for function in self.when_compressed:
             function()
         with self._clock.around(self._spans.decoding):
@@ -198,23 +207,23 @@ class EngineBucket:
             self._settle(found_inf)
             arrays = self._results if self._is_dense else self._xp.like_originals(self._results, self._given)
             results = dict(zip(self.names, arrays, strict=True))
-            # The bucket stays for the next step, but need not keep these arrays alive.
+            # The bucket is used again in the next step, but should not keep these arrays in memory.
             self.arrays = self._given = self._results = self._sources = ()
             self._energies, self._sums, self.when_compressed = None, None, []
-            if self.on_device:  # where new memory costs nothing; on the host the system clears it
+            if self.on_device:  # new memory costs nothing on a device, but on the host the system clears it
                 self._set_aside = self._wide = None
         return results
 
     @property
     def part(self) -> tuple[Part, Spans]:
-        """Costs of the tensors and times of the work on them, after `finish`."""
+        """The cost of each tensor, and the times of the work on the bucket; after `finish`."""
         return self._cost_of_each(), self._spans
 
     def forget_sent(self, sends_all: Callable[[str, Compressor], bool]) -> Callable[[], None] | None:
         """After `finish`: a function that forgets residuals that the step sent whole; None if there are none.
 
         Args:
-            sends_all: as of `Chooser`.
+            sends_all: as in `Chooser`.
         """
         residuals = self._residuals
         if not self._had_residuals or not sends_all(self.names[0], self.bucket.compressors[0]):
@@ -228,7 +237,7 @@ class EngineBucket:
         return forget
 
     def _fill_table(self, in_place: bool, sums: Sums | None) -> None:
-        """Enters the addresses of results and of sums in the table."""
+        """Writes the addresses of results and of sums to the table."""
         bucket = self.bucket
         self._results, self._sums = self.arrays, sums
         self._is_aside = in_place and sums is not None and not sums.of_results
@@ -237,12 +246,13 @@ class EngineBucket:
             self._results, addresses = self._fresh_results()
         elif self._is_aside:
             if self._set_aside is None or self.on_device:
-                # Kept for later steps: `_fresh` reuses the storage only when these arrays are gone.
+                # Keep these arrays for later steps: `_fresh` uses their storage again only if they are deleted.
                 self._set_aside = self._fresh_arrays()
             addresses = self._set_aside[1]
         else:
             addresses = bucket.segments["gradient"]
-        # Results of 16 bits are narrowed from means in float32, whose place `_widen` has entered as `result`.
+        # Results of 16 bits are rounded from means in float32. `_widen` has written the addresses of these means to
+        # `result`.
         bucket.segments["narrowed" if bucket.widens else "result"] = addresses
         if sums is not None:
             totals = sums.totals(dict(zip(self.names, self._given, strict=True)))
@@ -250,7 +260,7 @@ class EngineBucket:
             bucket.table.bucket.share = sums.share
 
     def _widen(self) -> None:
-        """For gradients of 16 bits: provides memory in float32 for means, and for x if no residual is kept."""
+        """For gradients of 16 bits: provides float32 memory for means, and for x if the bucket keeps no residual."""
         if not self.bucket.widens:
             return
         if self._wide is None and self.on_device:
@@ -326,16 +336,15 @@ class EngineBucket:
                 costs[tensor.name] = Cost(int(sent), dense, floats, bytes_in_node=int(in_node))
         return self._costs[step]
 
-    # For those who look at x before it is compressed.
+    # For observers that look at x before it is compressed.
 
     @property
     def keeps_x(self) -> bool:
-        """Whether `measure_left` is possible."""
+        """Whether `measure_left` may be called."""
         return self.bucket.keeps
 
     def make_x(self) -> Array:
-        """Makes x now, and not during compression, if it is not made yet; returns ||x||^2 of each tensor, float64
-        (tensors,)."""
+        """Computes x now, and not together with compression; returns ||x||^2 of each tensor, float64 (tensors,)."""
         if self._energies is None:
             self._clock.start()
             self._energies = self._sums_of("make_x")
@@ -344,12 +353,12 @@ class EngineBucket:
 
     @property
     def addresses(self) -> dict[str, int]:
-        """Address of x of each tensor, by name; makes x."""
+        """The address of x of each tensor, by name; computes x."""
         self.make_x()
         return dict(zip(self.names, self.bucket.segments[self.bucket.x].tolist(), strict=True))
 
     def x(self, name: str) -> Array:
-        """x of a tensor; makes x. It does not change until it is compressed."""
+        """x of a tensor; computes x, which does not change until it is compressed."""
         self.make_x()
         place = self.places[name]
         if self.bucket.keeps:
@@ -362,7 +371,7 @@ class EngineBucket:
         return self.arrays[self.places[name]]
 
     def measure_left(self) -> Array:
-        """||x - C(x)||^2 of each tensor, float64 (tensors,); for `when_compressed`, if `keeps_x`."""
+        """||x - C(x)||^2 of each tensor, float64 (tensors,). Call it in `when_compressed`, if `keeps_x`."""
         return self._sums_of("measure_left")
 
     def _sums_of(self, kernel: str) -> Array:
@@ -372,14 +381,14 @@ class EngineBucket:
     # The method's states, from step to step.
 
     def _prepare_states(self) -> None:
-        """Brings the method's arrays into the bucket, fitted to its levels, if they are not there yet."""
+        """Copies the method's arrays to the bucket, fitted to its levels, unless it has them."""
         if not self.has_states and self.bucket.compressors[0].keeps_state:
             states = [state for _, state, _ in self._tensors]
             self.bucket.states = prepared_states(self._xp, self.bucket, states, self.arrays)
 
     def _keep_states(self, found_inf: Array | None) -> None:
-        """Keeps the method's new arrays for the next step, in place of another method's; on a device, if this step
-        counts."""
+        """Keeps the method's new arrays for the next step; they replace arrays of another method. On a device, the
+        arrays change only if the element `found_inf` is not NaN."""
         states, method = self.bucket.states, self.bucket.compressors[0]
         if states is not None:
             states.commit() if found_inf is None else states.settle(found_inf)
@@ -396,7 +405,7 @@ class EngineBucket:
         self.has_states = True
 
     def state(self, place: int) -> tuple[Array, ...]:
-        """The method's arrays of a tensor, as in `TensorState.compressor`."""
+        """The method's arrays of the tensor at a place of the bucket, as in `TensorState.compressor`."""
         assert self.bucket.states is not None
         return tuple(self._wrap_state(array) for array in self.bucket.states.arrays(place))
 
@@ -408,7 +417,7 @@ def prepared_states(
 
     Args:
         states: states of the tensors.
-        arrays: arrays in the shapes of the tensors, on the bucket's device.
+        arrays: arrays with the shapes of the tensors, on the bucket's device.
     """
     if not bucket.compressors[0].keeps_state:
         return None

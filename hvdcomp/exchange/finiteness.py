@@ -1,8 +1,11 @@
-"""How all ranks learn that a step is not to count, because something in it is not finite.
+"""Tells all ranks that a step does not count, because some data in it is not finite.
 
-Each rank makes a flag, an element that is 0, or NaN if what it would send holds an inf or NaN. The flags travel with
-the first collectives of the step. What comes back is 0 or NaN on all ranks alike: the step's `found_inf`. What comes
-of the exchange is the same on all ranks, so that each checks it by itself, without another collective.
+Each rank makes a flag. A flag is one element: 0 if the data that the rank will send is finite, and NaN if not. Each
+rank sends its flag together with the first collectives of the step, and receives the sum or the mean of all flags. This
+combined flag is 0 or NaN, and the same on all ranks.
+
+After the exchange, each rank checks the results, and adds the answer to the combined flag. All ranks have the same
+results, so this second check needs no collective. The final flag is the step's `found_inf`.
 """
 
 from __future__ import annotations
@@ -19,10 +22,10 @@ from hvdcomp.compressors.protocol import AllGather, AllReduce, Request
 
 
 def flag_of(answers: Sequence[bool | Array]) -> Array:
-    """This rank's flag, float32 (1,); of the framework or, where that is not needed, of NumPy.
+    """This rank's flag, float32 (1,): in NumPy if the host knows the answers, else an array of the framework.
 
     Args:
-        answers: whether each part of the step has found an inf or NaN, as of `Bucket.call`.
+        answers: whether each part of the step found an inf or NaN, as returned by `Bucket.call`.
     """
     flags = [flag for flag in answers if not isinstance(flag, bool)]
     on_host = any(flag for flag in answers if isinstance(flag, bool))
@@ -32,26 +35,37 @@ def flag_of(answers: Sequence[bool | Array]) -> Array:
 
 
 def flag_with(xp: ModuleType, flag: Array, answers: Sequence[bool | Array], like: Array) -> Array:
-    """A flag, which may be of NumPy, with what was found after the exchange; of the framework, where `like` is."""
+    """The flag, plus the answers of the check after the exchange; an array of the framework on the device of `like`.
+
+    Args:
+        flag: the combined flag of all ranks, an array of the framework or of NumPy.
+        answers: as in `flag_of`, for the results.
+    """
     if any(answer for answer in answers if isinstance(answer, bool)):
         flag = flag + float("nan")
     return sum((answer for answer in answers if not isinstance(answer, bool)), of_framework(xp, flag, like))
 
 
 def of_framework(xp: ModuleType, flag: Array, like: Array) -> Array:
-    """A flag that may be of NumPy, where `like` is."""
+    """A flag of the framework or of NumPy, as an array of the framework on the device of `like`."""
     return xp.from_numpy(flag, like=like) if isinstance(flag, np.ndarray) else flag
 
 
 def with_flag(
     xp: ModuleType, requests: Sequence[Request], flag: Array, like: Array
 ) -> tuple[list[Request], Callable[[list[Any]], Array]]:
-    """The requests of the first round with the flag among them, so that it travels with the collectives that are under
-    way anyway: at the end of one that has room for it, or else as a request of its own, the last.
+    """Adds the flag to the requests of the first round.
+
+    If the array of a request has room for the flag, the flag is appended to this array. Otherwise, the flag becomes one
+    more request, the last.
+
+    Args:
+        flag: as returned by `flag_of`.
+        like: an array of the framework, on the device of the gradients.
 
     Returns:
-        The requests, and a function that takes the flag out of their answers, which are then those of the requests
-        before, and returns what the ranks' flags come to, float32 (1,), as of `flag_of`.
+        The new requests, and a function that gets their answers. It removes the flags from the answers, so that the
+        answers are those of the old requests, and returns the combined flag of all ranks, float32 (1,).
     """
     requests = list(requests)
     for place, request in enumerate(requests):
@@ -67,7 +81,7 @@ def with_flag(
         for request in requests
         if isinstance(request, AllReduce) and request.op == "mean" and request.group == "all"
     ]
-    if not (means and isinstance(means[0], np.ndarray)):  # a mean in NumPy takes the flag in NumPy
+    if not (means and isinstance(means[0], np.ndarray)):  # fused with a mean in NumPy, the flag must be in NumPy
         flag = of_framework(xp, flag, like)
     if not means:
         requests.append(AllGather((flag,)))
@@ -78,7 +92,8 @@ def with_flag(
 
 
 def _has_room(request: Request) -> TypeGuard[AllGather | AllReduce]:
-    """Whether a flag can travel at the end of an array: not of one of whole numbers, and not to one rank alone."""
+    """Whether the flag can be appended to the array of a request. The flag must reach all ranks, and not as a sum of
+    integers."""
     if not isinstance(request, AllGather | AllReduce) or request.with_room is None or request.group != "all":
         return False
     return isinstance(request, AllGather) or request.op == "mean"
@@ -87,7 +102,8 @@ def _has_room(request: Request) -> TypeGuard[AllGather | AllReduce]:
 def _in_room_of(
     xp: ModuleType, request: AllGather | AllReduce, place: int, flag: Array
 ) -> tuple[Request, Callable[[list[Any]], Array]]:
-    """A request with the flag behind its vector, and what takes it out of the answer at this place."""
+    """A request with the flag appended to its vector; and the function of `with_flag`, which removes the flag from the
+    answer at this place."""
     room: Any = request.with_room
     if isinstance(request, AllReduce):
         length = len(request.array)

@@ -1,11 +1,17 @@
-"""Fusion: all requests of one round become one collective per kind and element type, over flat buffers.
+"""Fusion: one collective carries many requests of a round.
 
-Allreduce requests of one element type share a vector. Allgather requests share a byte buffer: the parts lie in it in
-descending order of element size, so that every part is aligned without padding between them. Requests for alltoall and
-reduce-scatter share a buffer of one row for each rank in the same way. A request that is alone, and whose storage
-nobody else uses, travels without a copy.
+Requests are fused if they have the same kind, operation, element type, group of ranks and device. Their arrays are
+copied into one buffer:
 
-Requests of buckets are in NumPy, whatever the framework, and so are their answers. What travels is of the framework.
+- All-reduce: the arrays follow each other in one vector.
+- All-gather: the parts of all requests follow each other in a vector of bytes, with the largest element type first. So
+  every part is aligned, without padding between parts.
+- All-to-all and reduce-scatter: the buffer has one row for each rank. Each row is filled in the same way.
+
+If a request is not fused with others, and has `with_room`, its own storage is sent without a copy.
+
+The requests of buckets on the host contain NumPy arrays, and so do the answers to them. A communicator always sends
+arrays of the framework.
 """
 
 from __future__ import annotations
@@ -26,17 +32,17 @@ from hvdcomp.exchange.ledger import Sent
 
 
 class Round:
-    """The requests of one round on their way: all collectives are started when it is made, and none is waited for.
+    """The collectives of one round. The constructor starts all of them, and waits for none.
 
     Args:
         xp: the array functions of the framework.
         communicator: the ranks.
-        requests: of the framework, or in NumPy.
-        name: of the round. No two rounds that are under way have the same.
-        like: an array of the framework, where arrays are to travel.
+        requests: the requests of the round. Their arrays belong to the framework or to NumPy.
+        name: the name of the round. Two rounds that run at the same time need different names.
+        like: an array of the framework, on the device where collectives run.
 
     Attributes:
-        sent: by this rank, padding included.
+        sent: the bytes that this rank sent, with padding.
     """
 
     def __init__(
@@ -51,7 +57,7 @@ class Round:
         self._started = []
         for position, (kind, members) in enumerate(groups.items()):
             group: list[Any] = [requests[number] for number in members]
-            # Where all of them are in NumPy they are put together there: a slice takes a tenth of the framework's time.
+            # If all requests are in NumPy, NumPy fuses them: it needs a tenth of the framework's time for a slice.
             inside = numpy_arrays if all(map(_is_numpy, group)) else xp
             if inside is not numpy_arrays:
                 group = [_of_framework(xp, request, like) for request in group]
@@ -67,7 +73,7 @@ class Round:
             self._started.append((inside, members, group, offsets, part, handle))
 
     def wait(self) -> list[Any]:
-        """The answers, in the order of the requests, when all collectives have ended; to be called once."""
+        """Waits for all collectives, and returns the answers in the order of the requests. Call it once."""
         xp = self._xp
         answers: list[Any] = [None] * len(self._requests)
         for inside, members, group, offsets, part, handle in self._started:
@@ -83,7 +89,7 @@ class Round:
 
 
 def _start(communicator: Communicator, request: Request, buffer: Array, name: str) -> Any:
-    """Starts a collective of the kind that a request asks for."""
+    """Starts the collective that a request asks for, over a fused buffer."""
     if isinstance(request, AllReduce):
         return communicator.start_allreduce(buffer, request.op, name)
     if isinstance(request, ReduceScatter):
@@ -94,7 +100,8 @@ def _start(communicator: Communicator, request: Request, buffer: Array, name: st
 
 
 def _together(xp: ModuleType, group: Sequence[Any]) -> tuple[Array, list[list[int]] | None]:
-    """The buffer of a collective, and where each part of each request lies in a row of bytes if it carries bytes."""
+    """The buffer of a collective; and for an all-gather or an all-to-all the offsets of each request's parts, in bytes
+    from the beginning of a row, else None."""
     if _travels_as_it_is(group):
         return _arrays_of(group[0])[0], None
     if isinstance(group[0], AllReduce):
@@ -120,7 +127,7 @@ def _arrays_of(request: Request) -> tuple[Array, ...]:
 
 
 def _is_numpy(request: Request) -> bool:
-    return isinstance(_arrays_of(request)[0], np.ndarray | np.generic)  # what is made of a scalar is no array
+    return isinstance(_arrays_of(request)[0], np.ndarray | np.generic)  # NumPy's sums of shape () are generic
 
 
 def _of_framework(xp: ModuleType, request: Request, like: Array) -> Request:
@@ -161,14 +168,14 @@ def _rows(xp: ModuleType, array: Array, rows: int) -> Array:
 
 
 def _joined(xp: ModuleType, pieces: Sequence[Array]) -> Array:
-    """Matrices of as many rows beside each other, or vectors behind each other, as one vector."""
+    """Joins the rows of matrices that have the same number of rows, or joins vectors; returns one vector."""
     return xp.flatten(xp.concatenate(pieces, axis=len(pieces[0].shape) - 1))
 
 
 def _pack(xp: ModuleType, group: Sequence[AllGather | AllToAll]) -> tuple[Array, list[list[int]]]:
-    """The group's parts in one byte vector, and the offset of each part of each request.
+    """The parts of all requests in one vector of bytes, and the offset of each part of each request.
 
-    For an alltoall the vector has a row for each rank, and the offsets are those in each row.
+    For an all-to-all, the vector has a row for each rank. The offsets are then the same in each row.
     """
     rows = group[0].parts[0].shape[0] if isinstance(group[0], AllToAll) else 0
     offsets = [[0] * len(gather.parts) for gather in group]
@@ -179,7 +186,7 @@ def _pack(xp: ModuleType, group: Sequence[AllGather | AllToAll]) -> tuple[Array,
         if gather.with_room is None:
             parts += [(number, place, part) for place, part in enumerate(gather.parts)]
             continue
-        # Of whole eight bytes, and read as numbers of any size: in front.
+        # A payload with room has a multiple of eight bytes, and contains numbers of any size. So it comes first.
         offsets[number][0] = end
         end += gather.with_room.shape[0]
         pieces.append(gather.with_room)
@@ -200,7 +207,7 @@ def _pack(xp: ModuleType, group: Sequence[AllGather | AllToAll]) -> tuple[Array,
 def _unpack(
     xp: ModuleType, gathered: Array, group: Sequence[AllGather | AllToAll], offsets: list[list[int]]
 ) -> list[Any]:
-    """For each request, every rank's parts as views of the gathered buffer (size, row length)."""
+    """The answer to each request: a tuple of parts for each rank, as views of the gathered buffer (ranks, bytes)."""
     answers: list[Any] = []
     for request, starts in zip(group, offsets, strict=True):
         parts = [part[0] for part in request.parts] if isinstance(request, AllToAll) else request.parts

@@ -1,13 +1,17 @@
 """The ledger: the bytes, floats and time of each step, and of each tensor over all steps.
 
-Bytes are the bytes that one rank passes to the collectives (including indices, scales, padding and the engine's own
-flags), not the bytes that a ring then moves over each link. Times are taken between marks on the gradients' device
-(`clock`); on an accelerator a mark is an event, read when it has passed, so that no step waits for the device.
+Bytes are the bytes that one rank passes to collectives, with indices, scales, padding and the engine's own flags. They
+are not the bytes that a ring then moves over each link.
 
-The times of a bucket on a device are those of the stream that the step runs on, during the bucket's turns. Kernels
-beside it, on a second stream (`kernels/cuda/aside.py`), are not counted, but the time that a later turn waits for them
-is. Nor is counted what ends a step. While the host is slower than the device, the device waits within a turn, and that
-is counted.
+Times are measured between marks on the gradients' device (`clock`). On an accelerator, a mark is an event. The ledger
+reads events only after they have passed, so no step waits for the device.
+
+On a device, the times of a bucket are measured on the stream of the step, during the turns of the bucket:
+
+- Kernels on a second stream (`kernels/cuda/aside.py`) are not counted. If a later turn waits for these kernels, its
+  waiting time is counted.
+- The end of a step is not counted.
+- If the device waits for a slower host during a turn, this time is counted.
 """
 
 from __future__ import annotations
@@ -50,8 +54,8 @@ class Cost:
         return compression_factor(self.dense_bytes, self.bytes_sent, self.bytes_in_node)
 
     def add(self, other: Cost, times: int = 1) -> None:
-        """Adds another cost, its bytes and floats `times` times; a time that is not known adds nothing."""
-        # Written out, as it is done for each tensor of each step.
+        """Adds another cost, with its bytes and floats multiplied by `times`. Unknown times add nothing."""
+        # No loop over the fields, because this runs for each tensor in each step.
         self.bytes_sent += times * other.bytes_sent
         self.bytes_in_node += times * other.bytes_in_node
         self.dense_bytes += times * other.dense_bytes
@@ -64,7 +68,7 @@ class Cost:
             self.decode_seconds = (self.decode_seconds or 0) + other.decode_seconds
 
     def without(self, other: Cost) -> Cost:
-        """The difference to another cost. A time that is not known is none."""
+        """This cost minus another cost. Unknown times of the other cost are 0."""
         differences = {}
         for field in fields(Cost):
             value, taken = getattr(self, field.name), getattr(other, field.name)
@@ -88,7 +92,7 @@ def compression_factor(dense_bytes: float, bytes_sent: float, bytes_in_node: flo
 
 
 class Sent(NamedTuple):
-    """Bytes that a rank passed to collectives: in all, and to collectives among the ranks of its node."""
+    """The bytes that a rank passed to all collectives, and the part that it passed to collectives within its node."""
 
     bytes: int = 0
     in_node: int = 0
@@ -98,7 +102,7 @@ class Sent(NamedTuple):
 
 
 Part = Mapping[str, Cost]
-"""Cost in bytes and floats of each of some tensors that are compressed together, by name. Nobody changes it."""
+"""For tensors that are compressed together: the cost of each, by name, in bytes and floats. Do not change it."""
 
 
 @dataclass
@@ -106,9 +110,10 @@ class StepCost(Cost):
     """The cost of one step.
 
     Attributes:
-        step: counted from 0.
-        parts: what each tensor cost, by the parts that have times of their own. The sums are to be added by `add`.
-        seconds: of each part, to encode and to decode; None while not known.
+        step: number of the step, from 0.
+        parts: the costs of tensors, in parts. A part is a bucket or a tensor group, and has times of its own. The
+            fields of the step itself do not follow from `parts`: add the costs with `add`.
+        seconds: for each part, the seconds of encoding and of decoding; None while unknown.
     """
 
     step: int = 0
@@ -117,13 +122,14 @@ class StepCost(Cost):
 
     @property
     def tensors(self) -> dict[str, Cost]:
-        """The cost of each tensor, by name. The times of a part are shared out by the tensors' sizes."""
+        """The cost of each tensor, by name. Each tensor gets a share of its part's times in proportion to its size."""
         return self.tensors_with(self.seconds, self.communicate_seconds)
 
     def tensors_with(
         self, seconds: Sequence[tuple[float, float]] | None, communicate: float | None, times: int = 1
     ) -> dict[str, Cost]:
-        """Cost of each tensor as of `tensors`, with other times, and with bytes and floats `times` times."""
+        """The cost of each tensor as in `tensors`, with the given times, and with bytes and floats multiplied by
+        `times`."""
         costs = {}
         for place, part in enumerate(self.parts):
             dense = sum(cost.dense_bytes for cost in part.values()) or 1
@@ -141,8 +147,14 @@ Settle = Callable[[], bool]
 
 
 class Ledger:
-    """Collects costs. `last` is the newest step, `totals` the sum of all, `tensors` the sums by parameter name; `clock`
-    marks when the work of a step begins and ends."""
+    """Collects the costs of all steps on one rank.
+
+    Attributes:
+        clock: the clock that measures the times of steps.
+        last: the cost of the newest step; None before the first step.
+        totals: the sum of the costs of all steps.
+        steps: number of all steps.
+    """
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -154,8 +166,8 @@ class Ledger:
         self._tensors: dict[str, Cost] = {}
         self._unsettled: deque[Settle] = deque()
         self._timed: StepCost | None = None
-        # Steps of the same parts are added up by tensor only when `tensors` is read: doing so in each step would be
-        # most of hvdcomp's work where Horovod carries the gradients.
+        # Steps with the same parts are added up by tensor only when `tensors` is read. If Horovod exchanges the
+        # gradients, adding them up in each step would be most of hvdcomp's work.
         self._same: StepCost | None = None
         self._same_steps = 0
         self._same_seconds: list[tuple[float, float]] | None = None
@@ -169,12 +181,12 @@ class Ledger:
 
     @property
     def timed(self) -> StepCost | None:
-        """The newest step whose times are known; None if those of the last step never will be."""
+        """The newest step with known times; None if the times of the last step will never be known."""
         return self._timed if self._unsettled or self._timed is self.last else None
 
     def of_this_process(self) -> tuple[Cost, int]:
-        """The sum of all steps that this process made, and their number. Unlike `totals`, these are not reset when a
-        checkpoint is loaded."""
+        """The sum of the costs of all steps that this process made, and the number of these steps. Unlike `totals` and
+        `steps`, they are not reset when a checkpoint is loaded."""
         made, number, totals, steps = self._continued
         cost = self.totals.without(totals)
         cost.add(made)
@@ -189,8 +201,9 @@ class Ledger:
         """Enters a step whose bytes and floats are known.
 
         Args:
-            settle: called until it returns True, now and at later steps; it calls `enter_times` once the times are
-                known. None if there are no times.
+            step: the cost of the step.
+            settle: function that calls `enter_times` and returns True if the times are known. It is called now and in
+                later steps, until it returns True. None if the step has no times.
         """
         self.last = step
         self.steps += 1
@@ -209,10 +222,12 @@ class Ledger:
             self._unsettled.popleft()
 
     def step_cost(self, step: int, parts: Sequence[Part], sent: Sent) -> StepCost:
-        """The cost of a step, to be recorded.
+        """The cost of a step, for `record`.
 
         Args:
-            sent: by this rank in all, what belongs to no tensor included.
+            step: number of the step.
+            parts: the costs of the tensors, in parts.
+            sent: all bytes that this rank sent, also those that belong to no tensor.
         """
         same = self._same
         if same is None or tuple(parts) != same.parts:
@@ -233,12 +248,13 @@ class Ledger:
         communicate: Sequence[Span],
         seconds_between: Callable[[Any, Any], float | None],
     ) -> None:
-        """Enters a step with its times, as soon as these are known.
+        """Enters a step now, and its times as soon as they are known.
 
         Args:
-            spans: of each part.
-            communicate: when collectives were under way.
-            seconds_between: of two marks; None if they have not passed yet.
+            step: the cost of the step.
+            spans: the spans of each part.
+            communicate: the spans of collectives.
+            seconds_between: function that returns the seconds between two marks, or None if a mark has not passed yet.
         """
 
         done = self.clock.end()
@@ -264,7 +280,13 @@ class Ledger:
         self.record(step, settle)
 
     def enter_times(self, step: StepCost, seconds: Sequence[tuple[float, float]], communicate: float) -> None:
-        """Enters the times of a step recorded before: of each part to encode and to decode, and of the collectives."""
+        """Enters the times of a recorded step.
+
+        Args:
+            step: the step.
+            seconds: for each part, the seconds of encoding and of decoding.
+            communicate: the seconds of all collectives.
+        """
         times = Cost(
             encode_seconds=sum(encode for encode, _ in seconds),
             communicate_seconds=communicate,

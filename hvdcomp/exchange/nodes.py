@@ -1,4 +1,4 @@
-"""Place of this rank among the ranks of its node, and the rank of a node that works on a tensor that is not cut."""
+"""The place of this rank in its node and among nodes, and the rank of each node that owns an uncut tensor."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hvdcomp.compressors.protocol import NodePlaces, Place, TensorInfo
 
 
 class FoundLevels:
-    """`Context.node_places` of a training, found out when a compressor first asks.
+    """`Context.node_places` of a training. The places are found when a compressor first asks for them.
 
     Args:
-        communicator: of all ranks.
-        tensors: of the training, by name. They are dealt by their sizes, once: the plan may change, and a tensor that
-            is sent dense for a while keeps its owner.
+        communicator: the communicator of all ranks.
+        tensors: all tensors of the training, by name. They are dealt to owners once, by their sizes. So a tensor keeps
+            its owner when the plan changes, even if the tensor is sent dense for some steps.
     """
 
     def __init__(self, communicator: Communicator, tensors: Mapping[str, TensorInfo]) -> None:
@@ -25,11 +25,11 @@ class FoundLevels:
         self._owners: dict[str, int] = {}
 
     def find(self) -> tuple[Place, Place]:
-        """Place of this rank in its node, and among the ranks that have its place in other nodes. Waits for all ranks
-        the first time.
+        """The place of this rank in its node, and its place among the ranks with its local rank on all nodes. Waits for
+        all ranks the first time.
 
         Raises:
-            ConfigurationError: as of `Communicator.part`.
+            ConfigurationError: as in `Communicator.part`.
         """
         if self._places is None:
             node, across = (self._communicator.part(group) for group in ("node", "across"))
@@ -39,9 +39,9 @@ class FoundLevels:
         return self._places
 
     def __call__(self, name: str) -> NodePlaces:
-        """Places of this rank, as of `find`, and the owner of a tensor.
+        """The places of this rank, as returned by `find`, and the owner of a tensor.
 
         Args:
-            name: name of a tensor; for another name the owner means nothing.
+            name: name of a tensor; for any other name, the owner has no meaning.
         """
         return NodePlaces(*self.find(), self._owners.get(name, 0))

@@ -1,10 +1,13 @@
-"""Overlap: a bucket is encoded, and starts its first collective, as soon as its own gradients are ready, while the
-backward pass computes the other gradients.
+"""Overlap: a bucket starts as soon as its own gradients are ready, while the backward pass computes other gradients.
 
-Nothing waits during the backward pass. A bucket does all that follows its first collective when all gradients of the
-step are ready. Ranks may start a bucket at different times, in a hook or at the end. But all ranks start the same
-buckets in the same order: `Buckets` makes them from the plan, and from the order in which gradients became ready on
-rank 0.
+To start a bucket means to encode it and to start its first collective. Nothing waits for a collective during the
+backward pass. The bucket decodes, and makes further rounds, when all gradients of the step are ready.
+
+All ranks start the same buckets in the same order, because `Buckets` makes the buckets from the plan, and from the
+order in which gradients became ready on rank 0. But ranks may start a bucket at different times: one rank in a hook of
+the backward pass, another rank at the end of the step.
+
+In this file, "bucket" also means a tensor group.
 """
 
 from __future__ import annotations
@@ -29,13 +32,13 @@ from hvdcomp.exchange.engine_bucket import Sums
 from hvdcomp.exchange.wave import Wave
 
 TRIES = 20
-"""After this number of steps in which no bucket has started early, all buckets go together."""
+"""After this number of steps without a bucket that started early, overlap ends, and all buckets start together."""
 
 _MOST = np.iinfo(np.int32).max
 
 
 class _Expected(NamedTuple):
-    """Arguments of `Overlap.begin` for the present step, and the streams on which gradients have come."""
+    """The arguments of `Overlap.begin` for the present step, and the streams of the gradients so far."""
 
     context: Context
     in_place: bool
@@ -45,25 +48,25 @@ class _Expected(NamedTuple):
 
 
 class Overlap:
-    """Starts buckets of one step after another.
+    """Starts buckets during the backward pass, in every step.
 
     Args:
         communicator: the ranks.
-        tensors: of the training, by name; the same on all ranks.
-        buckets: of the training.
-        clock: of the engine.
-        least_bytes: least bytes of gradients in a bucket that starts early; None for no such buckets.
+        tensors: all tensors of the training, by name; the same on all ranks.
+        buckets: the buckets of the training.
+        clock: the clock of the engine.
+        least_bytes: least bytes of gradients in a bucket that starts early; None if no bucket is to start early.
 
     Attributes:
         started: the waves that have started early in this step.
-        least_bytes: as given, or as rank 0 chose; None after `review` has ended overlap.
-        from_rank_0: whether rank 0 may choose `least_bytes`, `LEAST_BYTES` or more, before the first step. The other
-            ranks get it with the order. The same on all ranks.
-        era: number of the present order, chosen by rank 0; 0 while no order is known. Names of early collectives
-            contain it, because other trainings of the process may have such collectives at the same time.
+        least_bytes: the argument, or the number that rank 0 chose; None after `review` has ended overlap.
+        from_rank_0: whether rank 0 chooses `least_bytes` before the first step, and broadcasts it with the order. Its
+            number must be at least `LEAST_BYTES`. The attribute has the same value on all ranks.
+        era: number of the present order, chosen by rank 0; 0 while no order is known. The names of early collectives
+            contain this number, because other trainings in the same process may run early collectives at the same time.
     """
 
-    _eras: ClassVar[Iterator[int]] = itertools.count(1)  # of all trainings of this process
+    _eras: ClassVar[Iterator[int]] = itertools.count(1)  # one counter for all trainings in this process
 
     def __init__(
         self,
@@ -82,13 +85,14 @@ class Overlap:
         self._buckets = buckets
         self._clock = clock
         self.least_bytes = least_bytes
-        self._early: Sequence[BucketOrGroup] = ()  # in the order in which they may start
+        self._early: Sequence[BucketOrGroup] = ()  # the order in which they start
         self._expected: _Expected
         self._places: dict[str, int] = {}
-        self._missing: list[int] = []  # gradients of each
+        self._missing: list[int] = []  # for each of `_early`, how many gradients are not ready
         self._gradients: dict[str, Array] = {}
-        self._streams: set[Any] = set()  # on which buckets of the step under way have started
-        # Since the order that holds: steps, steps of this rank with buckets that may start, and buckets that did.
+        self._streams: set[Any] = set()  # of the early buckets in this step
+        # Since the present order is in use: steps; steps of this rank with buckets that could start early; and buckets
+        # that did.
         self._steps = self._tries = self._starts = 0
         self._due = TRIES
 
@@ -98,10 +102,11 @@ class Overlap:
         """Begins a step.
 
         Args:
-            context: of the step.
-            in_place, sums: as of `Engine.step`.
-            agreed: function that returns whether this rank knows that all ranks make this step, at the same levels.
-                Nothing starts before.
+            plan: the plan of the step.
+            context: the context of the step.
+            in_place, sums: as in `Engine.step`.
+            agreed: function that returns whether this rank knows that all ranks make this step at the same levels. No
+                bucket starts before this function returns True.
         """
         early = self._buckets.early(plan)
         if early != self._early:
@@ -115,8 +120,9 @@ class Overlap:
         """Call this when a gradient is ready, after `begin`, on the stream that computed it. It may start collectives,
         and waits for none.
 
-        On a device, a bucket runs on this stream, after the gradient. If gradients come on several streams, no more
-        buckets start: a bucket on one stream would not run after its gradients on the others.
+        On a device, the kernels of a bucket run on this stream, so they run after the gradient is computed. If
+        gradients are on several streams, no more buckets start early: the kernels on one stream would not wait for
+        gradients on another stream.
         """
         place = self._places.get(name)
         if place is not None and self._missing:
@@ -131,7 +137,7 @@ class Overlap:
             self._start(self._early[next_one])
 
     def _start(self, bucket: BucketOrGroup) -> None:
-        """Starts a bucket or group. If a bucket cannot take its gradients, it waits for all gradients, and so do the
+        """Starts a bucket. If kernels cannot use its gradients, the bucket does not start early, and neither do the
         buckets after it."""
         like, clock, expected = self._gradients[bucket.names[0]], self._clock, self._expected
         xp = arrays_for(like)
@@ -149,7 +155,11 @@ class Overlap:
         self._starts += 1
 
     def end(self, like: Array | None = None) -> list[Wave]:
-        """Ends a step; returns the waves that have started. The present stream of `like`'s device waits for them."""
+        """Ends the backward pass; returns the waves that have started early.
+
+        Args:
+            like: an array of the step. The present stream of its device then waits for the kernels of these waves.
+        """
         if self.started and like is not None:
             now = arrays_for(like).stream(like)
             for stream in self._expected.streams - {now}:
@@ -159,8 +169,11 @@ class Overlap:
         return started
 
     def free(self, like: Array) -> None:
-        """After a step: lets its memory be used again. The streams that allocated memory wait for the present stream of
-        `like`'s device, which has used that memory."""
+        """Ends a step on a device: the streams of early buckets wait for the present stream of `like`'s device.
+
+        The buckets allocated memory on their streams, and the present stream used it. The allocator may now give this
+        memory to new work on the streams of the buckets.
+        """
         if self._streams:
             now = arrays_for(like).stream(like)
             for stream in self._streams - {now}:
@@ -170,12 +183,14 @@ class Overlap:
     def new_wave(
         self, xp: ModuleType, buckets: Sequence[BucketOrGroup], number: int | None, alone: bool = False, part: int = 0
     ) -> Wave:
-        """The wave of a bucket that may start early, or of all others.
+        """A wave: either of one bucket that may start early, or of the buckets that may not.
 
         Args:
-            number: of the bucket; None for all others.
-            alone: as of `Wave`.
-            part: number of the wave, if all others are several waves.
+            xp: the array functions of the gradients.
+            buckets: the buckets of the wave.
+            number: the number of the bucket that may start early; None for other buckets.
+            alone: as in `Wave`.
+            part: number of the wave, if the other buckets need several waves.
         """
         name = "round" if number is None else f"order{self.era}.early{number}.round"
         if part:
@@ -183,13 +198,13 @@ class Overlap:
         return Wave(xp, self._communicator, self._clock, name, buckets, alone)
 
     def learn_order(self, gradients: Mapping[str, Array]) -> None:
-        """After the first step: all ranks take the order in which gradients became ready on rank 0.
+        """After the first step: rank 0 broadcasts the order in which its gradients became ready, and all ranks use it.
 
-        Waits for all ranks, unless all gradients together are too small for a bucket that starts early. If only rank 0
-        finds them too small, it tells the other ranks, and nothing starts early.
+        Nothing is broadcast if all gradients together are too small for one bucket that starts early. If only rank 0
+        knows that they are too small (`from_rank_0`), it broadcasts that no bucket is to start early.
 
         Args:
-            gradients: by name, in their order.
+            gradients: the gradients of this rank by name, in the order in which they became ready.
         """
         if self.least_bytes is None or self._learnt:
             return
@@ -211,13 +226,15 @@ class Overlap:
             self._follow([[names[number]] for number in order if number >= 0], self.least_bytes)
 
     def review(self, like: Array) -> None:
-        """After a step: ends overlap if no rank has started a bucket early in `TRIES` steps. If ranks have tried less
-        than `TRIES / 2` times, it waits for twice as many steps, and so on.
+        """After a step: ends overlap if it does not work. All ranks make the same decision.
 
-        Without early starts, each bucket is still a wave of its own at the end of the step, which costs rounds and
-        hides nothing. This happens if gradients come on several streams, or if a rank learns only after the backward
-        pass that all ranks make the step. All ranks wait for each other in the last of these steps, and then make the
-        same decision.
+        Overlap does not work if gradients are on several streams, or if ranks learn only after the backward pass that
+        all ranks make the step. Then each bucket is a wave of its own at the end of the step. Many waves take longer
+        than one wave, and nothing overlaps.
+
+        After `TRIES` steps, the ranks add up how often they started a bucket early. They wait for each other in this
+        step. If no rank has started one, overlap ends. But if on average a rank had buckets that could start in fewer
+        than `TRIES / 2` steps, the ranks decide later: when the number of steps has doubled.
 
         Args:
             like: an array of the step.
@@ -234,8 +251,8 @@ class Overlap:
         if starts:
             return
         if tries < TRIES / 2 * self._communicator.world_size:
-            # In most steps somebody looked at x before it was compressed, or the plan was new. In the few others, the
-            # ranks' agreement may have come late by chance.
+            # Few steps had buckets that could start, because a policy looked at x, or the plan was new. In these few
+            # steps, a rank may have learnt too late by chance that all ranks make the step.
             self._due *= 2
             return
         if self._communicator.rank == 0:
@@ -247,11 +264,13 @@ class Overlap:
         self.least_bytes = None  # for good
 
     def follow(self, batches: Sequence[Sequence[str]], least_bytes: int) -> None:
-        """Uses an order that all ranks know, from the next step on; instead of `learn_order`.
+        """Uses a given order from the next step on, instead of the order of `learn_order`. Both arguments must be the
+        same on all ranks.
 
         Args:
-            batches: names of gradients that become ready at once, in their order.
-            least_bytes: least bytes of gradients in a bucket. The same on all ranks.
+            batches: the names of all gradients in the order in which they become ready. The gradients of a batch become
+                ready at once.
+            least_bytes: least bytes of gradients in a bucket that starts early.
         """
         self._learnt = True
         if self.least_bytes is not None:

@@ -1,4 +1,4 @@
-"""The plan of a step: which compressor each tensor gets. It changes between steps only. Nothing here communicates."""
+"""The plan of a step: the compressor of each tensor. A plan changes only between steps. This file exchanges nothing."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from hvdcomp.specs.levels import Level, LevelsBySize, level_of_size
 
 
 class Planner(Chooser):
-    """Has the plan of the present step and of the next one.
-
-    Its arguments are those of a `Chooser`.
+    """Stores the plan of the present step, and the plan of the next step. The arguments are those of `Chooser`.
 
     Attributes:
         plan: the plan of the present step.
@@ -31,22 +29,22 @@ class Planner(Chooser):
         self.plan = self.plan_for(self.compressor)
         self._next_plan = self.plan
         self.ignores_residuals = False
-        self._override: tuple[Compressor | None, bool] = None, False  # of the plan that follows
+        self._override: tuple[Compressor | None, bool] = None, False  # the last arguments of `compress_by`
         self._override_plan = self.plan
-        # What follows from the plan; None where it is not computed yet.
+        # Computed from the plan when needed; None until then.
         self._digest: int | None = None
         self._casts: bool | None = None
-        self._cast_cost: StepCost | None = None  # of the tensors that were last sent so
+        self._cast_cost: StepCost | None = None  # for the tensors of the last step of casts
 
     # How the plan changes.
 
     def set_plan(self, plan: Plan) -> None:
-        """Replaces the plan from the next step on; a step that has begun keeps the one it began with.
+        """Replaces the plan from the next step on. The present step keeps its plan.
 
-        Every rank must do the same between the same two steps.
+        Call it with the same plan on every rank, between the same two steps.
 
         Raises:
-            ValueError: if the plan is of other tensors.
+            ValueError: if the plan lacks a tensor, or names others.
         """
         if set(plan) != set(self.tensors):
             raise ValueError(
@@ -55,11 +53,11 @@ class Planner(Chooser):
         self._next_plan = MappingProxyType(dict(plan))
 
     def set_level(self, level: Level | str | LevelsBySize | None) -> None:
-        """Sets how hard all tensors are compressed from the next step on.
+        """Sets the level of all tensors from the next step on.
 
         Args:
-            level: in the compressor's terms, also by the size of tensors; `DENSE` for uncompressed, or None for the
-                compressor's own.
+            level: a level of the compressor; or several levels by the size of tensors; or `DENSE` for uncompressed; or
+                None for the level that the user gave.
         """
         if level == self.level:
             return
@@ -72,17 +70,18 @@ class Planner(Chooser):
             self.set_plan(self.plan_for(NoCompression() if isinstance(level, str) else self.compressor.at_level(level)))
 
     def compress_by(self, compressor: Compressor | None, ignores_residuals: bool = False) -> None:
-        """Compresses all tensors by another compressor from the next step on, whatever the plan; None for the plan.
+        """From the next step on, compresses all tensors with another compressor than that of the plan.
 
         Args:
-            ignores_residuals: as the attribute; with a lossless compressor only.
+            compressor: the compressor; None to use the plan again.
+            ignores_residuals: value of the attribute in these steps. True only with a lossless compressor.
         """
         if compressor is not None and compressor != self._override[0]:
             self._override_plan = self.plan_for(compressor)
         self._override = compressor, ignores_residuals
 
     def begin(self) -> Plan:
-        """Fixes the plan of the step that begins, and returns it."""
+        """Begins a step, and returns its plan."""
         other, self.ignores_residuals = self._override
         plan = self._next_plan if other is None else self._override_plan
         if self.plan is not plan:
@@ -92,23 +91,23 @@ class Planner(Chooser):
 
     @property
     def digest(self) -> int:
-        """48 bits that stand for the plan of the step under way."""
-        if self._digest is None:  # plans change seldom, and every step asks
+        """A hash of the present plan, of 48 bits."""
+        if self._digest is None:  # plans change rarely, but every step reads the digest
             text = "\n".join(f"{name} {compressor}" for name, compressor in self.plan.items())
             self._digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
         return self._digest
 
-    # Plans that are nothing but casts.
+    # Plans that only cast.
 
     @property
     def casts_only(self) -> bool:
-        """Whether the plan of the step under way is nothing but casts that keep nothing back."""
+        """Whether the present plan has only casts (fp16, bf16 or none), without residuals."""
         if self._casts is None:
             self._casts = self.casts(self.plan)
         return self._casts
 
     def cost_of_casts(self, names: Set[str]) -> StepCost:
-        """Cost of a step of some tensors under the plan, one of casts; nothing may change it."""
+        """The cost of a step with these tensors, if the plan has only casts. Do not change it."""
         known = self._cast_cost
         if known is None or known.parts[0].keys() != names:
             costs = {name: self._cost_of_cast(name) for name in self.tensors if name in names}
@@ -119,7 +118,7 @@ class Planner(Chooser):
         return known
 
     def costs_of_nothing(self, names: Set[str]) -> dict[str, Cost]:
-        """Cost of each of some tensors, by name, in a step in which they are not sent."""
+        """The cost of each of these tensors, by name, in a step that does not send them."""
         sizes = {
             name: tensor.size * dtype_bytes(tensor.dtype) for name, tensor in self.tensors.items() if name in names
         }

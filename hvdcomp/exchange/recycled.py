@@ -1,7 +1,7 @@
-"""Memory for the results of steps, which is used again when nobody holds an array in it any more.
+"""Memory for the results of steps. It is used again when all arrays in it are deleted.
 
-Memory that is new to a process costs more time than a copy into it: the system clears each page when it is first
-written. A model's results are such memory in each step, unless they take the gradients' place.
+New memory takes more time than a copy into it, because the system clears each page when it is first written. Without
+this file, every step would need new memory for the results of the whole model, unless results overwrite gradients.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ ALIGNMENT = CACHE_LINE // 4  # float32 elements
 
 
 class Recycled:
-    """Memory for arrays of one type.
+    """Memory for arrays of one element type.
 
     Args:
-        shapes: of the arrays.
-        dtype: of NumPy, of 4 or 2 bytes.
+        shapes: the shapes of the arrays.
+        dtype: a NumPy type of 4 or 2 bytes.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], dtype: str = "float32") -> None:
@@ -40,13 +40,14 @@ class Recycled:
         self._used: list[tuple[np.ndarray, weakref.ref[np.ndarray]]] = []
 
     def arrays(self) -> tuple[list[np.ndarray], np.ndarray]:
-        """An array of each shape, not filled, that begins with a cache line, and their addresses.
+        """An uninitialized array of each shape, and the addresses of these arrays. Each array begins at a cache line.
 
-        Nobody else uses their storage.
+        No other array uses the same storage.
         """
         free = [storage for storage, whole in self._used if whole() is None]
         storage = free[0] if free else empty_aligned(self._count, self._dtype)
-        # An array over a memoryview: the others keep this one alive, and not the storage behind it.
+        # `whole` is an array over a memoryview. The returned arrays keep `whole` alive, so `whole` lives as long as any
+        # of them. Without the memoryview, they would keep `storage` alive instead.
         whole = np.frombuffer(storage.data, self._dtype)
         self._used = [entry for entry in self._used if entry[1]() is not None] + [(storage, weakref.ref(whole))]
         return [whole[place].reshape(shape) for place, shape in self._parts], storage.ctypes.data + self._offsets

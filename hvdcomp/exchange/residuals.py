@@ -31,26 +31,26 @@ from hvdcomp.kernels.limits import LARGEST
 from hvdcomp.kernels.tables import EVERYTHING, FACTORS, NARROW, NOT_NEGATIVE, NOTHING, PRODUCT, product
 
 KNOWN_TO_KERNELS = (NoMemory, ErrorFeedback, MomentumCorrection)
-"""The memories whose arithmetic kernels do."""
+"""The memories that kernels compute."""
 
 _PLACE = np.dtype([("buffer", "i8"), ("start", "i8"), ("address", "u8")])
-"""A place: the number of its buffer, 0 for no place; its first element there; and its address."""
+"""A place: the number of its buffer (0 if there is no place), its first element in the buffer, and its address."""
 
 _KINDS: dict[str, np.dtype[Any]] = {"x": np.dtype("f4"), "velocity": np.dtype("f4"), "rounded": np.dtype("i2")}
-"""What is kept of a tensor, and in which element type; a rounded residual is kept as bits."""
+"""The arrays that may be kept of a tensor, and their element types. A rounded residual is stored as its bits."""
 
 
 class FlatStorage:
     """Residuals of several tensors, by the tensors' numbers, on the host or on a device.
 
     Args:
-        sizes: elements of each tensor.
+        sizes: number of elements of each tensor.
         xp: the array functions of the storage.
-        alignment: elements; each tensor begins at a multiple.
+        alignment: number of elements; each tensor begins at a multiple of it.
 
     Attributes:
-        keepers: (tensors,), the memory whose arrays are kept of each tensor.
-        has_residual: (tensors,), whether anything is kept.
+        keepers: (tensors,), the memory that made the arrays of each tensor.
+        has_residual: (tensors,), whether any array of the tensor is kept.
         released: how often a tensor's arrays were moved out of this storage.
         dropped: how often residuals were dropped.
     """
@@ -62,7 +62,7 @@ class FlatStorage:
         self._buffers: dict[int, Array] = {}
         self._numbers = itertools.count(1)  # of buffers
         self._places = {kind: np.zeros((2, len(sizes)), _PLACE) for kind in _KINDS}
-        # Which of a tensor's two places is the residual's; it never changes for rounded residuals.
+        # Which of a tensor's two places contains the residual; it never changes for rounded residuals.
         self._turn = np.zeros(len(sizes), np.int64)
         self.keepers = np.full(len(sizes), NoMemory(), object)
         self.has_residual = np.zeros(len(sizes), bool)
@@ -70,12 +70,11 @@ class FlatStorage:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all places, whether anything is kept or not."""
+        """Bytes of all places, with or without a residual."""
         return sum(int(buffer.nbytes) for buffer in self._buffers.values())
 
     def arrays(self, number: int) -> tuple[Array, ...]:
-        """Residuals of a tensor, as the arrays of its keeper's state: float32 vectors, whose storage a later step
-        reuses."""
+        """The state of a tensor's memory: float32 vectors. Later steps overwrite them."""
         if not self.has_residual[number]:
             return ()
         if dtype := self.keepers[number].rounds_to:
@@ -88,7 +87,13 @@ class FlatStorage:
         return self._part("velocity", number, self._turn[number]), x
 
     def keep(self, number: int, keeper: Memory, arrays: Sequence[Array]) -> None:
-        """Replaces what is kept of a tensor by arrays of a memory's state; by nothing if there are none."""
+        """Replaces the arrays of a tensor.
+
+        Args:
+            number: the number of the tensor.
+            keeper: the memory that made the new arrays.
+            arrays: the new arrays; empty to keep none.
+        """
         self.keepers[number] = keeper
         self.has_residual[number] = bool(arrays)
         self._clear_sent(number)
@@ -105,7 +110,7 @@ class FlatStorage:
                 self._part("velocity", number, turn)[:] = velocity[0].reshape(-1)
 
     def scale(self, number: int, factor: float, momentum: bool) -> None:
-        """Multiplies the residual, and the velocity if `momentum`."""
+        """Multiplies the residual, and if `momentum` also the velocity."""
         arrays, keeper = self.arrays(number), self.keepers[number]
         for array in arrays[0 if momentum else -1 :]:
             with np.errstate(over="ignore"):
@@ -122,7 +127,7 @@ class FlatStorage:
     # A step.
 
     def enter(self, bucket: Bucket, numbers: np.ndarray) -> None:
-        """Writes the addresses of residuals and of x into a bucket's table; numbers: of its tensors."""
+        """Writes the addresses of residuals and of x to a bucket's table. `numbers` are those of its tensors."""
         segments, turn = bucket.segments, self._turn[numbers]
         if bucket.memory.rounds_to:
             self._add_missing_places("rounded", turn, numbers)
@@ -151,10 +156,10 @@ class FlatStorage:
         """x of the present step, a vector."""
         return self._part("x", number, 1 - self._turn[number])
 
-    # What was sent of x. A device has this for both places.
+    # The part of x that was sent. A device stores its description for both places.
 
     def _subtract_sent(self, x: Array, number: int) -> None:
-        """Subtracts from a stored x what was sent of it."""
+        """Subtracts from a stored x the part that was sent."""
         raise NotImplementedError
 
     def _clear_sent(self, number: int) -> None:
@@ -168,11 +173,17 @@ class FlatStorage:
         return self._buffers[int(place["buffer"])][start : start + self._sizes[number]]
 
     def _ensure_places(self, kind: str, turn: np.ndarray, numbers: np.ndarray) -> None:
-        """Makes sure that tensors have these of their two places, for a kind of `_KINDS`."""
+        """Makes sure that tensors have places.
+
+        Args:
+            kind: a key of `_KINDS`.
+            turn: for each tensor, which of its two places (0 or 1).
+            numbers: the numbers of the tensors.
+        """
         self._add_missing_places(kind, turn, numbers)
 
     def _add_missing_places(self, kind: str, turn: np.ndarray, numbers: np.ndarray) -> None:
-        """Gives places to the tensors that do not have them."""
+        """Gives places to the tensors that lack them; arguments as for `_ensure_places`."""
         lacking = self._places[kind]["buffer"][turn, numbers] == 0
         if lacking.any():
             self._allocate(kind, turn[lacking], numbers[lacking])
@@ -189,7 +200,7 @@ class FlatStorage:
         places["address"][turn, numbers] = self._address(buffer) + _KINDS[kind].itemsize * starts
 
     def _free_places(self, turn: np.ndarray, numbers: np.ndarray) -> None:
-        """Takes these places from tensors, and frees buffers that have no place left."""
+        """Takes these places from tensors, and frees the buffers that have no place left."""
         for places in self._places.values():
             buffers = places["buffer"]
             left = set(buffers[turn, numbers].tolist()) - {0}
@@ -221,7 +232,7 @@ class Residuals(FlatStorage):
         self._above = np.zeros(len(sizes), np.float32)
         self._below = np.zeros(len(sizes), np.float32)
         self._product = np.zeros(len(sizes), FACTORS)
-        self._factors = np.full(len(sizes), None, object)  # whose storage `_product` points into
+        self._factors = np.full(len(sizes), None, object)  # objects that own the storage to which `_product` points
         self._dtypes = np.full(len(sizes), "", object)  # of results
 
     def enter(self, bucket: Bucket, numbers: np.ndarray) -> None:
@@ -280,7 +291,7 @@ class Residuals(FlatStorage):
 
 
 def _kinds_of(memory: Memory) -> tuple[str, ...]:
-    """What a memory keeps."""
+    """The keys of `_KINDS` that a memory keeps."""
     return ("rounded",) if memory.rounds_to else ("x", "velocity")[: 1 + memory.is_momentum]
 
 

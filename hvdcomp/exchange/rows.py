@@ -1,9 +1,13 @@
-"""The mean over all ranks of rows of tables, of which each rank has some: ids travel once, and no other rows.
+"""Averages rows of embedding tables over all ranks. Each rank has some rows of each table, and sends only these rows.
 
-The ids of the rows are gathered once. Then either all rows are gathered; or each goes to one rank, by its place among
-all ids, which sends the mean back to all. The way on which fewer bytes reach a rank is taken in each step, by the ids
-of all ranks. Sums are made in the order of the ranks, in float32 or the table's wider type, so that all ranks get the
-same bits on either way.
+First, all ranks gather the ids of all rows. Then there are two ways to average the rows:
+
+- Gather: all ranks gather all rows.
+- Owners: each row is sent to one rank, its owner, which sends the mean to all ranks. The owner follows from the place
+  of the row's id in the sorted ids of all ranks.
+
+In each step, the ids of all ranks tell which way brings fewer bytes to a rank, and all ranks use this way. Both ways
+give all ranks the same bits: rows are added up in the order of the ranks, in float32 or the table's wider type.
 """
 
 from __future__ import annotations
@@ -25,10 +29,13 @@ _COUNT_BYTES, _SCALE_BYTES = 8, 4
 
 
 def wire_name(dtype: Any) -> str | None:
-    """The name of an element type of the framework, or None, in which rows are to travel.
+    """The name of the element type in which rows are sent; None if `dtype` is None.
+
+    Args:
+        dtype: an element type of the framework, or its name.
 
     Raises:
-        ConfigurationError: if they cannot.
+        ConfigurationError: if rows cannot be sent in this type.
     """
     if dtype is None:
         return None
@@ -42,7 +49,7 @@ def wire_name(dtype: Any) -> str | None:
 
 
 class EmbeddingTable(NamedTuple):
-    """Facts of a table that all ranks know: its element type by name, and the numbers of its rows and columns."""
+    """Facts that all ranks know of a table: the name of its element type, and the numbers of its rows and columns."""
 
     dtype: str
     rows: int
@@ -50,27 +57,27 @@ class EmbeddingTable(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows (n, columns) and their ids (n,), each once."""
+    """Rows (n, columns) and their ids (n,). No id occurs twice."""
 
     ids: Array
     values: Array
 
 
 class RowMeans:
-    """Makes the mean over all ranks of the rows of some tables.
+    """Averages the rows of tables over all ranks.
 
     Args:
-        ranks: all that take part.
-        tables: by name, the same on every rank.
-        wire: as of `wire_name`, in which rows and means travel: int8 with the largest magnitude of each row in float32.
-            What is rounded away is lost. None for the tables' own element types.
+        ranks: the communicator of all ranks that take part.
+        tables: the tables by name; the same on every rank.
+        wire: the element type in which rows and means are sent, as returned by `wire_name`; None for the element types
+            of the tables. With int8, the largest magnitude of each row is sent in float32. The rounding error is lost.
         host: an array of the framework, on the host.
 
     Attributes:
-        ledger: bytes of each step, without times. The dense bytes are the whole tables'.
+        ledger: the bytes of each step, without times. The dense bytes are those of the whole tables.
 
     Raises:
-        RankMismatchError: on every rank, if they were told different things.
+        RankMismatchError: on every rank, if the arguments differ between ranks.
     """
 
     def __init__(
@@ -85,15 +92,16 @@ class RowMeans:
         self._wires = [_Wire(wire or table.dtype, table.columns) for table in tables.values()]
         self._id_wires = [_IdWire.of(table.rows) for table in tables.values()]
         self._sent = 0  # bytes, in this step
-        self._rows = np.zeros(len(tables), np.int64)  # of each table that this rank sent, in this step
+        self._rows = np.zeros(len(tables), np.int64)  # number of rows of each table that this rank sent in this step
         self.ledger = Ledger()
 
     def exchange(self, given: Sequence[Rows], present: Sequence[bool]) -> list[Rows | None]:
-        """A step: the mean rows of each table, with the ids of any rank in order; None where no rank has a gradient.
+        """Makes a step; returns for each table the mean rows, with the sorted ids of all ranks. None for a table if no
+        rank has a gradient of it.
 
         Args:
             given: this rank's rows of each table.
-            present: whether this rank has a gradient of each table, which may have no rows.
+            present: for each table, whether this rank has a gradient. This gradient may have no rows.
         """
         xp = arrays_for(given[0].values)
         ids = [wire.encoded(rows.ids) for rows, wire in zip(given, self._id_wires, strict=True)]
@@ -116,14 +124,14 @@ class RowMeans:
         self.record(ids)
         return [mean if most >= 0 else None for mean, most in zip(means, counts.max(0).tolist(), strict=True)]
 
-    # The parts of a step, for ranks that have learnt the ids otherwise.
+    # The parts of a step, for callers that already know the ids of all ranks.
 
     def exchange_known(self, rows: Sequence[Array], by_rank: Sequence[Sequence[Array]]) -> list[Rows]:
-        """The mean rows of each table, with the ids of any rank in order.
+        """The mean rows of each table, with the sorted ids of all ranks.
 
         Args:
-            rows: of this rank, (n, columns) of each table.
-            by_rank: the ids of each rank and table, each once, in the order of the rows.
+            rows: this rank's rows of each table, (n, columns).
+            by_rank: for each rank and table, the ids in the order of the rows. No id occurs twice.
         """
         unions, places = _united(by_rank)
         return self._as_rows(unions, self._means(rows, list(map(len, unions)), places))
@@ -131,14 +139,14 @@ class RowMeans:
     def start_known(
         self, rows: Sequence[Array], by_rank: Sequence[Sequence[Array]], ranks: Communicator, name: str
     ) -> Callable[[], list[Rows]]:
-        """As `exchange_known`, by gathering all rows, without waiting for them.
+        """As `exchange_known`, but always gathers all rows, and does not wait for them.
 
         Args:
-            ranks: that the rows travel through: the same ranks in the same order.
-            name: of the collective.
+            ranks: the communicator that sends the rows; it has the same ranks in the same order.
+            name: the name of the collective.
 
         Returns:
-            What waits, and returns the means.
+            A function that waits, and returns the mean rows.
         """
         unions, places = _united(by_rank)
         finish = self._start_whole(rows, list(map(len, unions)), places, ranks, name)
@@ -152,10 +160,10 @@ class RowMeans:
         ranks: Communicator,
         name: str,
     ) -> Callable[[], list[Rows]]:
-        """As `start_known`, where a rank gets only means that it takes.
+        """As `start_known`, but each rank gets only the means that it takes.
 
         Args:
-            taken: bool (ranks, ids) of each table: which rank takes which of the ids of any rank, in order.
+            taken: for each table, bool (ranks, ids): which rank takes which of the sorted ids of all ranks.
         """
         size, rank = ranks.world_size, ranks.rank
         unions, places = _united(by_rank)
@@ -180,10 +188,11 @@ class RowMeans:
         return lambda: self._as_rows(ids, self._decoded(_packed(self._sums(wait(), at, sums)), sums))
 
     def start_alltoall(self, chunks: Sequence[Array], ranks: Communicator, name: str) -> Callable[[], Array]:
-        """What waits for the bytes that each rank sent to this one, uint8 (ranks, length).
+        """Starts an all-to-all; returns a function that waits, and returns the bytes from all ranks, uint8 (ranks,
+        length).
 
         Args:
-            chunks: what this rank sends to each, uint8 (length,): of the same length on all ranks.
+            chunks: the bytes for each rank, uint8 (length,). All chunks of all ranks have the same length.
         """
         packed = _packed(chunks)
         self._sent += len(packed)
@@ -193,11 +202,11 @@ class RowMeans:
         return lambda: ranks.wait(handle)
 
     def record(self, ids: Sequence[Array], beside: int = 0) -> None:
-        """Ends a step in the ledger.
+        """Enters the step in the ledger.
 
         Args:
-            ids: of this rank's rows of each table, as they travelled.
-            beside: bytes that travelled otherwise than through this object.
+            ids: the ids of this rank's rows of each table, in the element type in which they were sent.
+            beside: bytes that were sent, but not by this object.
         """
         part = {}
         for (name, table), own, rows, wire in zip(self._tables.items(), ids, self._rows, self._wires, strict=True):
@@ -208,7 +217,7 @@ class RowMeans:
         self._sent, self._rows = 0, np.zeros_like(self._rows)
 
     def _as_rows(self, unions: Sequence[Array], means: Sequence[Array]) -> list[Rows]:
-        """In the element types of ids and tables."""
+        """Mean rows and their ids, cast to int64 and to the element types of the tables."""
         xp = arrays_for(means[0])
         return [
             Rows(xp.astype(union, "int64"), xp.astype(mean, table.dtype))
@@ -216,7 +225,13 @@ class RowMeans:
         ]
 
     def _means(self, rows: Sequence[Array], sums: list[int], places: list[list[Array]]) -> list[Array]:
-        """The mean rows of each table, in the order of its union, of which `sums` are the lengths."""
+        """The mean rows of each table, in the order of the sorted ids of all ranks.
+
+        Args:
+            rows: this rank's rows of each table.
+            sums: the number of different ids of each table.
+            places: for each table and rank, the places of the rank's ids among the sorted ids of all ranks.
+        """
         xp = arrays_for(rows[0])
         size, rank = self._ranks.world_size, self._ranks.rank
         whole = self._most_bytes(places)
@@ -251,13 +266,13 @@ class RowMeans:
     def _start_whole(
         self, rows: Sequence[Array], sums: list[int], places: list[list[Array]], ranks: Communicator, name: str
     ) -> Callable[[], list[Array]]:
-        """As `_means`, where all rows go to all ranks; what waits for them."""
+        """As `_means`, but gathers all rows; returns a function that waits, and returns the mean rows."""
         self._rows += [len(row) for row in rows]
         wait = self._start_gather(self._encoded(rows), self._most_bytes(places), ranks, name)
         return lambda: self._decoded(_packed(self._sums(wait(), places, sums)), sums)
 
     def _sums(self, received: Array, places: Sequence[Sequence[Array]], lengths: Sequence[int]) -> list[Array]:
-        """The means, as they travel, of rows that came from all ranks."""
+        """The means of rows from all ranks, encoded as bytes."""
         xp = arrays_for(received)
         by_rank = [
             self._decoded(packed, [len(of_table[rank]) for of_table in places]) for rank, packed in enumerate(received)
@@ -266,14 +281,21 @@ class RowMeans:
         for of_table, at, length in zip(zip(*by_rank, strict=True), places, lengths, strict=True):
             total = xp.zeros((length, of_table[0].shape[1]), of_table[0])
             for rows, where in zip(of_table, at, strict=True):
-                total = xp.add_at(total, where, rows)  # ids occur once on a rank: the order is that of the ranks
+                total = xp.add_at(total, where, rows)  # no id occurs twice on a rank, so sums follow the order of ranks
             means.append(total / self._ranks.world_size)
         return self._encoded(means)
 
     def _start_gather(
         self, parts: Sequence[Array], length: int, ranks: Communicator, name: str
     ) -> Callable[[], Array]:
-        """What waits for the bytes of each rank, uint8 (ranks, length); `length` is that of the rank with most."""
+        """Starts an all-gather; returns a function that waits, and returns all ranks' bytes, uint8 (ranks, length).
+
+        Args:
+            parts: the bytes of this rank.
+            length: the number of bytes of the rank with most bytes. Other ranks append zeros.
+            ranks: the communicator.
+            name: the name of the collective.
+        """
         self._sent += length
         packed = _packed(parts, length)
         if not length:
@@ -282,31 +304,32 @@ class RowMeans:
         return lambda: ranks.wait(handle)
 
     def _most_bytes(self, places: Sequence[Sequence[Array]]) -> int:
-        """Bytes of all rows of the rank with most."""
+        """Bytes of all rows of the rank with most bytes."""
         return max(self._bytes(map(len, of_rank)) for of_rank in zip(*places, strict=True))
 
     def _bytes(self, lengths: Iterable[int]) -> int:
-        """Bytes of so many rows of each table."""
+        """Bytes of rows; `lengths` are the numbers of rows of each table."""
         return sum(length * wire.row_bytes for length, wire in zip(lengths, self._wires, strict=True))
 
     def _encoded(self, rows: Iterable[Array]) -> list[Array]:
         return [wire.encoded(of_table) for wire, of_table in zip(self._wires, rows, strict=True)]
 
     def _decoded(self, packed: Array, lengths: Sequence[int]) -> list[Array]:
-        """So many rows of each table."""
+        """The rows of each table; `lengths` are the numbers of rows."""
         parts = _parts(packed, [length * wire.row_bytes for length, wire in zip(lengths, self._wires, strict=True)])
         return [wire.decoded(part) for wire, part in zip(self._wires, parts, strict=True)]
 
 
 class _IdWire(NamedTuple):
-    """How ids travel: less a number, by which those of small tables fit into 16 bits."""
+    """How ids of a table are sent: in the type `dtype`, after `less` was subtracted. So the ids of a table with at most
+    65,536 rows fit into 16 bits."""
 
     dtype: str
     less: int
 
     @classmethod
     def of(cls, rows: int) -> _IdWire:
-        """For a table of so many rows."""
+        """For a table with this number of rows."""
         if rows <= 2**16:
             return cls("int16", 2**15)
         return cls("int32" if rows <= 2**31 else "int64", 0)
@@ -319,7 +342,7 @@ class _IdWire(NamedTuple):
 
 
 class _Wire(NamedTuple):
-    """How rows of so many columns travel."""
+    """How rows with this number of columns are sent."""
 
     dtype: str
     columns: int
@@ -341,7 +364,7 @@ class _Wire(NamedTuple):
         return xp.concatenate([xp.as_bytes(scales), xp.as_bytes(xp.astype(numbers, _INT8))])
 
     def decoded(self, packed: Array) -> Array:
-        """Rows of bytes, in the element type in which they are added up."""
+        """The rows, in the element type in which they are added up."""
         xp = arrays_for(packed)
         if self.dtype != _INT8:
             rows = packed.view(xp.astype(packed[:0], self.dtype).dtype).reshape(-1, self.columns)
@@ -371,7 +394,8 @@ def _packed(parts: Sequence[Array], length: int | None = None) -> Array:
 
 
 def _parts(x: Array, lengths: Sequence[int]) -> list[Array]:
-    """A vector cut in parts, in fresh storage, since in bytes they may lie where their element type must not."""
+    """Cuts a vector into parts. The parts are copies: in a vector of bytes, a part may not be aligned for its element
+    type."""
     xp = arrays_for(x)
     ends = np.cumsum(lengths).tolist()
     return [xp.concatenate([x[end - length : end]]) for end, length in zip(ends, lengths, strict=True)]

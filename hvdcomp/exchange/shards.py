@@ -1,10 +1,14 @@
-"""Reduce-scatter of sharded trainings: exact among the ranks of a node, compressed between nodes.
+"""Reduce-scatter for sharded training (FSDP): exact within a node, compressed between nodes.
 
-The ranks of a node add up their gradients in float32 and deal the sum out, so that each has what the ranks with its
-place in any node are to get: one part of as many as a node has ranks. Those ranks exchange it quantized, and each adds
-up its own row in float32. Error feedback keeps what was lost of that part, so that memory does not grow with what a
-node holds elsewhere. These are the two levels of SDP4Bit (Jia et al. 2024, arXiv:2410.15526), without its first
-rounding, and the error feedback of LoCo (Xie et al. 2024, arXiv:2407.04480), without its average over steps.
+1. Within a node, a reduce-scatter in float32 adds up the gradients. If the node has n ranks, each rank gets one n-th of
+   the sum: the rows for the ranks that have its local rank, one on each node.
+2. These ranks quantize and exchange the rows. Each rank adds up its own row in float32.
+
+Error feedback keeps only the part that this rank quantized. So the residual has less than one n-th of the gradient's
+elements.
+
+The two levels are those of SDP4Bit (Jia et al. 2024, arXiv:2410.15526), without its first rounding. The error feedback
+is that of LoCo (Xie et al. 2024, arXiv:2407.04480), without its average over steps.
 """
 
 from __future__ import annotations
@@ -37,28 +41,29 @@ State = tuple[Array, ...]
 
 
 class ShardReducer:
-    """Averages flat gradients, of which each rank gets a row, step by step.
+    """Averages flat gradients over the ranks in every step. Each rank gets one row of each mean.
 
     Args:
-        communicator: all ranks. They learn of their nodes at once, so every rank makes a reducer at the same point.
-        compressor: a `Gathering`, or a lossless one.
-        memory: None for the compressor's own where a node has several ranks. Where it has one, what a rank quantizes
-            is the whole gradient, and so would its residual be: none is kept then.
-        seed: of all random choices; the same on all ranks.
-        min_numel: flat gradients with fewer elements are exchanged as they are.
-        ledger: where costs are entered.
-        like: an empty array of the framework, where the communicator works.
+        communicator: the communicator of all ranks. The constructor exchanges the ranks' places in nodes, so all ranks
+            must call it at the same point.
+        compressor: a `Gathering`, or a lossless compressor.
+        memory: the memory. With None, it is the compressor's default memory if a node has several ranks, and no memory
+            if a node has one rank: the residual would then be as large as the whole gradient.
+        seed: seed of all random choices; the same on all ranks.
+        min_numel: flat gradients with fewer elements are not compressed.
+        ledger: the ledger that records the costs of steps.
+        like: an empty array of the framework, on the device where collectives run.
 
     Attributes:
-        levels: where this rank is.
-        order: the ranks, by their places in nodes, and then by nodes.
-        memory: that is in use.
+        levels: the places of this rank in its node, and among nodes.
+        order: the ranks, sorted by their place in the node, and then by the node.
+        memory: the memory in use.
         plan: the compressor of each flat gradient so far, by name.
-        states: of the memory, by name.
-        step_number: of the step under way, from 0.
+        states: the memory's state of each flat gradient, by name.
+        step_number: number of the present step, from 0.
 
     Raises:
-        ConfigurationError: as of `Communicator.part`.
+        ConfigurationError: as in `Communicator.part`.
     """
 
     def __init__(
@@ -84,18 +89,18 @@ class ShardReducer:
         self._kernels = kernels.available()
         self._rows: dict[str, ShardKernels] = {}  # by name
         self.step_number = 0
-        self._costs: dict[str, Cost] = {}  # of the step under way
+        self._costs: dict[str, Cost] = {}  # of the present step
         self._sent = Sent()
 
     @property
     def owners(self) -> list[int]:
-        """The ranks of whose rows this rank has residuals, in the order of `states`."""
+        """The ranks that own the rows in this rank's residuals, in the order of the rows of `states`."""
         (place, _), (node, nodes) = self.levels.node, self.levels.across
         ranks = self.order[place * nodes : (place + 1) * nodes]
         return ranks[:node] + ranks[node + 1 :]
 
     def set_level(self, level: Level | None) -> None:
-        """Sets the level of all flat gradients; to be called on every rank between the same two steps."""
+        """Sets the level of all flat gradients. Call it on every rank between the same two steps."""
         self.compressor = self.compressor.at_level(level)
 
     def compresses(self, name: str, size: int) -> bool:
@@ -106,13 +111,14 @@ class ShardReducer:
         return not exact
 
     def reduce(self, name: str, rows: Array, dense_bytes: int) -> Array:
-        """This rank's row of the ranks' mean, float32 (length,).
+        """This rank's row of the mean over all ranks, float32 (length,).
 
-        If a gradient of any rank holds an inf or NaN, so does a row of some rank; residuals stay finite.
+        If the gradient of any rank holds an inf or NaN, the row of at least one rank does too. Residuals stay finite.
 
         Args:
-            rows: this rank's gradient (ranks, length), by the rank that gets the mean of a row. It is not changed.
-            dense_bytes: that a reduce-scatter of it is handed.
+            name: the name of the gradient.
+            rows: this rank's gradient (ranks, length). Rank r gets the mean of row r. The array is not changed.
+            dense_bytes: bytes that an uncompressed reduce-scatter would get.
         """
         xp, method = arrays_for(rows), self.compressor
         assert isinstance(method, Gathering)
@@ -151,12 +157,12 @@ class ShardReducer:
     def _between_nodes(
         self, xp: ModuleType, rows: Array, state: State, shard: Context, name: str
     ) -> Generator[Request, Any, tuple[Array, State]]:
-        """`reduce_scatter`, with kernels if possible."""
+        """The function `reduce_scatter`, with kernels if possible."""
         method, memory = self.compressor, self.memory
         assert isinstance(method, Gathering)
         length = rows.shape[1]
         known = method.has_bucket_form and type(memory) in KNOWN_TO_KERNELS
-        # Kernels on a device would read residuals of 16 bits as such, and these are float32 in a step.
+        # In a step, residuals are float32. But kernels on a device would read a residual with `rounds_to` as 16 bits.
         serves = known and memory.rounds_to is None and cuda.takes(method, length)
         placed = cuda.placed([rows]) if serves else None
         hosted = xp.hosted([rows]) if known and self._kernels and placed is None else None
@@ -177,7 +183,8 @@ class ShardReducer:
         ((gradient,), _) = hosted
         row = yield from across(compiled.reduce_scatter(xp.to_numpy(gradient), residual, shard), rows.shape[0])
         if residual is not None:
-            state = memory.prepare(xp, rows[1:], (xp.from_numpy(residual, like=rows),))  # rounds it, if it is kept so
+            # Rounds the residual if the memory does.
+            state = memory.prepare(xp, rows[1:], (xp.from_numpy(residual, like=rows),))
         return xp.from_numpy(row, like=rows), state
 
     def _answer(self, request: Request, name: str, like: Array) -> tuple[Any, Sent]:
@@ -186,10 +193,12 @@ class ShardReducer:
         return answer, made.sent
 
     def enter(self, name: str, dense_bytes: int, sent: Sent, floats: float) -> None:
-        """Enters what a flat gradient has cost in the step under way.
+        """Adds the cost of a flat gradient to the present step.
 
         Args:
-            sent: that this rank handed to collectives.
+            name: the name of the gradient.
+            dense_bytes: as in `reduce`.
+            sent: bytes that this rank passed to collectives.
             floats: values sent between nodes, as 32-bit floats.
         """
         cost = Cost(sent.bytes, dense_bytes, floats, bytes_in_node=sent.in_node)
@@ -197,7 +206,7 @@ class ShardReducer:
         self._sent += sent
 
     def end_step(self) -> None:
-        """Enters the step, and begins the next."""
+        """Enters the step in the ledger, and begins the next step."""
         self.ledger.record(self.ledger.step_cost(self.step_number, [self._costs], self._sent))
         self.step_number += 1
         self._costs, self._sent = {}, Sent()

@@ -1,4 +1,4 @@
-"""A group: tensors that go through steps one by one, in array functions, where the gradients are."""
+"""A tensor group: tensors that no kernel compresses. Array functions compress them one by one, on their device."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from hvdcomp.kernels.limits import LARGEST
 
 
 class Member(NamedTuple):
-    """A tensor of a group.
+    """A tensor of a tensor group.
 
     Attributes:
-        name: the tensor's name.
-        compressor, memory: those of the plan.
-        floats: what the compressor sends, as `Compressor.payload_floats`.
-        state: of the tensor; a step writes what is kept for the next one.
+        name: the name of the tensor.
+        compressor, memory: the compressor and the memory in the plan.
+        floats: number of values that the compressor sends, as returned by `Compressor.payload_floats`.
+        state: the state of the tensor, which every step replaces.
     """
 
     name: str
@@ -43,17 +43,17 @@ class Member(NamedTuple):
 
 
 class TensorGroup:
-    """Tensors that no kernel takes, and that go through every step together, as an `EngineBucket` does.
+    """Tensors that no kernel compresses. The engine calls the same functions as of an `EngineBucket`.
 
     Args:
         members: the tensors; at least one.
 
     Attributes:
-        names, number, gathered, keeps_x, when_compressed: as of `EngineBucket`.
-        addresses: none, as no kernel looks at x.
+        names, number, gathered, keeps_x, when_compressed: as in `EngineBucket`.
+        addresses: empty, because no kernel reads x.
     """
 
-    on_device = False  # array functions may wait for what is computed
+    on_device = False  # even if gradients are: array functions may wait for the device
     keeps_x = True
     addresses: Mapping[str, int] = MappingProxyType({})
 
@@ -72,7 +72,7 @@ class TensorGroup:
         self._sums: Sums | None = None
         self.when_compressed: list[Callable[[], None]] = []
         self._costs: Part = {}
-        self._sent: list[tuple[Member, tuple[Array, ...]]] = []  # of which a residual was sent, with the new residual
+        self._sent: list[tuple[Member, tuple[Array, ...]]] = []  # whose residual was sent, and the new residual
 
     @property
     def like(self) -> Array:
@@ -84,7 +84,7 @@ class TensorGroup:
     def begin(
         self, xp: ModuleType, gradients: Mapping[str, Array], context: Context, factor: Array | None, clock: Clock
     ) -> None:
-        """Begins a step, and makes x; arguments as of `EngineBucket.begin`."""
+        """Begins a step, and computes x; arguments as for `EngineBucket.begin`."""
         self._xp, self._clock, self._spans = xp, clock, Spans([], [])
         self._tensors, self._asked, self.when_compressed = {}, {}, []
         with clock.around(self._spans.encoding), numbers_may_overflow():
@@ -94,15 +94,21 @@ class TensorGroup:
             }
 
     def open(self, in_place: bool, sums: Sums | None, sources: Mapping[str, Array] = MappingProxyType({})) -> None:
-        """Makes the generators; arguments as of `EngineBucket.open`."""
+        """Makes the generators; arguments as for `EngineBucket.open`."""
         self._in_place, self._sums = in_place, sums
         with self._clock.around(self._spans.encoding), numbers_may_overflow():
             for name, tensor in self._tensors.items():
                 tensor.open(sources.get(name))
 
     def advance(self, answers: Sequence[Any]) -> list[Request]:
-        """Gives the generators the answers to their last requests, and returns their next ones; none at the end of the
-        last generator. No generator waits for one that has ended."""
+        """Sends the generators the answers to their last requests, and returns their next requests.
+
+        Args:
+            answers: the answers, in the order of the requests; empty at the start.
+
+        Returns:
+            One request of each generator that has not ended.
+        """
         waiting = dict(zip(self._asked, answers, strict=True)) if answers else dict.fromkeys(self.names)
         with numbers_may_overflow():
             asked = {name: self._tensors[name].advance(answer) for name, answer in waiting.items()}
@@ -112,9 +118,11 @@ class TensorGroup:
 
     @property
     def found_inf(self) -> bool | Array:
-        """Whether x, or what is sent of it, holds an inf or NaN, as `flag_of` takes it; after the first turn.
+        """Whether x, or the part of x that is sent, holds an inf or NaN, as an argument of `flag_of`; known after the
+        first `advance`.
 
-        The gradient alone is not enough: its sum with the residual may overflow, and no residual may be infinite.
+        It is not enough to check the gradient. The sum of gradient and residual may overflow, and residuals must stay
+        finite.
         """
         arrays = [array for tensor in self._tensors.values() for array in tensor.sent_arrays()]
         return _found_inf(self._xp, arrays)
@@ -123,7 +131,7 @@ class TensorGroup:
     def found_inf_after(self) -> bool | Array:
         """Whether the results or the methods' new states hold an inf or NaN; the same on all ranks.
 
-        Sums within a method, or over the ranks, may overflow although all their terms are finite.
+        Sums in a method, or over the ranks, may overflow even if all their terms are finite.
         """
         arrays = [array for tensor in self._tensors.values() for array in tensor.new_arrays()]
         return _found_inf(self._xp, arrays)
@@ -149,7 +157,7 @@ class TensorGroup:
         self._costs = {name: tensor.cost for name, tensor in tensors.items()}
         members = [tensor.member for tensor in tensors.values() if tensor.sends_residual]
         self._sent = [(member, member.state.memory) for member in members]
-        # The group stays for the next step, but need not keep these arrays alive.
+        # The tensor group is used again in the next step, but should not keep these arrays in memory.
         self._tensors, self._asked, self._sums, self.when_compressed = {}, {}, None, []
         return results
 
@@ -159,7 +167,7 @@ class TensorGroup:
         return self._costs, self._spans
 
     def forget_sent(self, sends_all: Callable[[str, Compressor], bool]) -> Callable[[], None] | None:
-        """As `EngineBucket.forget_sent`; to be called once."""
+        """As `EngineBucket.forget_sent`; call it once."""
         sent = [
             (member.state, memory) for member, memory in self._sent if sends_all(member.name, member.compressor)
         ]
@@ -167,15 +175,15 @@ class TensorGroup:
 
         def forget() -> None:
             for state, memory in sent:
-                if state.memory is memory:  # it was not replaced since then
+                if state.memory is memory:  # else it was replaced in the meantime
                     state.memory = ()
 
         return forget if sent else None
 
-    # For those who look at x before it is compressed.
+    # For observers that look at x before it is compressed.
 
     def make_x(self) -> None:
-        """Does nothing, because `begin` has made x."""
+        """Does nothing, because `begin` has computed x."""
 
     def x(self, name: str) -> Array:
         """x of a tensor."""
@@ -186,31 +194,32 @@ class TensorGroup:
         return self._tensors[name].gradient
 
     def sent(self, name: str) -> Array | SparseVector:
-        """What was sent of x of a tensor; for `when_compressed`."""
+        """The part of x of a tensor that was sent. Call it in a function of `when_compressed`."""
         return self._tensors[name].sent
 
 
 class _TensorExchange:
-    """One tensor in one step: its memory, and `aggregate`. Making it makes x.
+    """One tensor in one step: its memory, and its generator `aggregate`. The constructor computes x.
 
     If the memory keeps anything, x has at least single precision, like all residuals.
 
     Attributes:
-        member, gradient: as given.
-        cost: of the tensor in the step.
+        member, gradient: the arguments.
+        cost: the cost of the tensor in the step.
     """
 
     def __init__(
         self, framework: ModuleType, member: Member, gradient: Array, context: Context, factor: Array | None
     ) -> None:
         self.member, self.gradient = member, gradient
-        # A residual of an earlier plan still has to be sent, and only its own memory knows how.
+        # If there is a residual of an earlier plan, it must still be sent, and only the memory that made it can do so.
         self._memory = memory = member.state.memory_for(member.memory)
         self._inside = inside = inside_of(framework, gradient)
         self._context = dataclasses.replace(context, name=member.name)
         self._gradient = inside.enter(gradient)
         known = type(memory) in KNOWN_TO_KERNELS and not memory.rounds_to
-        remembering = inside if known else Inside(framework, framework, gradient)  # NumPy may lack types of others
+        # Other memories may need types that NumPy lacks.
+        remembering = inside if known else Inside(framework, framework, gradient)
         self._memory_xp, enter = remembering.xp, remembering.enter
         xp = remembering.xp
         x = xp.reshape(xp.flatten(enter(gradient)), gradient.shape)
@@ -219,7 +228,7 @@ class _TensorExchange:
             x = xp.astype(x, wide_dtype(self._dtype))
         if factor is not None:
             x = x * xp.astype(enter(factor), xp.dtype_name(x))
-        # The memory's arrays, and below the method's, to which a step that does not count goes back.
+        # The memory's arrays, and below the method's arrays. They are kept if the step does not count.
         self._kept_before = memory.prepare(xp, x, tuple(map(enter, member.state.memory)))
         self._x, self._compensated = memory.compensate(xp, x, self._kept_before)
         self.cost = Cost(dense_bytes=part_bytes(xp, self._gradient), floats_sent=member.floats)
@@ -228,24 +237,24 @@ class _TensorExchange:
         self._compressed: Array
         self._asked: Request | None = None
         self._outcome: Outcome
-        self._mean: Array  # of the outcome, like the gradient
+        self._mean: Array  # the outcome's mean, in the gradient's element type and layout
 
     @property
     def x(self) -> Array:
-        """What is compressed, unless an observer replaces it; of the framework."""
+        """x, an array of the framework. It is compressed, unless an observer replaces it."""
         return self._inside.leave(self._x)
 
     @property
     def sent(self) -> Array | SparseVector:
-        """What was sent of x, after the end of the generator; of the framework."""
+        """The part of x that was sent, after the end of the generator; an array of the framework."""
         return self._inside.sent(self._outcome.sent)
 
     def open(self, source: Array | None) -> None:
         """Makes the generator. It compresses in the gradient's element type, so that a wider residual does not make the
-        payload larger. The rounding error stays in the memory.
+        payload larger. The memory keeps the rounding error.
 
         Args:
-            source: what is compressed in place of x, an array of the framework; None for x.
+            source: an array of the framework that is compressed instead of x; None for x.
         """
         xp, compressor, enter = self._inside.xp, self.member.compressor, self._inside.enter
         compressed = enter(self._x if source is None else source)
@@ -258,12 +267,12 @@ class _TensorExchange:
         self._generator = checked.aggregate(compressor, xp, compressed, self._state_before, self._context)
 
     def advance(self, answer: Any) -> Request | None:
-        """Gives the generator the answer to its last request; its next request, None at its end."""
+        """Sends the generator the answer to its last request; returns its next request, or None at its end."""
         try:
             self._asked = request = self._generator.send(answer)
         except StopIteration as stop:
             self._outcome = outcome = stop.value
-            # Memories may change x in place, and whoever gets the mean may change it.
+            # Memories may change x in place, and users may change the mean.
             mean = checked.without_sharing(outcome.mean, (self._compressed, *outcome.state))
             self._mean = self._inside.xp.like_original(mean, self._gradient)
             return None
@@ -274,7 +283,7 @@ class _TensorExchange:
         return request
 
     def sent_arrays(self) -> list[Array]:
-        """x, and its cast to half precision if that is sent, because large values become infinite in a cast."""
+        """x, and the cast of x to float16 if this cast is sent: large values become infinite in a cast."""
         if isinstance(self._asked, AllReduce):
             sent = arrays_for(self._asked.array).dtype_name(self._asked.array)
             if sent == "float16" != self._memory_xp.dtype_name(self._x):
@@ -286,18 +295,19 @@ class _TensorExchange:
         return [self._mean, *self._outcome.state]
 
     def keep(self, found_inf: Array | None) -> None:
-        """Keeps what was not sent.
+        """Keeps the residual, and the method's new state.
 
         Args:
-            found_inf: an element on a device; if it is NaN, nothing changes. None if the step is known to count.
+            found_inf: one element on a device: if it is NaN, the old residual and state are kept. None if the host
+                knows that the step counts.
         """
         xp, x, memory, state = self._memory_xp, self._x, self._memory, self.member.state
         mean, sent, new_state = self._outcome
         if xp is self._inside.framework:
             sent = self.sent
         if (wide := xp.dtype_name(x)) != self._dtype:
-            # The rounding error of the mean in a narrower type is the same on all ranks. If each rank keeps it, the
-            # mean of what they send later contains it.
+            # The mean is rounded to a narrower type, with the same rounding error on all ranks. If every rank adds this
+            # error to its residual, the mean of a later step contains it.
             x = x + (xp.astype(xp.reshape(mean, x.shape), wide) - xp.astype(self._mean, wide))
         kept = memory.update(xp, x, sent, self._compensated)
         state.memory = self._select(found_inf, kept, self._kept_before)
@@ -315,11 +325,11 @@ class _TensorExchange:
         return tuple(select(found_inf, new, old) for new, old in zip(after, before, strict=True))
 
     def result(self, in_place: bool, found_inf: Array | None) -> Array:
-        """The mean, of the framework; to be called after `keep`.
+        """The mean, an array of the framework. Call it after `keep`.
 
         Args:
-            in_place: whether the mean takes the gradient's place.
-            found_inf: an element that is added to one element of the mean; None for 0.
+            in_place: whether the mean overwrites the gradient.
+            found_inf: one element, which is added to one element of the mean; None for 0.
         """
         mean, inside = self._mean, self._inside
         if found_inf is not None:
@@ -331,12 +341,12 @@ class _TensorExchange:
 
     @property
     def sends_residual(self) -> bool:
-        """Whether x contains a residual, which is sent once."""
+        """Whether x contains a residual. A momentum is no residual: it stays after it was sent."""
         return bool(self._kept_before) and not self._memory.is_momentum
 
 
 def _found_inf(xp: ModuleType, arrays: Sequence[Array]) -> bool | Array:
-    """Whether arrays of the framework or of NumPy hold an inf or NaN, as `flag_of` takes it."""
+    """Whether arrays of the framework or of NumPy hold an inf or NaN, as an argument of `flag_of`."""
     in_numpy = [array for array in arrays if isinstance(array, np.ndarray | np.generic)]
     others = [array for array in arrays if not isinstance(array, np.ndarray | np.generic)]
     found = bool(in_numpy) and bool(numpy_arrays.found_inf(in_numpy)[0] != 0)

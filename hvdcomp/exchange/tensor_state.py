@@ -1,4 +1,4 @@
-"""State of a tensor from step to step: residuals and velocities, and the arrays of its method."""
+"""The state of a tensor, which is kept from step to step: residuals, velocities, and the arrays of its method."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hvdcomp.exchange.residuals import FlatStorage
 
 
 class KeepsStates(Protocol):
-    """A bucket that keeps the method's arrays of its tensors; `has_states` as long as it keeps those of all."""
+    """A bucket that stores the method's arrays of its tensors. `has_states` is True while it stores those of all."""
 
     has_states: bool
 
@@ -27,13 +27,13 @@ class KeepsStates(Protocol):
 
 
 class TensorState:
-    """State of a tensor from step to step: the memory's arrays, and those of the method that last compressed it.
+    """The state of a tensor: the arrays of its memory, and the arrays of the method that last compressed it.
+
+    The memory's arrays may be in flat storage, where buckets read them. The method's arrays may be in a bucket.
 
     Args:
-        memory, keeper: the memory's arrays, and whose they are.
-        method, compressor: the method that last compressed the tensor, and its arrays.
-
-    The memory's arrays may be in flat storage, where buckets find them, and the method's arrays in a bucket.
+        memory, keeper: the memory's arrays, and the memory that made them.
+        method, compressor: the name of the method that last compressed the tensor, and its arrays.
     """
 
     __slots__ = ("_arrays", "_bucket", "_keeper", "_number", "_of_method", "_place", "_residuals", "_wrap", "method")
@@ -94,7 +94,7 @@ class TensorState:
 
     @property
     def keeper(self) -> Memory:
-        """The memory whose arrays are kept."""
+        """The memory that made the arrays."""
         return self._keeper if self._residuals is None else self._residuals.keepers[self._number]
 
     @keeper.setter
@@ -105,7 +105,7 @@ class TensorState:
             self._residuals.keepers[self._number] = memory
 
     def wrapped(self, vector: np.ndarray) -> Array:
-        """A vector of flat storage as an array of the framework in the tensor's shape, with the same storage."""
+        """A vector of flat storage as an array of the framework, with the tensor's shape and the same storage."""
         assert self._wrap is not None
         return self._wrap(vector)
 
@@ -116,7 +116,7 @@ class TensorState:
 
     @property
     def has_residual(self) -> bool:
-        """Whether the memory has kept anything."""
+        """Whether the memory has any arrays."""
         return bool(self._arrays) if self._residuals is None else bool(self._residuals.has_residual[self._number])
 
     def move_to_flat_storage(
@@ -140,27 +140,27 @@ class TensorState:
             self._residuals, self._number, self._arrays = residuals, number, ()
 
     def memory_for(self, memory: Memory) -> Memory:
-        """The memory of the next step: the plan's, unless a residual of another memory still has to be sent."""
+        """The memory of the next step: the given one, unless a residual of another memory must still be sent."""
         return self.keeper if self.has_residual and type(memory) is not type(self.keeper) else memory
 
     def kept_for(self, compressor: Compressor) -> tuple[Array, ...]:
-        """The method's arrays, if they are of this compressor's method; else none."""
+        """The method's arrays, if this compressor has the same method; else none."""
         return self.compressor if self.method == compressor.name else ()
 
     def prepare(self, xp: ModuleType, x: Array, compressor: Compressor, context: Context) -> tuple[Array, ...]:
-        """The arrays with which a compressor starts."""
+        """The arrays with which a compressor starts a step."""
         return checked.prepare(compressor, xp, x, self.kept_for(compressor), context)
 
     def prepare_on_host(
         self, xp: ModuleType, tensor: TensorInfo, compressor: Compressor, context: Context
     ) -> tuple[np.ndarray, ...]:
-        """As `prepare`, in NumPy; the context's name is not read."""
+        """As `prepare`, but the result is in NumPy, and the name of the context is ignored."""
         x = np.broadcast_to(np.float32(0), tensor.shape)
         kept = tuple(map(xp.to_numpy, self.kept_for(compressor)))
         return compressor.prepare(numpy_arrays, x, kept, dataclasses.replace(context, name=tensor.name))
 
     def scale_residual(self, factor: float, momentum: bool) -> None:
-        """Multiplies the residual, and if `momentum` also the memory's momentum."""
+        """Multiplies the residual by a factor, and if `momentum` also the memory's momentum."""
         if self._residuals is not None:
             self._residuals.scale(self._number, factor, momentum)
             return
@@ -171,6 +171,6 @@ class TensorState:
 
 
 def _scaled(array: Array, factor: float) -> Array:
-    """The array times a number, in the array's element type, with zeros in place of inf and NaN."""
+    """The array times a number, in the array's element type. Each inf or NaN becomes 0."""
     xp = arrays_for(array)
     return xp.finite_or_zero(xp.astype(array * factor, xp.dtype_name(array)))

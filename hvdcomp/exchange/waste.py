@@ -1,4 +1,4 @@
-"""Says, once, that compression sends more than it saves, or that there is nothing to compress."""
+"""Warns once if compression sends more bytes than it saves, or if no tensor is compressed."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from hvdcomp.compressors.choice import Plan
 from hvdcomp.errors import listed, warn_alone
 from hvdcomp.exchange.engine import Engine
 
-_NOTICEABLE = 0.01  # of the bytes of all tensors, uncompressed; below it are a few small tensors
+_NOTICEABLE = 0.01  # fraction of the uncompressed bytes of all tensors; a few small tensors need less
 
 
 class WasteWarning:
-    """Warns on rank 0, the first time that a plan sends tensors in noticeably more bytes than uncompressed, all of them
-    in more, or that there are none to compress.
+    """Warns once on rank 0, if a plan has one of these faults:
 
-    Bytes are those that a rank sends. What gathers also receives more with every rank.
+    - Some tensors need more bytes than uncompressed, and the difference is noticeable.
+    - All tensors together need more bytes than uncompressed.
+    - No tensor is compressed.
+
+    Bytes are those that one rank sends. If payloads are gathered, the bytes that a rank receives also grow with the
+    number of ranks, but this is not counted.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -23,7 +27,7 @@ class WasteWarning:
         self._done = engine.communicator.rank != 0
 
     def look(self) -> None:
-        """To be called when a step begins; costs nothing unless the plan has changed."""
+        """Call this when a step begins. It takes no time unless the plan has changed."""
         plan = self._engine.plan
         if self._done or plan is self._seen:
             return
@@ -35,7 +39,8 @@ class WasteWarning:
 
 
 def what_is_not_compressed(engine: Engine, plan: Plan) -> str | None:
-    """Why none of the tensors is compressed, and what to do; None if one is or will be, or if none is to be."""
+    """A warning that no tensor is compressed. None if a tensor is or will be compressed, or if the user wants no
+    compression."""
     planner, own = engine.planner, engine.compressor
     # A rank may have no elements of any shard.
     if not engine.tensors or all(isinstance(leaf, NoCompression) for leaf in own.leaves()):
@@ -54,7 +59,7 @@ def what_is_not_compressed(engine: Engine, plan: Plan) -> str | None:
 
 
 def what_is_wasted(engine: Engine, plan: Plan) -> str | None:
-    """Which tensors a plan sends in more bytes than uncompressed, and what to do; None if that does not matter."""
+    """A warning that names the tensors that need more bytes than uncompressed; None if the difference is small."""
     dense = NoCompression()
     total = everything = more = less = 0
     larger = []

@@ -1,5 +1,8 @@
-"""A wave: the buckets and groups of a step that go from round to round together. Each round takes one request of each
-tensor or bucket, fuses the requests into few collectives, and gives back the answers."""
+"""A wave: buckets and tensor groups that make their rounds together.
+
+In a round, a wave gets one request from each bucket and from each tensor of a tensor group. It fuses the requests into
+a few collectives, and returns the answers. In this file, "bucket" also means a tensor group.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +21,25 @@ from hvdcomp.exchange.finiteness import flag_of, flag_with, with_flag
 from hvdcomp.exchange.fusion import Round
 from hvdcomp.exchange.ledger import Sent
 
-_Turn = tuple[BucketOrGroup, list[Request]]  # and its requests of this round
+_Turn = tuple[BucketOrGroup, list[Request]]  # a bucket, and its requests in this round
 
 
 class Wave:
-    """Buckets and groups that go from round to round together.
+    """Buckets that make their rounds together.
 
     Args:
         xp: the array functions of the gradients.
         communicator: the ranks.
-        clock: of the engine.
-        name: begins the names of its collectives; no other wave of the same time has it.
-        buckets: at least one, all of them open.
+        clock: the clock of the engine.
+        name: beginning of the names of the wave's collectives. Two waves that run at the same time need different
+            names.
+        buckets: the buckets, at least one. `open` was called on each.
         alone: whether this rank does nothing else between two rounds.
 
     Attributes:
         has_started: whether `start` was called.
-        rounds: the times in which this rank worked on collectives or waited for them.
-        sent: bytes that this rank sent.
+        rounds: the times during which this rank worked on collectives or waited for them.
+        sent: the bytes that this rank sent.
     """
 
     def __init__(
@@ -63,7 +67,7 @@ class Wave:
         self.sent = Sent()
 
     def start(self) -> None:
-        """Starts the collectives of the first round, and waits for nothing."""
+        """Starts the collectives of the first round. Waits for none."""
         self.has_started = True
         self._clock.start()
         turns = [(bucket, bucket.advance(())) for bucket in self.buckets]
@@ -71,7 +75,7 @@ class Wave:
         self._send(turns)
 
     def advance(self) -> bool:
-        """Waits for the collectives of this round, and starts those of the next one; returns whether there are any."""
+        """Waits for the collectives of this round, and starts the next round; returns whether there is a next round."""
         if self._round is None:
             return False
         if not self._alone:
@@ -88,7 +92,7 @@ class Wave:
         return self._round is not None
 
     def found_inf(self) -> Array:
-        """After the last round: an element that is NaN if anything that ranks sent or got is not finite, else 0."""
+        """After the last round: one element, NaN if any rank sent or received an inf or NaN, else 0."""
         return flag_with(self._xp, self._flag, [bucket.found_inf_after for bucket in self.buckets], self._like)
 
     @property
@@ -118,8 +122,8 @@ class Wave:
 
 
 def run_to_the_end(waves: Sequence[Wave]) -> None:
-    """Makes all rounds. While a wave waits for its collectives, the other waves' collectives continue. Waves that have
-    not started run at the end, one after the other."""
+    """Makes all rounds of several waves: first of the waves that have started, whose collectives run at the same time,
+    and then of the other waves, one after the other."""
     waiting = deque(wave for wave in waves if wave.has_started)
     while waiting:
         wave = waiting.popleft()
