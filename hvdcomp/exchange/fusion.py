@@ -51,36 +51,36 @@ class Round:
         self._xp = xp
         self._requests = requests
         self.sent = Sent()
-        groups: dict[tuple[str, ...], list[int]] = {}
+        by_kind: dict[tuple[str, ...], list[int]] = {}
         for number, request in enumerate(requests):
-            groups.setdefault(_group_of(request), []).append(number)
+            by_kind.setdefault(_kind_of(request), []).append(number)
         self._started = []
-        for position, (kind, members) in enumerate(groups.items()):
-            group: list[Any] = [requests[number] for number in members]
+        for position, (kind, members) in enumerate(by_kind.items()):
+            fused: list[Any] = [requests[number] for number in members]
             # If all requests are in NumPy, NumPy fuses them: it needs a tenth of the framework's time for a slice.
-            inside = numpy_arrays if all(map(_is_numpy, group)) else xp
+            inside = numpy_arrays if all(map(_is_numpy, fused)) else xp
             if inside is not numpy_arrays:
-                group = [_of_framework(xp, request, like) for request in group]
-            buffer, offsets = _together(inside, group)
+                fused = [_of_framework(xp, request, like) for request in fused]
+            buffer, offsets = _together(inside, fused)
             handed = part_bytes(inside, buffer)
             if inside is not xp:
                 buffer = xp.from_numpy(buffer, like=like)
-            group_name = f"{name}.{position}.{'.'.join(kind[:-1])}"
-            part = communicator.part(group[0].group)
+            collective_name = f"{name}.{position}.{'.'.join(kind[:-1])}"
+            part = communicator.part(fused[0].group)
             has_others = part.world_size < communicator.world_size
-            self.sent += Sent(handed, handed if group[0].group == "node" and has_others else 0)
-            handle = _start(part, group[0], buffer, group_name)
-            self._started.append((inside, members, group, offsets, part, handle))
+            self.sent += Sent(handed, handed if fused[0].group == "node" and has_others else 0)
+            handle = _start(part, fused[0], buffer, collective_name)
+            self._started.append((inside, members, fused, offsets, part, handle))
 
     def wait(self) -> list[Any]:
         """Waits for all collectives, and returns the answers in the order of the requests. Call it once."""
         xp = self._xp
         answers: list[Any] = [None] * len(self._requests)
-        for inside, members, group, offsets, part, handle in self._started:
+        for inside, members, fused, offsets, part, handle in self._started:
             result = part.wait(handle)
             if inside is not xp:
                 result = xp.to_numpy(result)
-            split = _apart(inside, result, group, offsets)
+            split = _apart(inside, result, fused, offsets)
             for number, answer in zip(members, split, strict=True):
                 wanted = inside is not numpy_arrays and _is_numpy(self._requests[number])
                 answers[number] = _in_numpy(xp, answer) if wanted else answer
@@ -99,27 +99,27 @@ def _start(communicator: Communicator, request: Request, buffer: Array, name: st
     return communicator.start_allgather(buffer, name)
 
 
-def _together(xp: ModuleType, group: Sequence[Any]) -> tuple[Array, list[list[int]] | None]:
+def _together(xp: ModuleType, fused: Sequence[Any]) -> tuple[Array, list[list[int]] | None]:
     """The buffer of a collective; and for an all-gather or an all-to-all the offsets of each request's parts, in bytes
     from the beginning of a row, else None."""
-    if _travels_as_it_is(group):
-        return _arrays_of(group[0])[0], None
-    if isinstance(group[0], AllReduce):
-        return xp.concatenate([xp.flatten(request.array) for request in group]), None
-    if isinstance(group[0], ReduceScatter):
-        return _joined(xp, [_rows(xp, request.array, request.array.shape[0]) for request in group]), None
-    return _pack(xp, group)
+    if _travels_as_it_is(fused):
+        return _arrays_of(fused[0])[0], None
+    if isinstance(fused[0], AllReduce):
+        return xp.concatenate([xp.flatten(request.array) for request in fused]), None
+    if isinstance(fused[0], ReduceScatter):
+        return _joined(xp, [_rows(xp, request.array, request.array.shape[0]) for request in fused]), None
+    return _pack(xp, fused)
 
 
-def _apart(xp: ModuleType, result: Array, group: Sequence[Any], offsets: list[list[int]] | None) -> list[Any]:
+def _apart(xp: ModuleType, result: Array, fused: Sequence[Any], offsets: list[list[int]] | None) -> list[Any]:
     """The answer to each request of a collective."""
-    if _travels_as_it_is(group):
-        return [result if isinstance(group[0], AllReduce) else [(row,) for row in result]]
-    return _split(xp, result, group) if offsets is None else _unpack(xp, result, group, offsets)
+    if _travels_as_it_is(fused):
+        return [result if isinstance(fused[0], AllReduce) else [(row,) for row in result]]
+    return _split(xp, result, fused) if offsets is None else _unpack(xp, result, fused, offsets)
 
 
-def _travels_as_it_is(group: Sequence[Request]) -> bool:
-    return len(group) == 1 and group[0].with_room is not None
+def _travels_as_it_is(fused: Sequence[Request]) -> bool:
+    return len(fused) == 1 and fused[0].with_room is not None
 
 
 def _arrays_of(request: Request) -> tuple[Array, ...]:
@@ -148,7 +148,7 @@ def _in_numpy(xp: ModuleType, answer: Any) -> Any:
     return xp.to_numpy(answer)
 
 
-def _group_of(request: Request) -> tuple[str, ...]:
+def _kind_of(request: Request) -> tuple[str, ...]:
     first = _arrays_of(request)[0]
     xp = arrays_for(first)
     kind = [type(request).__name__.lower()]
@@ -159,8 +159,8 @@ def _group_of(request: Request) -> tuple[str, ...]:
     return *kind, xp.device(first)
 
 
-def _split(xp: ModuleType, vector: Array, group: Sequence[AllReduce | ReduceScatter]) -> list[Any]:
-    return cut(xp, vector, [tuple(request.array.shape[isinstance(request, ReduceScatter) :]) for request in group])
+def _split(xp: ModuleType, vector: Array, fused: Sequence[AllReduce | ReduceScatter]) -> list[Any]:
+    return cut(xp, vector, [tuple(request.array.shape[isinstance(request, ReduceScatter) :]) for request in fused])
 
 
 def _rows(xp: ModuleType, array: Array, rows: int) -> Array:
@@ -172,17 +172,17 @@ def _joined(xp: ModuleType, pieces: Sequence[Array]) -> Array:
     return xp.flatten(xp.concatenate(pieces, axis=len(pieces[0].shape) - 1))
 
 
-def _pack(xp: ModuleType, group: Sequence[AllGather | AllToAll]) -> tuple[Array, list[list[int]]]:
+def _pack(xp: ModuleType, fused: Sequence[AllGather | AllToAll]) -> tuple[Array, list[list[int]]]:
     """The parts of all requests in one vector of bytes, and the offset of each part of each request.
 
     For an all-to-all, the vector has a row for each rank. The offsets are then the same in each row.
     """
-    rows = group[0].parts[0].shape[0] if isinstance(group[0], AllToAll) else 0
-    offsets = [[0] * len(gather.parts) for gather in group]
+    rows = fused[0].parts[0].shape[0] if isinstance(fused[0], AllToAll) else 0
+    offsets = [[0] * len(gather.parts) for gather in fused]
     pieces = []
     end = 0
     parts = []
-    for number, gather in enumerate(group):
+    for number, gather in enumerate(fused):
         if gather.with_room is None:
             parts += [(number, place, part) for place, part in enumerate(gather.parts)]
             continue
@@ -205,11 +205,11 @@ def _pack(xp: ModuleType, group: Sequence[AllGather | AllToAll]) -> tuple[Array,
 
 
 def _unpack(
-    xp: ModuleType, gathered: Array, group: Sequence[AllGather | AllToAll], offsets: list[list[int]]
+    xp: ModuleType, gathered: Array, fused: Sequence[AllGather | AllToAll], offsets: list[list[int]]
 ) -> list[Any]:
     """The answer to each request: a tuple of parts for each rank, as views of the gathered buffer (ranks, bytes)."""
     answers: list[Any] = []
-    for request, starts in zip(group, offsets, strict=True):
+    for request, starts in zip(fused, offsets, strict=True):
         parts = [part[0] for part in request.parts] if isinstance(request, AllToAll) else request.parts
         lengths = [part_bytes(xp, part) for part in parts]
         answers.append(
