@@ -85,7 +85,7 @@ class Buckets:
         return [bucket for bucket in self._latest if isinstance(bucket, EngineBucket)]
 
     @property
-    def groups(self) -> list[TensorGroup]:
+    def tensor_groups(self) -> list[TensorGroup]:
         """The tensor groups of the latest step, in the same order."""
         return [group for group in self._latest if isinstance(group, TensorGroup)]
 
@@ -115,7 +115,7 @@ class Buckets:
         waiting = [bucket for bucket in self._latest if bucket.names[0] not in under_way]
         if all(self.take(xp, bucket, gradients) for bucket in waiting):
             return waiting
-        return [self.group([name for name in names if name not in under_way], plan)]
+        return [self.tensor_group([name for name in names if name not in under_way], plan)]
 
     def early(self, plan: Plan) -> list[BucketOrGroup]:
         """The buckets of the latest step that may start early; none if the plan or a tensor's state was replaced."""
@@ -133,7 +133,7 @@ class Buckets:
             bucket.arrays, bucket.bucket.segments["gradient"] = placed
         return placed is not None
 
-    def group(
+    def tensor_group(
         self, names: Sequence[str], plan: Plan, states: Mapping[str, TensorState] | None = None
     ) -> TensorGroup:
         """A tensor group; `states` replaces the states of the training, by name."""
@@ -199,7 +199,7 @@ class Buckets:
         for (number, kind), whole in sorted(by_number.items(), key=lambda entry: entry[0][0]):
             for members in in_parts(whole, gathered.__getitem__, self._most_gathered):
                 if kind is None:
-                    bucket: BucketOrGroup = self.group(members, plan)
+                    bucket: BucketOrGroup = self.tensor_group(members, plan)
                 else:
                     bucket = self._bucket(xp, members, gradients, plan, kind[1], known)
                 bucket.number = number if number < len(early) else None

@@ -279,7 +279,7 @@ class Engine:
         """
         clock, plan, context, names = self.ledger.clock, self.plan, self.context(""), list(gradients)
         if self.planner.ignores_residuals:  # such steps are rare: keep the buckets for later steps
-            waiting: list[BucketOrGroup] = [self.buckets.group(names, plan, defaultdict(TensorState))]
+            waiting: list[BucketOrGroup] = [self.buckets.tensor_group(names, plan, defaultdict(TensorState))]
         else:
             waiting = self.buckets.of_step(xp, names, gradients, plan, under_way)
         clock.marks_only_turns &= all(bucket.on_device for bucket in waiting)

@@ -120,7 +120,7 @@ def steps(
             own = {name: (one.bytes_sent, one.bytes_in_node, one.floats_sent) for name, one in cost.tensors.items()}
             counts = {name: bits(x) if step != 3 else b"" for name, x in results.items()}
             found.append((counts, states_of(mine), cost.bytes_sent, own))
-        assert mine.buckets.groups
+        assert mine.buckets.tensor_groups
         return found
 
     return InProcessGroup(size, per_node).run(work)
@@ -231,7 +231,7 @@ def test_what_overflows_on_the_way_makes_the_step_count_nowhere(
 ) -> None:
     given = lambda rank, step: {"w": make(backend, np.full((2, 3), values[rank]))}  # noqa: E731
     for run in run_engines(2, infos({"w": (2, 3)}), Overflows(what), given):
-        assert run.engine.buckets.groups
+        assert run.engine.buckets.tensor_groups
         assert np.isnan(as_numpy(run.results[0]["w"])).any()
         assert states_of(run.engine) == {"w": ()}
 
@@ -253,7 +253,7 @@ def test_what_is_put_in_place_of_x_is_compressed(backend: str) -> None:
     given = lambda rank, step: {"matrix": make(backend, np.full((6, 8), 4.0)), "w": make(backend, np.ones(3))}  # noqa: E731
     shapes = {"matrix": (6, 8), "w": (3,)}
     for run in run_engines(2, infos(shapes), Overflows("nothing"), given, before=look):
-        assert run.engine.buckets.groups
+        assert run.engine.buckets.tensor_groups
         for name, result, left in (("matrix", 2.0, 2.0), ("w", 1.0, 0.0)):
             assert np.all(as_numpy(run.results[0][name]) == result)
             assert np.all(as_numpy(run.engine.states[name].memory[0]) == left)

@@ -250,7 +250,7 @@ def test_what_no_kernel_takes_starts_early_too(spec: str, what: dict[str, Any]) 
     started = [[name for _, _, name, _ in one.engine.communicator.started] for one in found]
     assert early(found[0])
     assert started[0] == started[1] == started[2]
-    assert any(group.number is not None for group in found[0].engine.buckets.groups)
+    assert any(group.number is not None for group in found[0].engine.buckets.tensor_groups)
 
 
 def test_a_group_goes_in_parts_where_it_would_gather_too_much() -> None:
@@ -261,7 +261,7 @@ def test_a_group_goes_in_parts_where_it_would_gather_too_much() -> None:
     found = run("topk:ratio=0.1", BYTES, dtype="float64", gathered_bytes=2 * payload - 1)
     assert_same(found, run("topk:ratio=0.1", None, dtype="float64"))
     assert not early(found[0])
-    assert len(found[0].engine.buckets.groups) == 2
+    assert len(found[0].engine.buckets.tensor_groups) == 2
 
 
 @pytest.mark.parametrize("spec", ["two_level(topk:ratio=0.1)", "two_level(powersgd:rank=2)"])

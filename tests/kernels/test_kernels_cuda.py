@@ -313,4 +313,4 @@ def test_one_storage_is_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     gradients = {"a": torch.ones(6, 5, dtype=torch.bfloat16, device="meta"), "b": torch.ones(6, 5)}
     engine.buckets.of_step(arrays_for(gradients["b"]), ["a", "b"], gradients, engine.plan)
     assert [bucket.names for bucket in engine.buckets.with_kernels] == [["b"]]
-    assert [group.names for group in engine.buckets.groups] == [["a"]]
+    assert [group.names for group in engine.buckets.tensor_groups] == [["a"]]

@@ -162,7 +162,7 @@ def case_buckets_start_in_the_backward_pass_and_change_nothing() -> None:
             train(distributed, optimizer, steps=8, dtype=dtype)
             started = 1 + (dtype == torch.float64)  # of twice the bytes
             assert early == ([0, 0, 0, *[started] * 5] if overlap else [0] * 8), (spec, dtype, overlap, early)
-            assert bool(binding.engine.buckets.groups) == ((spec, dtype) not in in_buckets)
+            assert bool(binding.engine.buckets.tensor_groups) == ((spec, dtype) not in in_buckets)
             assert_same_everywhere(model)
             results.append(weights(model))
         # The last bits of a sum over more than two ranks depend on what travels with it. PowerSGD sums its factors; the
