@@ -17,14 +17,14 @@ class SentPayload(NamedTuple):
     Attributes:
         kind: "allreduce", "reducescatter", "allgather" or "alltoall".
         bytes: bytes of the payload, indices and scales included; the parts for all ranks together.
-        group: operation and element type of an allreduce or reduce-scatter, such as "mean float32": payloads of
-            different groups do not share a collective. Empty for allgather and alltoall, which carry bytes.
+        reduction: operation and element type of an allreduce or reduce-scatter, such as "mean float32": payloads of
+            different reductions do not share a collective. Empty for allgather and alltoall, which carry bytes.
         among: the ranks that take part.
     """
 
     kind: str
     bytes: float
-    group: str = ""
+    reduction: str = ""
     among: Group = "all"
 
 

@@ -48,7 +48,7 @@ class Collective(NamedTuple):
 _FLAG = SentPayload("allgather", 4.0)
 """The engine's flag, sent with an allreduce or allgather of the first round, or alone if there is none."""
 
-_Key = tuple[str, str, Group]  # kind, group and ranks (`among`) of payloads that share a collective
+_Key = tuple[str, str, Group]  # kind, reduction and ranks (`among`) of payloads that share a collective
 _Rounds = list[dict[_Key, float]]  # bytes
 
 Round = tuple[Collective, ...]
@@ -227,7 +227,7 @@ def exchange_of_plan(
     if rounds and not any(kind in ("allreduce", "allgather") and among == "all" for kind, _, among in rounds[0]):
         _add(rounds, [_FLAG])
     collectives = tuple(
-        tuple(Collective(kind, size, _dtype_of(group), among) for (kind, group, among), size in sizes.items())
+        tuple(Collective(kind, size, _dtype_of(reduction), among) for (kind, reduction, among), size in sizes.items())
         for sizes in rounds
     )
     dense_bytes = sum(tensor.size * dtype_bytes(tensor.dtype) for tensor, _ in members)
@@ -271,8 +271,8 @@ def _in_levels(bucket: Sequence[tuple[TensorInfo, TwoLevel]], ranks: int, ranks_
 
 def _part(payloads: Mapping[_Key, float], ranks: int) -> SentPayload:
     """The share of one of `ranks` ranks in the only payload of a round between nodes."""
-    (((kind, group, _), size),) = payloads.items()
-    return SentPayload(kind, size / ranks, group, "across")
+    (((kind, reduction, _), size),) = payloads.items()
+    return SentPayload(kind, size / ranks, reduction, "across")
 
 
 def _add(rounds: _Rounds, payloads: Iterable[SentPayload]) -> None:
@@ -280,10 +280,10 @@ def _add(rounds: _Rounds, payloads: Iterable[SentPayload]) -> None:
     for number, payload in enumerate(payloads):
         if number == len(rounds):
             rounds.append({})
-        key = payload.kind, payload.group, payload.among
+        key = payload.kind, payload.reduction, payload.among
         rounds[number][key] = rounds[number].get(key, 0) + payload.bytes
 
 
-def _dtype_of(group: str) -> str:
-    """The element type in the group of a payload, such as "mean float32"."""
-    return group.rpartition(" ")[2]
+def _dtype_of(reduction: str) -> str:
+    """The element type in the reduction of a payload, such as "mean float32"."""
+    return reduction.rpartition(" ")[2]
