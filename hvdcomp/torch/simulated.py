@@ -85,14 +85,14 @@ class SimulatedBinding(TorchTraining):
         self, gradients: Mapping[str, torch.Tensor], ready: Mapping[str, Moment], wire: str | None, is_checked: bool
     ) -> None:
         self.observe("local", gradients)
-        for names in self._buckets(gradients):
-            in_bucket = [gradients[name] for name in names]
-            buffer = torch.cat([gradient.flatten() for gradient in in_bucket])
+        for names in self._ddp_buckets(gradients):
+            in_ddp_bucket = [gradients[name] for name in names]
+            buffer = torch.cat([gradient.flatten() for gradient in in_ddp_bucket])
             self._ranks.starts_at = np.max([ready[name] for name in names], axis=0)
             self._reduce(buffer, wire)
             self._ranks.starts_at = None
-            means = buffer.split([gradient.numel() for gradient in in_bucket])
-            for gradient, mean in zip(in_bucket, means, strict=True):
+            means = buffer.split([gradient.numel() for gradient in in_ddp_bucket])
+            for gradient, mean in zip(in_ddp_bucket, means, strict=True):
                 gradient.copy_(mean.view_as(gradient))
         self.observe("aggregated", gradients)
         self.engine.enter_casts(set(gradients), is_checked)
@@ -109,7 +109,7 @@ class SimulatedBinding(TorchTraining):
                 ranks.wait(ranks.start_allreduce(half_precision.narrow(buffer, dtype), "mean", name)), buffer
             )
 
-    def _buckets(self, gradients: Mapping[str, torch.Tensor]) -> Iterator[Sequence[str]]:
+    def _ddp_buckets(self, gradients: Mapping[str, torch.Tensor]) -> Iterator[Sequence[str]]:
         """The names of the gradients in each DDP bucket, in order."""
         if not self._order:
             yield [name for name in self._parameters if name in gradients]

@@ -46,8 +46,8 @@ _DRIFTING = (
 )
 
 
-class _TakenBucket(NamedTuple):
-    """A bucket of DDP in the present step.
+class _DDPBucket(NamedTuple):
+    """A DDP bucket in the present step.
 
     Attributes:
         names: names of its parameters.
@@ -118,7 +118,7 @@ class DDPBinding(TorchTraining):
         self._checks_presence = True
         self._awaited: set[str] = set()  # tensors of the step whose buckets have not come; none between two steps
         self._kept: set[str] | None = None  # tensors of a step without an exchange; None in other steps
-        self._step: list[_TakenBucket] = []
+        self._step: list[_DDPBucket] = []
         self._pending: dict[str, torch.Tensor] = {}
         self._batches: list[Sequence[str]] = []  # names of the tensors of each DDP bucket in the latest step
         self.engine.overlap.follow([], self.early_bytes)
@@ -138,7 +138,7 @@ class DDPBinding(TorchTraining):
         return type(None), ()
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Receives a bucket of DDP whose gradients are ready.
+        """Receives a DDP bucket whose gradients are ready.
 
         Returns:
             A future of the means, in the bucket's storage.
@@ -158,7 +158,7 @@ class DDPBinding(TorchTraining):
         if whole:
             self.observe("local", gradients)  # now, before means overwrite them
         future = self._reduce_whole(buffer) if whole else _future(buffer)
-        self._step.append(_TakenBucket(names, buffer, gradients, future, whole))
+        self._step.append(_DDPBucket(names, buffer, gradients, future, whole))
         if not whole:
             for name, gradient in gradients.items():
                 if name in self._unused:
@@ -234,7 +234,7 @@ class DDPBinding(TorchTraining):
         for bucket in self._step:
             if not bucket.whole:
                 bucket.future.set_result(bucket.buffer)
-        self._follow_buckets()
+        self._follow_ddp_buckets()
 
     def _end_casts(self) -> None:
         if self.coordinator is not None:
@@ -265,7 +265,7 @@ class DDPBinding(TorchTraining):
             self._unused = gradients.keys() - used.keys()
         return used
 
-    def _follow_buckets(self) -> None:
+    def _follow_ddp_buckets(self) -> None:
         """Uses DDP's buckets, which change after its first step, for the engine. Tensors of DDP's last bucket are sent
         at the end of the step."""
         batches = [bucket.names for bucket in self._step]

@@ -12,7 +12,7 @@ FP16 = "torch fp16_compress_hook"
 PEERS = (POWERSGD, FP16)
 
 
-class _Bucket:
+class _DDPBucket:
     """The gradients as one bucket, with the methods of DistributedDataParallel's buckets that its hooks call."""
 
     def __init__(self, gradients: TorchGradients) -> None:
@@ -48,7 +48,7 @@ def peer(name: str, gradients: TorchGradients, device: str) -> Callable[[], Any]
     if not dist.is_initialized():
         backend = "nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    bucket: Any = _Bucket(gradients)
+    bucket: Any = _DDPBucket(gradients)
     if name == FP16:
         world = dist.group.WORLD
         assert world is not None
