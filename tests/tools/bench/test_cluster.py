@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from hvdcomp.tools.bench.cluster import Cluster, ClusterError, namespaces, parse_rate, records
 from hvdcomp.tools.bench.cluster.launch import cores_of
-from hvdcomp.tools.bench.cluster.rates import bucket_bytes
+from hvdcomp.tools.bench.cluster.rates import token_bucket_bytes
 from hvdcomp.tools.bench.cluster.throughput import measure
 from tests.processes import runs
 
@@ -105,7 +105,7 @@ def test_other_rates_are_refused_with_their_value(rate: str) -> None:
 
 def test_the_bucket_holds_a_frame_and_little_time() -> None:
     for rate in ("1mbit", "100mbit", "1gbit", "10gbit"):
-        size = bucket_bytes(parse_rate(rate))
+        size = token_bucket_bytes(parse_rate(rate))
         assert size > 2 * 1514
         assert size <= max(3200, parse_rate(rate) / 8 * 0.00025)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hvdcomp.tools.bench.cluster import records
 from hvdcomp.tools.bench.cluster.errors import ClusterError
-from hvdcomp.tools.bench.cluster.rates import QUEUE_MILLISECONDS, bucket_bytes, parse_rate
+from hvdcomp.tools.bench.cluster.rates import QUEUE_MILLISECONDS, parse_rate, token_bucket_bytes
 
 MOST_HOSTS = 64
 _GRACE_SECONDS = 5  # between SIGTERM and SIGKILL
@@ -108,7 +108,7 @@ def make(cluster: str, hosts: int, rate: str) -> None:
 def _shape(name: str, interface: str, rate: str) -> None:
     bits = parse_rate(rate)
     _command(
-        f"tc -n {name} qdisc replace dev {interface} root tbf rate {bits}bit burst {bucket_bytes(bits)} "
+        f"tc -n {name} qdisc replace dev {interface} root tbf rate {bits}bit burst {token_bucket_bytes(bits)} "
         f"latency {QUEUE_MILLISECONDS}ms"
     )
 

@@ -10,8 +10,8 @@ _SLOWEST, _FASTEST = 10**6, 10**11  # bits per second
 # A full bucket passes the bytes of this time at once. Shorter messages are not slowed down, so it must be small; but
 # the timer that refills the bucket is late by about ten microseconds, and the overflow is lost, so a smaller bucket
 # would not reach 10 Gb/s.
-_BUCKET_SECONDS = 200e-6
-_SMALLEST_BUCKET = 3200  # bytes: two Ethernet frames of 1514, as a frame must always fit
+_TOKEN_BUCKET_SECONDS = 200e-6
+_SMALLEST_TOKEN_BUCKET = 3200  # bytes: two Ethernet frames of 1514, as a frame must always fit
 
 # The longest wait of a frame. Long, so that frames of several senders to a receiver are seldom dropped.
 QUEUE_MILLISECONDS = 50
@@ -32,6 +32,6 @@ def parse_rate(rate: str) -> int:
     return bits
 
 
-def bucket_bytes(bits_per_second: int) -> int:
+def token_bucket_bytes(bits_per_second: int) -> int:
     """The size of the token bucket, in bytes (tc calls it burst)."""
-    return max(_SMALLEST_BUCKET, round(bits_per_second * _BUCKET_SECONDS / 8))
+    return max(_SMALLEST_TOKEN_BUCKET, round(bits_per_second * _TOKEN_BUCKET_SECONDS / 8))
