@@ -36,22 +36,22 @@ def in_runs(xp: ModuleType, x: Array, most: int) -> Array:
 
 
 def encode_multiples(
-    xp: ModuleType, size: int, buckets: Array, scales: Array, bits: int, purpose: str, context: Context
+    xp: ModuleType, size: int, runs: Array, scales: Array, bits: int, purpose: str, context: Context
 ) -> tuple[Array, Array]:
-    """Rounds elements at random to multiples of a fraction of their bucket's scale; the packed codes, and the scales.
+    """Rounds elements at random to multiples of a fraction of the scale of their run; the packed codes, and the scales.
 
     Args:
         xp: array functions.
         size: number of elements.
-        buckets: the elements, padded with zeros, float32 (buckets, length).
-        scales: scales of the buckets (buckets, 1). Magnitudes above the scale are clipped to it.
+        runs: the elements, padded with zeros, float32 (runs, length).
+        scales: scales of the runs (runs, 1). Magnitudes above the scale are clipped to it.
         bits: bits of a code.
         purpose: purpose of the random numbers.
         context: the tensor's context.
     """
     # floor(s x / scale + u) + s, with u uniform in [0, 1), in fixed point: times 2**23, u being 23 random bits.
     highest = steps_of(bits) / 2 * _UNIT
-    values = xp.flatten(buckets * (xp.reciprocal_or_zero(scales, SMALLEST_SCALE) * highest))[:size]
+    values = xp.flatten(runs * (xp.reciprocal_or_zero(scales, SMALLEST_SCALE) * highest))[:size]
     codes = random_words(xp, rank_key(context, purpose), size, like=values)
     codes >>= 9
     codes &= 0x7FFFFF

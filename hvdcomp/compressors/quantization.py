@@ -77,8 +77,8 @@ class QSGD(Multiples):
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
         """Section 3.1: in each bucket, s x / norm is rounded at random to one of the whole numbers around it."""
         size = number_of_elements(tuple(x.shape))
-        buckets = in_runs(xp, x, self.bucket)
-        return encode_multiples(xp, size, buckets, xp.row_norms(buckets), self.bits, self.name, context)
+        runs = in_runs(xp, x, self.bucket)
+        return encode_multiples(xp, size, runs, xp.row_norms(runs), self.bits, self.name, context)
 
     def encode_bucket(self, bucket: Bucket) -> None:
         encode_multiples_of_bucket(bucket, "qsgd_encode", bucket.layout.length)
