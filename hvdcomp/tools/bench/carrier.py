@@ -65,7 +65,7 @@ class Carrier(ABC):
         start_s: seconds until the idle library starts a collective, for any number of ranks.
         bucket_bytes: the largest buffer that the library sends at a time, except for larger gradients.
         early_bytes: the smallest bucket of gradients that hvdcomp sends during the backward pass.
-        own_buckets: whether hvdcomp uses the library's buckets, whose size is then an option of the library.
+        shares_buckets: whether hvdcomp uses the library's buckets, whose size is then an option of the library.
     """
 
     title: ClassVar[str]
@@ -74,7 +74,7 @@ class Carrier(ABC):
     start_s: float
     bucket_bytes: float
     early_bytes: int
-    own_buckets: bool
+    shares_buckets: bool
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -90,7 +90,7 @@ class Carrier(ABC):
 
     def early_bytes_of(self, workload: Workload) -> int | None:
         """`early_bytes` of a model if hvdcomp uses the library's buckets; None if hvdcomp has its own buckets."""
-        if not self.own_buckets:
+        if not self.shares_buckets:
             return None
         return least_early_bytes(self.early_bytes, workload.dense_bytes, workload.device.type == "cuda")
 

@@ -32,7 +32,7 @@ class DDPCarrier(Carrier):
     start_s = 0.0
     bucket_bytes = float(BUCKET_BYTES)
     early_bytes = LEAST_BYTES  # smaller buckets wait for the next
-    own_buckets = True
+    shares_buckets = True
 
     def facts(self) -> dict[str, str]:
         return {

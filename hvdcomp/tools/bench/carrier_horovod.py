@@ -23,7 +23,7 @@ class HorovodCarrier(Carrier):
     title = network = "Horovod"
     warm_up = 1
     early_bytes = BUCKET_BYTES
-    own_buckets = False
+    shares_buckets = False
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__(ranks)

@@ -90,6 +90,6 @@ def trial_of(specs: Sequence[Compressor], tensors: Sequence[TensorInfo], carrier
     if not sent:
         return None
     whole = sum(tensor.size * dtype_bytes(tensor.dtype) for tensor in tensors)
-    least = carrier.early_bytes if carrier.own_buckets else 1
+    least = carrier.early_bytes if carrier.shares_buckets else 1
     early_bytes = max(least, min(BUCKET_BYTES, whole // _FEWEST_BUCKETS))
     return OverlapTrial(max(sent, key=lambda spec: sent[spec]), early_bytes, ranks)

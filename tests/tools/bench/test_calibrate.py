@@ -373,9 +373,9 @@ def test_steps_without_payload_in_two_levels_go_on_for_long(spec: str, rank: int
 # Overlap.
 
 
-def carrier(own_buckets: bool = False) -> Any:
+def carrier(shares_buckets: bool = False) -> Any:
     """Of two ranks, as far as a trial asks."""
-    return SimpleNamespace(ranks=SimpleNamespace(size=2), own_buckets=own_buckets, early_bytes=1_000_000)
+    return SimpleNamespace(ranks=SimpleNamespace(size=2), shares_buckets=shares_buckets, early_bytes=1_000_000)
 
 
 @pytest.mark.parametrize(
@@ -392,7 +392,7 @@ def test_hides_is_the_share_of_what_could_be_saved(
 
     tensors = [TensorInfo(name, (1000, 1000)) for name in "abcd"]
     specs = [parse_compressor(one) for one in ("fp16", "topk:ratio=0.01", "qsgd:bits=4", "two_level(qsgd:bits=8)")]
-    trial = trial_of(specs, tensors, carrier(own_buckets=False))
+    trial = trial_of(specs, tensors, carrier(shares_buckets=False))
     assert trial is not None
     assert (str(trial.compressor), trial.early_bytes) == ("qsgd:bits=4", 16_000_000 // 3)
     ready = ((0.25, 0.1), (0.5, 0.2), (0.75, 0.4), (1.0, 1.0))
@@ -422,16 +422,16 @@ def test_without_a_compressor_that_can_be_sent_early_nothing_is_trained_for_it()
     assert trial_of(specs, [TensorInfo("a", (1000, 1000))], carrier()) is None
 
 
-@pytest.mark.parametrize(("own_buckets", "dtype", "early_bytes"), [
+@pytest.mark.parametrize(("shares_buckets", "dtype", "early_bytes"), [
     (False, "float32", 100_000), (False, "bfloat16", 50_000), (True, "float32", 1_000_000),
 ])  # fmt: skip
 def test_buckets_of_the_library_hold_no_less_than_what_is_sent_by_itself(
-    own_buckets: bool, dtype: str, early_bytes: int
+    shares_buckets: bool, dtype: str, early_bytes: int
 ) -> None:
     pytest.importorskip("torch")
     from hvdcomp.tools.bench.probe_overlap import trial_of
 
-    trial = trial_of([parse_compressor("qsgd:bits=4")], [TensorInfo("a", (300, 250), dtype)], carrier(own_buckets))
+    trial = trial_of([parse_compressor("qsgd:bits=4")], [TensorInfo("a", (300, 250), dtype)], carrier(shares_buckets))
     assert trial is not None
     assert trial.early_bytes == early_bytes
 
