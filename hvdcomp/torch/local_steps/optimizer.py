@@ -26,7 +26,7 @@ from hvdcomp.specs.described import is_number
 from hvdcomp.specs.parsing import parse
 from hvdcomp.torch.local_steps.auto import AutoRounds, RoundLength
 from hvdcomp.torch.local_steps.binding import NO_NEW_GROUP, LocalStepsBinding, local_part
-from hvdcomp.torch.local_steps.rounds import Rounds, Sent, grouped
+from hvdcomp.torch.local_steps.rounds import Rounds, Sent, in_fragments
 from hvdcomp.torch.optimizers.compressed_adam import CompressedAdam
 from hvdcomp.torch.optimizers.learning_rate import rates_of
 from hvdcomp.torch.ranks import started_ranks
@@ -143,7 +143,7 @@ class LocalSteps(torch.optim.Optimizer):
                 "round ends with the same weights on all ranks; give every a number of steps, or leave these three out"
             )
         self._length = None if self._auto is None else RoundLength(self._auto.start)
-        self._fragments = grouped(sizes, fragments)
+        self._fragments = in_fragments(sizes, fragments)
         if compression is None:
             compression = _compression_of(NoCompression())
         require_compression(compression, "hvdcomp.torch.LocalSteps")

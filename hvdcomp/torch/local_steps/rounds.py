@@ -68,16 +68,16 @@ class Rounds(NamedTuple):
         return number - 1 if remainder == 0 and number <= self.fragments else None
 
 
-def grouped(sizes: Sequence[int], count: int) -> list[list[int]]:
+def in_fragments(sizes: Sequence[int], count: int) -> list[list[int]]:
     """Divides parameters into groups of about equal size, and returns the places of each group's parameters. The
     largest parameter comes first, and each parameter goes to the smallest group."""
-    groups: list[list[int]] = [[] for _ in range(count)]
+    fragments: list[list[int]] = [[] for _ in range(count)]
     filled = [0] * count
     for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
         least = filled.index(min(filled))
-        groups[least].append(place)
+        fragments[least].append(place)
         filled[least] += max(1, sizes[place])
-    return [sorted(group) for group in groups]
+    return [sorted(fragment) for fragment in fragments]
 
 
 class Sent(NamedTuple):

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from hvdcomp import Compression, ConfigurationError, TopK, state_for  # noqa: E402
 from hvdcomp.communicators import SimulatedCommunicator, SimulatedGroup  # noqa: E402
 from hvdcomp.torch import LocalSteps  # noqa: E402
-from hvdcomp.torch.local_steps.rounds import Rounds, grouped  # noqa: E402
+from hvdcomp.torch.local_steps.rounds import Rounds, in_fragments  # noqa: E402
 from tests.torch.local_steps.test_local_steps import (  # noqa: E402
     RANKS,
     RATE,
@@ -118,12 +118,12 @@ def test_each_fragment_goes_once_in_a_round_and_never_two_at_once() -> None:
 
 
 def test_fragments_are_of_about_equal_size() -> None:
-    assert grouped([100, 3, 50, 50, 2, 1], 3) == [[0], [1, 2], [3, 4, 5]]
-    assert grouped([5, 0, 0], 3) == [[0], [1], [2]]
+    assert in_fragments([100, 3, 50, 50, 2, 1], 3) == [[0], [1, 2], [3, 4, 5]]
+    assert in_fragments([5, 0, 0], 3) == [[0], [1], [2]]
     sizes = np.random.default_rng(0).integers(1, 1000, 200).tolist()
-    sums = [sum(sizes[place] for place in group) for group in grouped(sizes, 7)]
+    sums = [sum(sizes[place] for place in fragment) for fragment in in_fragments(sizes, 7)]
     assert max(sums) - min(sums) <= max(sizes) / 7
-    assert sorted(place for group in grouped(sizes, 7) for place in group) == list(range(200))
+    assert sorted(place for fragment in in_fragments(sizes, 7) for place in fragment) == list(range(200))
 
 
 def made(model: Model, communicator: SimulatedCommunicator, method: str) -> LocalSteps:
