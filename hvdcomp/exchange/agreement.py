@@ -149,10 +149,10 @@ def _by_rank(values: Sequence[Any]) -> str:
 
 def _ranks_of(values: Sequence[Any]) -> dict[str, str]:
     """For each value, the ranks that have it, such as `0 2-5 7`."""
-    groups: dict[str, list[int]] = {}
+    ranks_by_value: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
-        groups.setdefault(str(value), []).append(rank)
-    return {text: _ranges(ranks) for text, ranks in groups.items()}
+        ranks_by_value.setdefault(str(value), []).append(rank)
+    return {text: _ranges(ranks) for text, ranks in ranks_by_value.items()}
 
 
 def _excerpts(texts: Sequence[str]) -> list[str]:
