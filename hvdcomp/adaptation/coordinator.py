@@ -277,7 +277,7 @@ class Coordinator:
         assert self._first_rates is not None
         statistics, self._ended = self._ended, None
         if following:  # empty if no optimizer is known, allowed for policies without learning rates
-            # New parameter groups come last; of a group that was not there when the period began, no fall is known.
+            # New parameter groups come last. If a parameter group is new in this period, no fall is known.
             before = (*self._first_rates, *following[len(self._first_rates) :])[: len(following)]
             rates = LearningRates(before, following)
             statistics = dataclasses.replace(statistics, learning_rates=rates)

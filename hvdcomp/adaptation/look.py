@@ -91,7 +91,7 @@ class Look(Mapping[str, Array]):
             energies.add(names, bucket.measure_left(), places=[bucket.places[name] for name in names])
 
     def _by_bucket(self, names: Sequence[str] | set[str]) -> Iterator[tuple[BucketOrGroup, list[str]]]:
-        """Each bucket and group that has some of these tensors, and their names in its order."""
+        """Each bucket and tensor group that has some of these tensors, and their names in its order."""
         wanted = set(names)
         for bucket in self._buckets:
             if own := [name for name in bucket.names if name in wanted]:

@@ -20,7 +20,7 @@ class ReleasedError(Exception):
 
 
 class InProcessGroup:
-    """The group of `size` ranks, `ranks_per_node` of them on each node, and their collectives.
+    """A group of `size` ranks, `ranks_per_node` of them on each node, and their collectives.
 
     All ranks meet in each collective, even if only a part of them takes part, because all ranks start the same
     collectives.
@@ -55,7 +55,7 @@ class InProcessGroup:
         return self._results[rank]
 
     def run(self, work: Callable[[InProcessCommunicator], Result]) -> Sequence[Result]:
-        """As `run_ranks`, for this group; state in its communicators is kept from one run to the next."""
+        """As `run_ranks`, for this group of ranks; state in its communicators is kept from one run to the next."""
         self.error, self._left, self._contributions = None, set(), {}
         results: list[Any] = [None] * self.world_size
 

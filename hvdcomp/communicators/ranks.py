@@ -101,14 +101,14 @@ class Ranks(Communicator):
         raise NotImplementedError
 
     def check_grouping(self) -> None:
-        """Raises ConfigurationError if these ranks cannot be split into groups."""
+        """Raises ConfigurationError if these ranks cannot be split into groups of ranks."""
 
     def make_groups(self, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Communicator]:
         """The communicators of groups of these ranks, at least of the groups that this rank is in. All ranks call it
         with the same groups in the same order.
 
         Raises:
-            ConfigurationError: if groups cannot be made.
+            ConfigurationError: if groups of ranks cannot be made.
         """
         raise NotImplementedError
 
@@ -140,5 +140,5 @@ class Ranks(Communicator):
 
 
 def _from_environment(grouping: str) -> tuple[int, int]:
-    """`asked_ranks_per_node`, and whether groups may be made."""
+    """`asked_ranks_per_node`, and whether groups of ranks may be made."""
     return asked_ranks_per_node(), int(not grouping or os.environ.get(grouping, "0") not in ("", "0"))

@@ -13,7 +13,7 @@ _LAUNCHERS = ("HOROVOD_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 def rank_so_far() -> int:
     """The rank of this process: `connected_rank`, or the launcher's environment variable, or 0 if both are missing.
 
-    It does not wait for other ranks. In a process set or group the process may have another rank.
+    It does not wait for other ranks. In a process set or process group, the process may have another rank.
     """
     connected = connected_rank()
     if connected is not None:

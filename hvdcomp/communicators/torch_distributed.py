@@ -48,8 +48,8 @@ class TorchDistributedCommunicator(Ranks):
     Collectives are matched by the order in which every rank starts them; their names are not used.
 
     CPU tensors go through the process group if its backend accepts them, as Gloo does. Otherwise (NCCL) they go through
-    a second group of the same ranks with Gloo, which is made at once, so that every rank must make the communicator at
-    the same point.
+    a second process group of the same ranks with Gloo. The constructor makes this process group, so every rank must
+    make the communicator at the same point.
 
     Args:
         group: the process group; None for all ranks.
@@ -58,7 +58,7 @@ class TorchDistributedCommunicator(Ranks):
         group: the process group.
 
     Raises:
-        ConfigurationError: if torch.distributed was not started, or this process is not in the group.
+        ConfigurationError: if torch.distributed was not started, or this process is not in the process group.
 
     Example:
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun needs "gloo" alone
@@ -82,7 +82,7 @@ class TorchDistributedCommunicator(Ranks):
         if self.rank < 0:
             raise ConfigurationError(
                 f"rank {dist.get_rank()} was given a process group that does not contain rank {dist.get_rank()}; give "
-                "each rank a group that contains this rank"
+                "each rank a process group that contains this rank"
             )
         self._next: dist.ProcessGroup | None = None
         self._root = dist.get_global_rank(self.group, 0)
@@ -109,7 +109,8 @@ class TorchDistributedCommunicator(Ranks):
         return self.wait(self.start_allgather(torch.from_numpy(own), name))
 
     def duplicate(self) -> TorchDistributedCommunicator:
-        """A communicator with a process group of its own, because the collectives of one group wait for each other."""
+        """A communicator with a process group of its own, because collectives of the same process group wait for each
+        other."""
         return TorchDistributedCommunicator(_group_beside(self.group, _backend(self.group)))
 
     def start_allreduce(self, array: torch.Tensor, op: str, name: str) -> Started:
@@ -154,7 +155,7 @@ class TorchDistributedCommunicator(Ranks):
     # Methods of `Ranks`.
 
     def check_grouping(self) -> None:
-        if self.world_size != dist.get_world_size():  # torch.distributed makes a group only if all ranks ask for it
+        if self.world_size != dist.get_world_size():  # all ranks must ask for a process group
             raise ConfigurationError(
                 "two-level compression (exact means within a node, compression between nodes) needs all "
                 f"{dist.get_world_size()} ranks, but the process group has {self.world_size}; train the model on all "
@@ -209,19 +210,20 @@ def _group_beside(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
         world.group_count = _agree_on_a_name(group)
         return dist.new_group(ranks, use_local_synchronization=True, **alike)
     finally:
-        # From PyTorch 2.14 on such a group counts too. Other ranks do not make it, and groups of all ranks have the
-        # count in their names: with different counts, the ranks would wait for each other under different names.
+        # From PyTorch 2.14 on, this process group counts too. Other ranks do not make it, and process groups of all
+        # ranks have the count in their names: with different counts, the ranks would wait under different names.
         world.group_count = before
 
 
-_next_count = 2**32  # of groups that only some ranks make: PyTorch's own counts stay below
+_next_count = 2**32  # of process groups that only some ranks make: PyTorch's own counts stay below
 
 
 def _agree_on_a_name(group: dist.ProcessGroup) -> int:
-    """Lets the ranks of a group agree on what torch.distributed puts into the name of a group that only they make.
+    """Makes the ranks of a process group agree on the name of a further process group, which only they make.
 
-    It is the number of groups that a rank is in up to PyTorch 2.13, and later a count, which is returned. Where some
-    ranks are in one more group of the user's, the others make groups of one rank.
+    Up to PyTorch 2.13, torch.distributed makes the name from the number of process groups that the rank is in. Later
+    versions use a count, which is returned. If a rank is in fewer process groups than another rank, it makes process
+    groups of one rank.
     """
     global _next_count
     world = dist.distributed_c10d._world
@@ -232,19 +234,20 @@ def _agree_on_a_name(group: dist.ProcessGroup) -> int:
     world.group_count = max(counts)
     for _ in range(own[0], max(numbers)):
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-    agreed = max(counts) + max(numbers) - min(numbers)  # no rank has got further by its groups of one rank
+    agreed = max(counts) + max(numbers) - min(numbers)  # no rank has a higher count now
     _next_count = agreed + 1
     return agreed
 
 
 def _waits_like(group: dist.ProcessGroup) -> dict[str, Any]:
-    """The argument by which a new group waits as long; none if the time is not known, as PyTorch 2.1 takes no None."""
+    """The argument that gives a new process group the same timeout; empty if the timeout is not known, because PyTorch
+    2.1 accepts no None."""
     timeout = _timeout(group)
     return {} if timeout is None else {"timeout": timeout}
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """The time that a group's collectives wait for a rank; None if its backend does not tell."""
+    """The time that the collectives of a process group wait for a rank; None if its backend does not tell."""
     device = _backend(group).partition(":")[0]
     backend = group._get_backend(torch.device(device))
     return getattr(getattr(backend, "options", None), "_timeout", None)

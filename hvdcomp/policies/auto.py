@@ -63,7 +63,7 @@ _Excess = Annotated[float, number(lambda value: value > 0, "above 0, such as 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Auto(Policy[AutoState]):
-    """Chooses no compression, fp16 or a compressor for each group of tensors, so that steps are as fast as possible.
+    """Chooses no compression, fp16 or a compressor for each set of tensors, so that steps are as fast as possible.
 
     The compressor is the training's own, or one of `compressors`. Levels do not change. If a compressor has
     `exchange="auto"`, the policy also chooses the faster one of "gather" and "scatter".

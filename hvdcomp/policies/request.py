@@ -46,12 +46,12 @@ class LearningRates:
         if not self.now or len(self.now) != len(self.next):
             raise ValueError(
                 f"learning rates {self.now} and {self.next} must have the same length: one rate for each parameter "
-                "group, and at least one group"
+                "group, and at least one parameter group"
             )
 
     @property
     def fall(self) -> bool:
-        """Whether the rate of any group falls."""
+        """Whether the rate of any parameter group falls."""
         return any(after < before for before, after in zip(self.now, self.next, strict=True))
 
 

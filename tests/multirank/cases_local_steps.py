@@ -187,7 +187,7 @@ def case_a_group_that_one_rank_adds_before_the_first_step_is_refused_on_all() ->
     if dist.get_rank() == 1:
         optimizer.inner.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
     told = raised(hvdcomp.RankMismatchError, lambda: train(model, optimizer, scheduler, own_generator()))
-    assert "add all groups to the inner optimizer before you pass" in told, told
+    assert "add all parameter groups to the inner optimizer before you pass" in told, told
 
 
 def case_muon_of_its_page_steps_alone_and_goes_on_bit_for_bit() -> None:

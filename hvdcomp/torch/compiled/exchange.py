@@ -139,7 +139,7 @@ def group_of(name: str) -> dist.ProcessGroup:
     except RuntimeError as error:
         raise ConfigurationError(
             f"torch.distributed has no process group of the name {name!r}: {error}. Call init_process_group() first, "
-            "and give the name of a group that exists, group.group_name"
+            "and give the name of a process group that exists, group.group_name"
         ) from None
     return group
 

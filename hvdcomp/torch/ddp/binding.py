@@ -82,11 +82,12 @@ class DDPBinding(TorchTraining):
     def __init__(self, setup: Setup, model: DistributedDataParallel) -> None:
         self._of_model = communicator = TorchDistributedCommunicator(model.process_group)
         trained = _trained(model)
-        # torch.distributed matches collectives by their order. On the host a rank starts the engine's as soon as it
-        # knows that all ranks make the step, so these have a group of their own. What all ranks start at the same point
-        # stays in the model's, where it also meets a rank that makes no step: whole buckets, and the presence check. On
-        # a device all is in the model's, and the presence check waits for its result instead of polling it, so that all
-        # ranks start a bucket between the same two collectives. The device has work for longer.
+        # torch.distributed matches collectives by their order. On the host, a rank starts the engine's collectives as
+        # soon as it knows that all ranks make the step, so these collectives have a process group of their own. All
+        # ranks start the presence check and the all-reduces of whole DDP buckets at the same point. These collectives
+        # stay in the model's process group, and so reach a rank that makes no step. On a device, all collectives are in
+        # the model's process group. There the presence check waits for its result instead of polling it, so that all
+        # ranks start a bucket between the same two collectives. The device still has work to do in the meantime.
         on_device = any(parameter.is_cuda for parameter in trained.values())
         self._beside = None if on_device else GroupBeside.of(communicator, self)
         if self._beside is not None:
@@ -302,7 +303,7 @@ def _check(setup: Setup, model: DistributedDataParallel) -> None:
     if setup.process_set is not None:
         raise ConfigurationError(
             "process_set works only with Horovod; pass process_group to DistributedDataParallel instead: hvdcomp uses "
-            "the same group"
+            "the same process group"
         )
     if getattr(model, "mixed_precision", None) is not None:
         raise ConfigurationError(

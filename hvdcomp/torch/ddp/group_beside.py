@@ -1,8 +1,8 @@
 """Additional process groups for collectives whose order may differ from the order of the user's own collectives.
 
-torch.distributed matches the collectives of a group by their order. A collective that starts in the backward pass, as
-soon as a rank knows that all ranks take part, could be matched with another collective of the user's group, such as one
-of another model in the same pass.
+torch.distributed matches the collectives of a process group by their order. Some collectives start in the backward
+pass, as soon as a rank knows that all ranks take part. In the user's process group, such a collective could be matched
+with a collective of another model in the same backward pass.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import torch.distributed as dist
 
 from hvdcomp.communicators.torch_distributed import UNNAMED, TorchDistributedCommunicator
 
-_made: WeakKeyDictionary[dist.ProcessGroup, list[GroupBeside]] = WeakKeyDictionary()  # by the user's group
+_made: WeakKeyDictionary[dist.ProcessGroup, list[GroupBeside]] = WeakKeyDictionary()  # by the user's
 
 
 class GroupBeside:
-    """A second process group with the same ranks as the user's group. Only one object uses it at a time.
+    """A second process group with the same ranks as the user's process group. Only one object uses it at a time.
 
-    Threads, connections and memory of a group stay as long as the process: torch.distributed numbers groups, and a
-    number that is free again on one rank only would give a later group two names. So a group is used again when its
-    user is freed.
+    A process group is never destroyed, so its threads, connections and memory stay as long as the process. The reason:
+    torch.distributed numbers process groups. If a number became free on one rank only, a later process group would have
+    two names. So a process group is used again when its user is freed.
 
     Attributes:
-        ranks: the communicator of the group.
-        under_way: whether its user has collectives under way. A group that is left so is not used again, as ranks may
-            have started different numbers of them.
+        ranks: the communicator of the process group.
+        under_way: whether its user has collectives under way. If the user is freed in this state, the process group is
+            not used again, because ranks may have started different numbers of collectives.
     """
 
     def __init__(self, ranks: TorchDistributedCommunicator, user: Any) -> None:
@@ -38,11 +38,11 @@ class GroupBeside:
 
     @classmethod
     def of(cls, ranks: TorchDistributedCommunicator, user: Any) -> GroupBeside:
-        """One that no other object uses on any rank; all ranks call it at the same point.
+        """A process group that no other object uses on any rank. All ranks call this at the same point.
 
         Args:
-            ranks: the communicator of the user's group.
-            user: the object that uses the group until it is freed.
+            ranks: the communicator of the user's process group.
+            user: the object that uses the process group until it is freed.
         """
         made = _made.setdefault(ranks.group, [])
         if made:

@@ -1,7 +1,7 @@
 """The binding of models in FSDP2 (`fully_shard`, `replicate`) with replicas: hybrid sharding, HSDP.
 
 FSDP reduces the gradients of a module to this rank's shards, and calls hooks on its own stream. The engine exchanges
-the shards in place with the other replicas: so gradients are dense within a shard group and compressed between
+the shards in place with the other replicas: so gradients are dense within a replica and compressed between
 replicas. Buckets start during the backward pass, and the remaining gradients are sent at its end. If the model's mesh
 has a dimension of replicas, FSDP leaves it to the engine from the end of `FSDPBinding.__init__` on.
 """
@@ -48,7 +48,7 @@ class FSDPBinding(TorchTraining):
     Args:
         setup: the user's settings and objects.
         model: a model sharded by `fully_shard`, or replicated by `replicate`.
-        group: the ranks with the same shards, one of each replica.
+        group: the process group of the ranks with the same shards, one of each replica.
     """
 
     overlaps_with_policy = False
@@ -59,11 +59,11 @@ class FSDPBinding(TorchTraining):
     absence = WITHOUT_HOROVOD
 
     def __init__(self, setup: Setup, model: torch.nn.Module, group: dist.ProcessGroup) -> None:
-        # A group of its own: buckets start at different times on each rank, and would meet what others, such as another
-        # model in the same backward pass, start in the user's.
+        # The engine has a process group of its own. Its buckets start at different times on each rank. In the user's
+        # process group, they could be matched with collectives of another model in the same backward pass.
         self._replicas = TorchDistributedCommunicator(group)
         communicator, like = self._replicas.duplicate(), torch.empty(0)
-        if dist.get_rank() != 0:  # every shard group decides for itself; only one may write the log
+        if dist.get_rank() != 0:  # every process group of replicas decides for itself, but only one writes the log
             setup.compression.decision_log = None
         # On a device, all ranks must start a bucket between the same two of FSDP's collectives, as in `DDPBinding`.
         parameters = unique(model.named_parameters())
@@ -105,7 +105,7 @@ class FSDPBinding(TorchTraining):
             leave_to_hook(group, functools.partial(self._group_reduced, group))
         self._groups = {name: groups[parameter] for name, parameter in self._sharded.items()}
         for name, parameter in self._sharded.items():
-            # FSDP calls it after the group's hook, when `grad` is set.
+            # FSDP calls it after the hook of the parameter group, when `grad` is set.
             parameter.register_post_accumulate_grad_hook(functools.partial(self._gradient_ready, name))
         before_forward_passes(model, self._forget)
 
@@ -187,7 +187,8 @@ class FSDPBinding(TorchTraining):
     def _require_same(self, names: Collection[str]) -> None:
         """Raises RankMismatchError on every rank if not all replicas have gradients of these names.
 
-        It asks in the user's group: in the other one, ranks may have started different numbers of buckets.
+        The ranks exchange the names in the user's process group: in the engine's process group, they may have started
+        different numbers of buckets.
         """
         flags = gather_rows(self._replicas, bytes(name in names for name in self._sharded), self.like, "hvdcomp.names")
         differing = [name for name, *of_rank in zip(self._sharded, *flags, strict=True) if len(set(of_rank)) > 1]

@@ -66,8 +66,8 @@ def leave_to_nobody(model: torch.nn.Module) -> None:
 def leave_to_hook(group: Any, hook: Callable[[torch.Tensor], None] | None) -> None:
     """Makes FSDP reduce the gradients of a parameter group to this rank's shards only, and call a hook with them.
 
-    The hook is that of `set_all_reduce_hook`, which takes no module with several groups. To leave out FSDP's own
-    allreduce there is no public way: `set_requires_all_reduce(False)` hides the gradients of such backward passes.
+    The hook is that of `set_all_reduce_hook`, which accepts no module with several parameter groups. There is no public
+    way to leave out FSDP's own allreduce: `set_requires_all_reduce(False)` hides the gradients of such backward passes.
     """
     group._all_reduce_hook = hook
     info = group.mesh_info
@@ -88,7 +88,7 @@ def shards_of(group: Any) -> int:
 
 
 def require_replicas(trained: Mapping[str, DTensor], group: dist.ProcessGroup, caller: str) -> None:
-    """Raises ConfigurationError if ranks of the group have different parts of one replica."""
+    """Raises ConfigurationError if ranks of the process group have different parts of one replica."""
     members = set(_ranks_of(group))
     for name, parameter in trained.items():
         ranks = parameter.device_mesh.mesh

@@ -51,7 +51,7 @@ class HorovodOptimizer:
         self._names_in_horovod: Mapping[torch.nn.Parameter, str] = getattr(optimizer, "_parameter_names", {})
         self._hooked: set[torch.nn.Parameter] = getattr(optimizer, "_requires_update", set())
         self.own = frozenset(self._names[parameter] for parameter in self._hooked if parameter in self._names)
-        self._counted = 0  # parameters in the optimizer's groups
+        self._counted = 0  # parameters in the optimizer's parameter groups
         self._unhooked: list[torch.nn.Parameter] = []
         if optimizer is not None:
             if not hasattr(optimizer, "op"):  # Horovod's other optimizer, for Adasum

@@ -38,7 +38,7 @@ class LocalStepsBinding(TorchTraining):
     Args:
         setup: the user's settings and objects. Its `optimizer` is the outer one.
         inner: the optimizer of local steps.
-        anchors: the weights at the latest exchange, one for each parameter, in the order of the groups.
+        anchors: the weights at the latest exchange, one for each parameter, in the order of the parameter groups.
         settings: settings that must be the same on all ranks, in addition to the settings of the compression. They are
             read in the first step.
         every: number of steps between exchanges, or the spec of the rule that decides it.
@@ -269,13 +269,13 @@ def _check(setup: Setup, every: int | str, communicator: Ranks) -> None:
 
 NO_NEW_GROUP = (
     "LocalSteps does not accept new parameter groups, because the ranks would not exchange the new parameters; add all "
-    "groups to the inner optimizer before you pass this optimizer to LocalSteps"
+    "parameter groups to the inner optimizer before you pass this optimizer to LocalSteps"
 )
 
 
 def _named(setup: Setup, groups: Sequence[Mapping[str, Any]]) -> dict[str, torch.nn.Parameter]:
-    """The parameters of the groups by name, in their order: by the names of the `Compression`, or those of the
-    optimizer, or else the numbers of group and parameter."""
+    """The parameters of all parameter groups by name, in their order. Names are those of the `Compression`, or those of
+    the optimizer, or else the numbers of the parameter group and of the parameter."""
     parameters = [parameter for group in groups for parameter in group["params"]]
     if setup.parameters is not None:
         given_names = {parameter: name for name, parameter in by_name(setup.parameters, None).items()}

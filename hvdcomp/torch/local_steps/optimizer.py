@@ -58,7 +58,7 @@ class LocalSteps(torch.optim.Optimizer):
     weights in float32 (with torch.autocast for the computation), because the weights of the latest exchange have the
     same type as the parameters.
 
-    With `fragments` the parameters are exchanged in groups at staggered steps, and with `delay` the exchange overlaps
+    With `fragments` parts of the parameters are exchanged at staggered steps, and with `delay` the exchange overlaps
     with later steps (Douillard et al. 2025, Streaming DiLoCo, arXiv:2501.18512, algorithm 2).
 
     Make a LocalSteps on every rank, and call its `step` the same number of times. A torch.amp.GradScaler steps it like
@@ -75,7 +75,8 @@ class LocalSteps(torch.optim.Optimizer):
         compression: the compression of this optimizer only. Default: no compression, in float32. Rules by name and
             checkpoints use the names in its `named_parameters`, or else the names in the inner optimizer (PyTorch 2.6),
             or else numbers.
-        fragments: number of groups of whole parameters, of about equal size; each is exchanged once in `every` steps.
+        fragments: number of fragments. A fragment is a set of whole parameters; fragments have about equal sizes. Each
+            fragment is exchanged once in `every` steps.
         delay: number of steps from sending a fragment to applying its mean; less than `every / fragments`. In methods
             with several exchanges (PowerSGD, scatter) only the first one overlaps with steps.
         local_share: after an exchange, a rank's weights are a mix of its own weights and the outer weights;
@@ -388,7 +389,8 @@ class LocalSteps(torch.optim.Optimizer):
         self.inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises ConfigurationError, because the inner optimizer must have all its groups before LocalSteps is made."""
+        """Raises ConfigurationError, because the inner optimizer must have all its parameter groups before it is passed
+        to LocalSteps."""
         if self._binding is not None:  # None during __init__
             raise ConfigurationError(NO_NEW_GROUP)
         super().add_param_group(param_group)
@@ -450,7 +452,7 @@ class LocalSteps(torch.optim.Optimizer):
 
     def change_ranks(self, group: dist.ProcessGroup) -> None:
         """Continues with other ranks of torch.distributed, from the next step on. Call it between two steps, on every
-        rank of the new group, and on no other rank. The round need not have ended.
+        rank of the new process group, and on no other rank. The round need not have ended.
 
             group = torch.distributed.new_group([0, 1, 3])  # without rank 2
             if torch.distributed.get_rank() != 2:
@@ -459,7 +461,7 @@ class LocalSteps(torch.optim.Optimizer):
         A rank that has made steps keeps its weights, its moments and its residuals. The residuals are multiplied, so
         that they keep their weight in the mean. A rank that has made no step is new: it begins with the outer weights
         and momentum, with the moments of the group's first rank, and at the same step of the round. A rank that is left
-        out loses its steps since its latest exchanges. An exchange under way is sent again in the new group.
+        out loses its steps since its latest exchanges. An exchange under way is sent again in the new process group.
 
         A rank that has made fewer steps continues at the step number of the group's first rank. If it has made fewer
         steps of the same round, it keeps them. If the group's first rank has exchanged something without it, it begins
@@ -482,8 +484,9 @@ class LocalSteps(torch.optim.Optimizer):
         common: Any = message[0]
         if OWN not in common:
             raise ConfigurationError(
-                "the first rank of the group that was given to LocalSteps.change_ranks has not made a step, so it "
-                "cannot give the other ranks the weights of the training; give a group whose first rank has made a step"
+                "the first rank of the process group that was given to LocalSteps.change_ranks has not made a step, so "
+                "it cannot give the other ranks the weights of the training; give a process group whose first rank has "
+                "made a step"
             )
         if OWN not in own or not self._has_exchanged_like(common[OWN]):
             self.join(common)

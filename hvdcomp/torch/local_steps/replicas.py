@@ -68,7 +68,7 @@ def replicas_of(
 
 
 def _replicas_in(model: Any, mesh: DeviceMesh | None) -> dist.ProcessGroup:
-    """The group of the replicas of a model; raises ConfigurationError for a model without replicas."""
+    """The process group of the replicas of a model; raises ConfigurationError for a model without replicas."""
     is_sharded = isinstance(model, torch.nn.Module) and bool(modules_of(model))
     group = group_of_replicas(model, mesh, LOCAL_STEPS) if is_sharded else None
     if group is None:
@@ -94,7 +94,7 @@ def _require_all_in(model: torch.nn.Module, parameters: Sequence[torch.Tensor]) 
 
 
 def _require_no_replicas_of_fsdp(parameters: Iterable[Any], group: dist.ProcessGroup) -> None:
-    """Raises ConfigurationError if FSDP itself averages gradients between ranks of the group."""
+    """Raises ConfigurationError if FSDP itself averages gradients between ranks of the process group."""
     members = set(dist.get_process_group_ranks(group))
     for parameter in parameters:
         shared = sorted(members.intersection(parameter.device_mesh.mesh.flatten().tolist()))

@@ -17,7 +17,7 @@ class Rounds(NamedTuple):
 
     Attributes:
         every: number of steps between exchanges of a parameter.
-        fragments: number of groups of parameters.
+        fragments: number of fragments. A fragment is a set of parameters.
         delay: number of steps from sending a fragment to applying its mean.
         local_share: the share of a rank's own weights after an exchange, from 0 to below 1.
     """
@@ -69,8 +69,8 @@ class Rounds(NamedTuple):
 
 
 def in_fragments(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Divides parameters into groups of about equal size, and returns the places of each group's parameters. The
-    largest parameter comes first, and each parameter goes to the smallest group."""
+    """Divides parameters into fragments of about equal size; returns the places of each fragment's parameters. The
+    largest parameter comes first, and each parameter goes to the smallest fragment."""
     fragments: list[list[int]] = [[] for _ in range(count)]
     filled = [0] * count
     for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):

@@ -163,7 +163,7 @@ class CompressedAdam(torch.optim.AdamW):
             self._complete()
 
     def _complete(self) -> None:
-        """Completes the options of all groups: groups from Horovod's wrapper or an AdamW state may lack some."""
+        """Completes the options of all parameter groups: those of Horovod's wrapper or AdamW may lack some."""
         for group in self.param_groups:
             for option in _OWN:
                 group.setdefault(option, self.defaults[option])
@@ -187,8 +187,8 @@ class CompressedAdam(torch.optim.AdamW):
                 )
         if len(lengths := {group["local_steps"] for group in self.param_groups}) > 1:
             raise ConfigurationError(
-                f"CompressedAdam: its parameter groups have local_steps={sorted(lengths)}, but all groups exchange in "
-                "the same steps; give all groups the same number"
+                f"CompressedAdam: its parameter groups have local_steps={sorted(lengths)}, but all of them exchange in "
+                "the same steps; give all parameter groups the same number"
             )
 
     def _complete_states(self, parameters: Iterable[torch.Tensor]) -> None:

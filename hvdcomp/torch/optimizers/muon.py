@@ -14,8 +14,9 @@ from hvdcomp.torch.parameters import unique
 
 _WITH_MATRICES = (nn.Linear, nn.RNNBase, nn.MultiheadAttention)
 _WAYS = (
-    'give it the model itself, or groups such as [{"params": matrices, "use_muon": True}, {"params": others}], with '
-    "matrices of hvdcomp.torch.hidden_matrices(model) or of your own choice"
+    "give it the model itself, or parameter groups such as "
+    '[{"params": matrices, "use_muon": True}, {"params": others}], '
+    "with matrices of hvdcomp.torch.hidden_matrices(model) or of your own choice"
 )
 
 
@@ -72,23 +73,23 @@ class MuonWithAdamW(torch.optim.Optimizer):
     optimizers, bit for bit. Muon's steps are made as large as AdamW's (`adjust_lr_fn="match_rms_adamw"`; Liu et al.
     2025, arXiv:2502.16982, section 2.2), so that both use the same learning rate.
 
-    `hidden_matrices` says which parameters of a model go to Muon. To choose them yourself, give groups:
+    `hidden_matrices` says which parameters of a model go to Muon. To choose them yourself, give parameter groups:
 
         optimizer = hvdcomp.torch.MuonWithAdamW(
             [{"params": matrices, "use_muon": True}, {"params": others, "weight_decay": 0.0}], lr=8e-3
         )
 
     Args:
-        params: a model, or parameter groups. The parameters of a model are sorted into two groups with names. Groups
-            with `use_muon=True` are trained by Muon. A group may have the options of its optimizer.
-        lr: the learning rate of groups without their own.
+        params: a model, or parameter groups. The parameters of a model are sorted into two parameter groups with names.
+            Muon trains parameter groups with `use_muon=True`. A parameter group may have the options of its optimizer.
+        lr: the learning rate of parameter groups without their own.
         head: the head of a model, as in `hidden_matrices`.
-        muon, adamw: options of `torch.optim.Muon` and of `torch.optim.AdamW` for groups without their own, such as
-            `adamw={"betas": (0.9, 0.95), "lr": 2e-3}`. Defaults: those of PyTorch, but for `adjust_lr_fn`.
+        muon, adamw: options of `torch.optim.Muon` and of `torch.optim.AdamW` for parameter groups without their own,
+            such as `adamw={"betas": (0.9, 0.95), "lr": 2e-3}`. Defaults: those of PyTorch, but for `adjust_lr_fn`.
 
     Raises:
         ConfigurationError: in a PyTorch older than 2.9, which has no Muon; without a hidden matrix; if a parameter of
-            Muon is no matrix; or for a state of other groups.
+            Muon is no matrix; or for a state of other parameter groups.
         TypeError: for an option that PyTorch's optimizer does not have.
     """
 
@@ -110,10 +111,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
             params = _sorted_groups(params, head)
         elif head is not None:
             raise ConfigurationError(
-                "MuonWithAdamW: head= works only with a model, but MuonWithAdamW was given groups of parameters; "
+                "MuonWithAdamW: head= works only with a model, but MuonWithAdamW was given parameter groups; "
                 "leave head out"
             )
-        # By whether a group uses Muon.
+        # By whether a parameter group uses Muon.
         self._options = {True: {"adjust_lr_fn": "match_rms_adamw", **(muon or {})}, False: dict(adamw or {})}
         super().__init__(params, {"lr": lr, "use_muon": False})
         if not any(group["use_muon"] for group in self.param_groups):
@@ -134,20 +135,20 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self._share()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in `torch.optim.Optimizer`; the state must be of groups that use the same optimizers."""
+        """As in `torch.optim.Optimizer`; its parameter groups must use the same optimizers."""
         own, loaded = (
             [bool(group.get("use_muon")) for group in groups]
             for groups in (self.param_groups, state_dict["param_groups"])
         )
         if own != loaded:
             raise ConfigurationError(
-                f"the state has groups with use_muon={loaded}, but this optimizer has groups with use_muon={own}; give "
-                "the state of a MuonWithAdamW with the same groups"
+                f"the state has parameter groups with use_muon={loaded}, but this optimizer has parameter groups with "
+                f"use_muon={own}; give the state of a MuonWithAdamW with the same parameter groups"
             )
         super().load_state_dict(state_dict)
 
     def _share(self) -> None:
-        """Creates PyTorch's two optimizers, with the present groups and the present state."""
+        """Creates PyTorch's two optimizers, with the present parameter groups and the present state."""
         self._parts: list[torch.optim.Optimizer] = []
         for uses_muon, options in self._options.items():
             groups = [group for group in self.param_groups if bool(group["use_muon"]) == uses_muon]
@@ -171,7 +172,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def _sorted_groups(model: nn.Module, head: nn.Module | Iterable[nn.Module] | None) -> list[dict[str, Any]]:
-    """The group of a model's hidden matrices, and that of its other parameters if there are any."""
+    """A parameter group of a model's hidden matrices, and one of its other parameters if there are any."""
     hidden = hidden_matrices(model, head)
     if not hidden:
         raise ConfigurationError(
@@ -185,12 +186,13 @@ def _sorted_groups(model: nn.Module, head: nn.Module | Iterable[nn.Module] | Non
 
 
 def _require_matrices(groups: Iterable[dict[str, Any]]) -> None:
-    """Raises ConfigurationError if a parameter of groups for Muon is no matrix."""
+    """Raises ConfigurationError if a parameter in a parameter group for Muon is no matrix."""
     for group in groups:
         for place, parameter in enumerate(group["params"]):
             if parameter.ndim != 2:
-                name = group["param_names"][place] if "param_names" in group else f"parameter {place} of its group"
+                names = group.get("param_names")
+                name = f"parameter {place} of its parameter group" if names is None else names[place]
                 raise ConfigurationError(
                     f"MuonWithAdamW: {name} has the shape {tuple(parameter.shape)}, but Muon works only on matrices; "
-                    "put it into a group without use_muon, which AdamW trains"
+                    "put it into a parameter group without use_muon, which AdamW trains"
                 )

@@ -23,7 +23,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
     Rows whose gradient is missing or all zero do not change. Sums are float32 for tables of 16 bits.
 
     Args:
-        params: the tables' weights (rows, columns), or groups of them.
+        params: the tables' weights (rows, columns), or parameter groups of them.
         lr: the learning rate.
         eps: above 0.
         initial_accumulator_value: the first value of all sums.

@@ -495,7 +495,7 @@ def test_a_group_that_the_inner_optimizer_gets_before_the_first_step_is_refused_
         told[communicator.rank] = str(refused.value)
 
     SimulatedGroup(2).run(step)
-    assert all("add all groups to the inner optimizer before you pass" in told[rank] for rank in (0, 1))
+    assert all("add all parameter groups to the inner optimizer before you pass" in told[rank] for rank in (0, 1))
 
 
 def test_what_comes_too_late_is_refused() -> None:
@@ -504,11 +504,11 @@ def test_what_comes_too_late_is_refused() -> None:
         optimizer = LocalSteps(sgd(model), communicator=communicator)
         state = optimizer.state_dict()
         assert "local_steps" not in state
-        with pytest.raises(ConfigurationError, match="add all groups to the inner optimizer before"):
+        with pytest.raises(ConfigurationError, match="add all parameter groups to the inner optimizer before"):
             optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
         advance(model, optimizer, 0, 1)
         optimizer.inner.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
-        with pytest.raises(ConfigurationError, match="add all groups to the inner optimizer before"):
+        with pytest.raises(ConfigurationError, match="add all parameter groups to the inner optimizer before"):
             optimizer.exchange()
         del optimizer.inner.param_groups[-1]
         with pytest.raises(ConfigurationError, match="before the first step"):

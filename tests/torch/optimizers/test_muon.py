@@ -270,9 +270,9 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no hidden matrix in this Sequential" in nothing
     for params in (model.parameters(), model.named_parameters(), [{"params": model.parameters(), "use_muon": False}]):
         untold = refused(lambda params=params: MuonWithAdamW(params))
-        assert "was not told which parameters are hidden matrices; give it the model itself, or groups" in untold
+        assert "which parameters are hidden matrices; give it the model itself, or parameter groups" in untold
     vector = {"params": [model.head.weight, model.head.bias], "use_muon": True}
-    assert "parameter 1 of its group has the shape (5,), but Muon works only on matrices" in refused(
+    assert "parameter 1 of its parameter group has the shape (5,), but Muon works only on matrices" in refused(
         lambda: MuonWithAdamW([vector])
     )
     kernel = {"params": [("mix.weight", model.mix.weight)], "use_muon": True}
@@ -289,9 +289,9 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "momentum" in refused(lambda: MuonWithAdamW(model, muon={"momentum": -1}), ValueError)
 
     state = torch.optim.AdamW(model.parameters()).state_dict()
-    assert "groups with use_muon=[False], but this optimizer has groups with use_muon=[True, False]" in refused(
-        lambda: MuonWithAdamW(model).load_state_dict(state)
-    )
+    others = refused(lambda: MuonWithAdamW(model).load_state_dict(state))
+    assert "the state has parameter groups with use_muon=[False]" in others
+    assert "this optimizer has parameter groups with use_muon=[True, False]" in others
     monkeypatch.delattr(torch.optim, "Muon")
     said = refused(lambda: MuonWithAdamW(model))
     assert f"needs PyTorch 2.9 or later, but this is PyTorch {torch.__version__}" in said
