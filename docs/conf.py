@@ -49,10 +49,10 @@ def _without_links_to_the_repository(app: Any, name: str, source: list[str]) -> 
 
 
 def _of_the_readme(app: Any, relative: Path, parent: str, content: list[str]) -> None:
-    """The README's links are from its own folder."""
+    """Links of the README and of CHANGELOG.md are from the root. If a link leads to no page, only its words stay."""
     text = content[0]
     text = re.sub(r"\]\(docs/", "](", text)
-    content[0] = re.sub(r"\[([^\]]*)\]\((?!https?:|#)(?![\w/-]+(?:\.md|\.png|\.csv|/))[^)]*\)", r"\1", text)
+    content[0] = re.sub(r"\[([^\]]*)\]\((?!https?:|#)(?![\w/-]+\.(?:md|png|csv)[#)])[^)]*\)", r"\1", text)
 
 
 def _as_restructured_text(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:

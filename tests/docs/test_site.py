@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,14 @@ def test_every_page_is_in_the_menu() -> None:
     named = [re.sub(r".*<(.*)>", r"\1", line) for line in lines]
     assert len(named) == len(set(named))
     assert {path.stem for path in DOCS.glob("*.md")} - {"index"} == {name for name in named if "/" not in name}
+
+
+def test_links_of_the_changelog_lead_to_pages() -> None:
+    content = [(ROOT / "CHANGELOG.md").read_text(encoding="utf-8")]
+    runpy.run_path(str(DOCS / "conf.py"))["_of_the_readme"](None, Path("../CHANGELOG.md"), "changelog", content)
+    links = re.findall(r"\]\((?!https?:|#)([^)#]*)", content[0])
+    assert "ddp.md" in links
+    assert [link for link in links if not (DOCS / link).exists()] == []
 
 
 @pytest.fixture(scope="module")
