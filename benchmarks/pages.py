@@ -49,6 +49,16 @@ def commits_of(runs: Iterable[Run]) -> str:
     return commits_in_words(record["commit"] for run in runs if (record := run.record) is not None)
 
 
+def formerly(command: str) -> str:
+    """A sentence for a page with figures of older commits: the command that made them there.
+
+    Example:
+        >>> formerly("hvdcomp reproduce NAME")
+        'Before commit `b3ab40979f`, the command was `hvdcomp reproduce NAME`.'
+    """
+    return f"Before commit `b3ab40979f`, the command was `{command}`."
+
+
 def filled(text: str, bullet: bool = False) -> str:
     """A paragraph or an item of a list, in lines of at most 120 characters."""
     first, others = ("- ", "  ") if bullet else ("", "")

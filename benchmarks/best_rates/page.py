@@ -22,7 +22,7 @@ from benchmarks.best_rates.rows import (
 )
 from benchmarks.best_rates.rule import BOUNDS
 from benchmarks.best_rates.search import CLOSE, FARTHEST, HELD_OUT, SEARCHED
-from benchmarks.pages import MEASURED, filled, findings_of, verdict, with_interval
+from benchmarks.pages import MEASURED, filled, findings_of, formerly, verdict, with_interval
 from benchmarks.trainings import RECORDS, ROOT, kept_records
 from hvdcomp.files import commits_in_words, csv_of, provenance_last, replace_files
 
@@ -64,7 +64,8 @@ def _beginning(commits: str) -> list[str]:
             "way. Other pages compare all methods at a single learning rate, which favours some of the methods."
         ),
         "",
-        f"Made by `python -m benchmarks.best_rates`,\nat commit {commits}.",
+        f"Made by `python -m benchmarks.best_rates`,\nat commit {commits}.\n"
+        f"{formerly('python ./benchmarks/best_rates.py')}",
         "",
     ]
 

@@ -35,7 +35,7 @@ from typing import Any
 
 import click
 
-from benchmarks.pages import commits_of, end_if_failed, mean_and_interval, options_of_trainings, with_interval
+from benchmarks.pages import commits_of, end_if_failed, formerly, mean_and_interval, options_of_trainings, with_interval
 from benchmarks.trainings import Run, keep_records, seeds_there, train_missing
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.files import csv_of, replace_files, replace_text, with_block
@@ -627,7 +627,7 @@ def origin_of(tables: Sequence[Table]) -> str:
     names = [table.name for table in tables]
     chosen = "" if names == list(WORKLOADS) else "".join(f" --workload {name}" for name in names)
     command = f"python -m benchmarks.quality.convergence{chosen} --seeds {','.join(map(str, seeds))}"
-    return f"Made by `{command}`,\nat commit {commits}."
+    return f"Made by `{command}`,\nat commit {commits}.\n{formerly('python ./benchmarks/convergence.py')}"
 
 
 def marks_of(name: str) -> tuple[str, str]:

@@ -30,6 +30,7 @@ from benchmarks.pages import (
     commits_of,
     end_if_failed,
     findings_of,
+    formerly,
     mean_and_interval,
     options_of_trainings,
     verdict,
@@ -531,7 +532,7 @@ def write_page(file: Path, runs: Path, seeds: Sequence[int]) -> bool:
     lines = [
         "# Adaptive levels compared with a fixed level of the same bytes",
         "",
-        f"""Made by `{_command(by_workload)}`, at commit {shown}.
+        f"""Made by `{_command(by_workload)}`, at commit {shown}. {formerly("python ./benchmarks/equal_bytes.py")}
 
 Does a training with a policy end with a better model than a training with a fixed level that sends the same number of
 bytes? To find out, we trained with `hvdcomp train` on [simulated ranks](simulated-ranks.md), and compared each policy

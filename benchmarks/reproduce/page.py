@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 
+from benchmarks.pages import formerly
 from benchmarks.reproduce.outcome import (
     AS_PUBLISHED,
     IN_PART,
@@ -96,7 +97,7 @@ _INTRODUCED = {
 _OF_COMPARISONS = "Each training is described by its network (`images` or `text`) and its options of `hvdcomp train`."
 _MOST_BESIDE = 5
 """Percent by which a control's floats may differ from the policy's."""
-_COMMITS = "The results were made at commit {commits}.\n"
+_COMMITS = f"The results were made at commit {{commits}}. {formerly('hvdcomp reproduce NAME')}\n"
 _QUICK = """{quick} results were made with `--quick`. Their trainings have a third of the steps, and two seeds instead
 of five.
 """

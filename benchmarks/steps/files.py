@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import formerly
 from benchmarks.steps.compare import SCATTER, TWO_LEVELS, Choice, Gain, Row, choices, errors, gains
 from benchmarks.steps.places import place_of
 from hvdcomp.files import commits_in_words, csv_of, provenance_last, replace_files
@@ -137,7 +138,7 @@ def markdown(stem: str, rows: Sequence[Row], details: dict[str, Any]) -> str:
     lines = [
         "# Predicted and measured times of steps",
         "",
-        f"Made by `{details['command']}`, at commit {commits}.",
+        f"Made by `{details['command']}`, at commit {commits}. {formerly('hvdcomp bench steps')}",
         "",
         "This page compares the measured times of training steps with the times that the performance model predicts. "
         f"The file [{stem}.csv]({stem}.csv) contains all {len(rows)} predictions, with the quartiles of the measured "

@@ -24,6 +24,7 @@ from typing import Any
 
 import click
 
+from benchmarks.pages import formerly
 from benchmarks.steps.clusters import StepsError, check, earlier, environment_facts
 from benchmarks.steps.places import Hosts, Place, parse_hosts, place_of
 from hvdcomp.compressors.parsing import parse_compressor
@@ -190,7 +191,8 @@ def markdown(runs: Sequence[Mapping[str, Any]], details: Mapping[str, Any]) -> s
     lines = [
         "# PyTorch's communication hooks compared with hvdcomp",
         "",
-        f"Made by `{details['command']}`, at commit {commits}, on {details['cores']} cores, with {_versions(runs)}.",
+        f"Made by `{details['command']}`, at commit {commits}, on {details['cores']} cores, with {_versions(runs)}. "
+        f"{formerly('python ./benchmarks/ddp_hooks.py')}",
         "",
         summary(rows),
         "",

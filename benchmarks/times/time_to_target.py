@@ -25,7 +25,7 @@ from typing import Any
 
 import click
 
-from benchmarks.pages import MEASURED, commits_of, end_if_failed, findings_of, parse_seeds, with_interval
+from benchmarks.pages import MEASURED, commits_of, end_if_failed, findings_of, formerly, parse_seeds, with_interval
 from benchmarks.quality import convergence
 from benchmarks.trainings import Run, keep_records
 from hvdcomp.files import commit, csv_of, provenance_last, replace_files
@@ -226,6 +226,7 @@ def write_page(file: Path, runs: Sequence[ClusterRun]) -> bool:
     text = f"""# Time to a target, on the emulated cluster
 
 Made by `sudo .venv/bin/python -m benchmarks.times.time_to_target{chosen}`, at commit {commits}.
+{formerly("python ./benchmarks/time_to_target.py")}
 
 This page shows how long a training takes with each method until it reaches a target. Each training runs `hvdcomp train`
 under Horovod on {first.hosts} [emulated hosts](emulated-cluster.md), with one rank on each host. The training ends when

@@ -229,7 +229,7 @@ def test_gains_and_files(tmp_path: Path) -> None:
     with files[1].open() as stream:
         assert [float(row["measured_ms"]) for row in csv.DictReader(stream)] == [row.measured_ms for row in rows]
     text = files[2].read_text()
-    assert "Made by `python -m benchmarks.steps`, at commit `abc123`.\n" in text
+    assert "Made by `python -m benchmarks.steps`, at commit `abc123`. Before" in text
     assert set(summary(rows)) < set(text.splitlines())
     assert "faster of dense gradients and fp16:\n\n| model | 1gbit |\n| --- | --- |\n| m | 2.00 |" in text
     assert "The predictions name the fastest compressor in 0 of 2 settings." in text
