@@ -64,7 +64,7 @@ def _beginning(commits: str) -> list[str]:
             "way. Other pages compare all methods at a single learning rate, which favours some of the methods."
         ),
         "",
-        f"Made by `python -m benchmarks.best_rates`,\nat commit {commits}.\n"
+        f"Made by `python -m benchmarks.best_rates`,\nat commit {commits}. "
         f"{formerly('python ./benchmarks/best_rates.py')}",
         "",
     ]

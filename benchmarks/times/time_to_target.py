@@ -223,10 +223,10 @@ def write_page(file: Path, runs: Sequence[ClusterRun]) -> bool:
             record["seconds"], record["times_as_fast"], record["times_as_fast_as_fixed"],
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
+    older = formerly("python ./benchmarks/time_to_target.py")
     text = f"""# Time to a target, on the emulated cluster
 
-Made by `sudo .venv/bin/python -m benchmarks.times.time_to_target{chosen}`, at commit {commits}.
-{formerly("python ./benchmarks/time_to_target.py")}
+Made by `sudo .venv/bin/python -m benchmarks.times.time_to_target{chosen}`, at commit {commits}. {older}
 
 This page shows how long a training takes with each method until it reaches a target. Each training runs `hvdcomp train`
 under Horovod on {first.hosts} [emulated hosts](emulated-cluster.md), with one rank on each host. The training ends when
