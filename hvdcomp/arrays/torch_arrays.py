@@ -17,6 +17,10 @@ import torch
 from hvdcomp.arrays.alignment import CACHE_LINE
 from hvdcomp.arrays.types import Array
 
+# For `map`, which takes half the time of a loop over the tensors of a step.
+_TYPE_AND_HOST = operator.attrgetter("dtype", "is_cpu")
+_IS_CONTIGUOUS, _ADDRESS = operator.methodcaller("is_contiguous"), operator.methodcaller("data_ptr")
+
 
 def dtype_name(x: Array) -> str:
     return str(x.dtype).removeprefix("torch.")
@@ -62,14 +66,10 @@ def to_numpy(x: Array) -> np.ndarray:
 
 
 def hosted(arrays: Sequence[Array], dtype: str = "float32") -> tuple[list[Array], list[int]] | None:
-    kind = getattr(torch, dtype)
-    addresses = [x.data_ptr() for x in arrays if x.dtype is kind and x.is_cpu and x.is_contiguous()]
-    if len(addresses) == len(arrays):
-        return list(arrays), addresses
-    if any(x.dtype is not kind or not x.is_cpu for x in arrays):
+    if set(map(_TYPE_AND_HOST, arrays)) - {(getattr(torch, dtype), True)}:
         return None
-    dense = [x.contiguous() for x in arrays]
-    return dense, [x.data_ptr() for x in dense]
+    dense = list(arrays) if all(map(_IS_CONTIGUOUS, arrays)) else [x.contiguous() for x in arrays]
+    return dense, list(map(_ADDRESS, dense))
 
 
 def concatenate(arrays: Sequence[Array], axis: int = 0) -> Array:

@@ -107,6 +107,10 @@ class Bucket:
         suffix: text that is appended to the tensors' names for random numbers.
         states: the method's states, fitted by `prepare`, or None if it keeps nothing.
         table: the description of the tensors for kernels.
+        segments: the rows of the table.
+        dtype: the element type of the tensors.
+        keeps: whether the memory keeps what is not sent.
+        x: the column of the table that holds x.
         layout: the object that the bucket form computes once from tensors and levels; None at first.
         found_inf: whether x, or the part of x that is sent, holds an inf or NaN, as returned by `call`. Set it before
             the first request.
@@ -126,6 +130,10 @@ class Bucket:
     suffix: str = field(default="", init=False)
     states: BucketStates | None = None
     table: Table = field(init=False)
+    segments: np.ndarray = field(init=False, repr=False)
+    dtype: str = field(init=False)
+    keeps: bool = field(init=False)
+    x: str = field(init=False)
     layout: Any = None
     found_inf: bool | Array = False
     factors: Any = field(default=None, repr=False)
@@ -136,6 +144,9 @@ class Bucket:
 
     def __post_init__(self) -> None:
         sizes = [tensor.size for tensor in self.tensors]
+        self.dtype = self.tensors[0].dtype
+        self.keeps = not isinstance(self.memory, NoMemory)
+        self.x = "x" if self.keeps or self.widens else "gradient"
         if self.device is None:
             self.table = Table(sizes)
         else:
@@ -144,29 +155,10 @@ class Bucket:
             self.table = Table(sizes, PIECE)
             kept = 1 + NARROW[self.memory.rounds_to or "float32"] if self.keeps else 0
             self.kernels = DeviceKernels(self.table, self.device, kept)
+        self.segments = self.table.segments
         self.table.bucket.keeps = self.keeps
         if self.widens:
             self.segments["narrow"] = NARROW[self.dtype]
-
-    @property
-    def segments(self) -> np.ndarray:
-        """The table's rows."""
-        return self.table.segments
-
-    @property
-    def dtype(self) -> str:
-        """The element type of the tensors."""
-        return self.tensors[0].dtype
-
-    @property
-    def x(self) -> str:
-        """The table's column that holds x."""
-        return "x" if self.keeps or self.widens else "gradient"
-
-    @property
-    def keeps(self) -> bool:
-        """Whether the memory keeps what is not sent."""
-        return not isinstance(self.memory, NoMemory)
 
     @property
     def masks(self) -> bool:
@@ -224,12 +216,11 @@ class Bucket:
         """
         if self.device is not None:
             return self.kernels.call(kernel, *arguments, aside=aside)
-        library = kernels.library(release=self.table.elements > _QUICK)
-        function = getattr(library, f"hvd_{kernel}")
-        addresses = (
-            argument.__array_interface__["data"][0] if isinstance(argument, np.ndarray) else argument
+        function = getattr(kernels.library(release=self.table.elements > _QUICK), f"hvd_{kernel}")
+        addresses = [
+            argument.__array_interface__["data"][0] if type(argument) is np.ndarray else argument
             for argument in arguments
-        )
+        ]
         return bool(function(self.table.address, *addresses))
 
     def sums_of(self, kernel: str) -> Array:

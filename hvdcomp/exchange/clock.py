@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from hvdcomp.arrays.types import Array
 
-Span = tuple[Any, Any]  # two marks
+Span: TypeAlias = float | tuple[Any, Any]
+"""A time in seconds on the host; on a device the marks at its begin and end."""
 
 
 class Spans(NamedTuple):
@@ -20,17 +21,17 @@ class Spans(NamedTuple):
 
 
 class Clock:
-    """Marks times in the steps of an engine.
+    """Measures times in the steps of an engine.
 
-    A *turn* is the work of a bucket between two collectives. On the host, a mark takes almost no time. On a device, a
-    mark is an event, and the host needs some microseconds for each event. To save events:
+    A *turn* is the work of a bucket between two collectives. On the host, a mark is a number, and takes almost no time.
+    On a device, a mark is an event, and the host needs some microseconds for each event. To save events:
 
     - Two turns that follow each other share the mark between them.
     - If all buckets of a step are on a device, only turns are marked.
     - Later steps use the events again.
 
     Attributes:
-        marks_only_turns: whether `around` marks nothing. True when a step begins.
+        marks_only_turns: whether `enter` and `leave` do nothing. True when a step begins.
     """
 
     def __init__(self) -> None:
@@ -38,43 +39,77 @@ class Clock:
         self._xp: ModuleType
         self._like: Array
         self._last: Any = None
-        self._marks: list[Any] = []  # of the step
+        self._marks: list[Any] = []  # of the step, on a device
         self._spare: list[Any] = []
-        self._now: Callable[[], float] | None = None
+        self._followed: Callable[[], float] | None = None
+        self._now: Callable[[], float] | None = None  # the host's clock; None on a device
 
     def follow(self, now: Callable[[], float]) -> None:
         """Uses the clock of a simulated rank, in seconds, instead of the device's clock."""
-        self._now = now
+        self._followed = self._now = now
 
     def begin(self, xp: ModuleType, like: Array) -> None:
         """Begins a step. All marks of the step are on the device of `like`."""
         self._xp, self._like = xp, like
         self._marks = []
+        self._now = self._followed
         self.marks_only_turns = True
 
     def start(self) -> None:
         """Starts a lap now."""
+        if self._now is not None:
+            self._last = self._now()
+            return
         spare = self._spare.pop() if self._spare else None
-        self._last = self._xp.mark(self._like, spare) if self._now is None else self._now()
-        self._marks.append(self._last)
+        self._last = self._xp.mark(self._like, spare)
+        if isinstance(self._last, float):
+            self._now = time.perf_counter
+        else:
+            self._marks.append(self._last)
 
     def lap(self, spans: list[Span]) -> None:
         """Adds the time since the latest mark to the spans, and starts the next lap."""
         before = self._last
-        self.start()
-        spans.append((before, self._last))
+        if self._now is not None:
+            self._last = now = self._now()
+            spans.append(now - before)
+        else:
+            self.start()
+            spans.append((before, self._last))
 
-    @contextmanager
-    def around(self, spans: list[Span]) -> Iterator[None]:
-        """Adds the time of the work in this context to the spans, unless `marks_only_turns`. The work is not a turn."""
-        if self.marks_only_turns:
-            yield
-            return
-        self.start()
-        yield
-        self.lap(spans)
+    def enter(self) -> None:
+        """Starts a lap of work that is no turn, unless `marks_only_turns`."""
+        if not self.marks_only_turns:
+            self.start()
 
-    def end(self) -> Callable[[], None]:
-        """Ends a step; returns a function that recycles its marks. Call it when the marks are no longer needed."""
-        marks = self._marks
-        return lambda: self._spare.extend(marks)
+    def leave(self, spans: list[Span]) -> None:
+        """Ends the lap that `enter` has started, and adds its time to the spans, unless `marks_only_turns`."""
+        if not self.marks_only_turns:
+            self.lap(spans)
+
+    def end(self) -> Callable[[Sequence[Sequence[Span]]], list[float] | None]:
+        """Ends a step.
+
+        Returns:
+            A function from lists of spans of the step to the seconds of each list. It returns None while the device has
+            not reached the end of a span, and recycles the step's marks when it has.
+        """
+        if self._now is not None:
+            return _sums
+        seconds_between, marks, spare = self._xp.seconds_between, self._marks, self._spare
+
+        def read(lists: Sequence[Sequence[Any]]) -> list[float] | None:
+            seconds = []
+            for spans in lists:
+                spent = [seconds_between(start, end) for start, end in spans]
+                if None in spent:
+                    return None
+                seconds.append(sum(spent))
+            spare.extend(marks)
+            return seconds
+
+        return read
+
+
+def _sums(lists: Sequence[Sequence[Any]]) -> list[float]:
+    return list(map(sum, lists))

@@ -296,7 +296,7 @@ class Engine:
             parts_and_spans.append((self.planner.costs_of_nothing(kept), Spans([], [])))
         parts, spans = zip(*parts_and_spans, strict=True)
         cost = self.ledger.step_cost(self.step_number, parts, sent)
-        self.ledger.record_timed(cost, spans, rounds, xp.seconds_between)
+        self.ledger.record_timed(cost, spans, rounds)
 
     # Overlap.
 

@@ -133,13 +133,15 @@ class EngineBucket:
             clock: the clock of the engine.
         """
         self._xp, self._clock, self._spans = xp, clock, Spans([], [])
-        self._given = [gradients[name] for name in self.names]
+        self._given = list(map(gradients.__getitem__, self.names))
         self._energies, self.found_inf_after, self.when_compressed = None, False, []
-        with clock.around(self._spans.encoding):
-            self.bucket.begin(context, factor)
-            if self.bucket.keeps:
-                self._residuals.enter(self.bucket, self._numbers)
+        clock.enter()
+        self.bucket.begin(context, factor)
+        if self.bucket.keeps:
+            self._residuals.enter(self.bucket, self._numbers)
+        if self.bucket.widens:
             self._widen()
+        clock.leave(self._spans.encoding)
 
     def open(self, in_place: bool, sums: Sums | None, sources: Mapping[str, Array] = MappingProxyType({})) -> None:
         """Makes the generator.
@@ -149,17 +151,18 @@ class EngineBucket:
             sums: sums to which gradients are added if the step counts.
             sources: arrays that are compressed instead of x, by name.
         """
-        own = [name for name in self.names if name in sources]
+        own = [name for name in self.names if name in sources] if sources else []
         if own:
             self.make_x()
-        with self._clock.around(self._spans.encoding):
-            self._fill_table(in_place, sums)
-            if self._energies is not None:
-                self._sources, addresses = self._placed([sources[name] for name in own])
-                replaced = self.addresses | dict(zip(own, addresses, strict=True))
-                self.bucket.segments["source"] = list(replaced.values())
-            self._prepare_states()
-            self._generator = self._run()
+        self._clock.enter()
+        self._fill_table(in_place, sums)
+        if self._energies is not None:
+            self._sources, addresses = self._placed([sources[name] for name in own])
+            replaced = self.addresses | dict(zip(own, addresses, strict=True))
+            self.bucket.segments["source"] = list(replaced.values())
+        self._prepare_states()
+        self._generator = self._run()
+        self._clock.leave(self._spans.encoding)
 
     def _run(self) -> Generator[Request, Any, bool | Array]:
         """The bucket form; then narrows results to 16 bits if gradients have 16 bits."""
@@ -201,17 +204,18 @@ class EngineBucket:
         """Ends a step; returns the results by name. Keeps the new residuals, unless the element `found_inf` is NaN."""
         for function in self.when_compressed:
             function()
-        with self._clock.around(self._spans.decoding):
-            sends = self.bucket.keeps and not self.bucket.memory.is_momentum
-            self._had_residuals = sends and bool(self._residuals.has_residual[self._numbers].any())
-            self._settle(found_inf)
-            arrays = self._results if self._is_dense else self._xp.like_originals(self._results, self._given)
-            results = dict(zip(self.names, arrays, strict=True))
-            # The bucket is used again in the next step, but should not keep these arrays in memory.
-            self.arrays = self._given = self._results = self._sources = ()
-            self._energies, self._sums, self.when_compressed = None, None, []
-            if self.on_device:  # new memory costs nothing on a device, but on the host the system clears it
-                self._set_aside = self._wide = None
+        self._clock.enter()
+        sends = self.bucket.keeps and not self.bucket.memory.is_momentum
+        self._had_residuals = sends and bool(self._residuals.has_residual[self._numbers].any())
+        self._settle(found_inf)
+        arrays = self._results if self._is_dense else self._xp.like_originals(self._results, self._given)
+        results = dict(zip(self.names, arrays, strict=True))
+        # The bucket is used again in the next step, but should not keep these arrays in memory.
+        self.arrays = self._given = self._results = self._sources = ()
+        self._energies, self._sums, self.when_compressed = None, None, []
+        if self.on_device:  # new memory costs nothing on a device, but on the host the system clears it
+            self._set_aside = self._wide = None
+        self._clock.leave(self._spans.decoding)
         return results
 
     @property
@@ -260,9 +264,7 @@ class EngineBucket:
             bucket.table.bucket.share = sums.share
 
     def _widen(self) -> None:
-        """For gradients of 16 bits: provides float32 memory for means, and for x if the bucket keeps no residual."""
-        if not self.bucket.widens:
-            return
+        """Provides float32 memory for the means of 16-bit gradients, and for x if the bucket keeps no residual."""
         if self._wide is None and self.on_device:
             self._wide = cuda.split_like(self.arrays, wide=True)
         elif self._wide is None:

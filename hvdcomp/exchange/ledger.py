@@ -16,10 +16,11 @@ On a device, the times of a bucket are measured on the stream of the step, durin
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hvdcomp.exchange.clock import Clock, Span, Spans
 
@@ -241,40 +242,23 @@ class Ledger:
         step_cost.bytes_in_node = sent.in_node
         return step_cost
 
-    def record_timed(
-        self,
-        step: StepCost,
-        spans: Sequence[Spans],
-        communicate: Sequence[Span],
-        seconds_between: Callable[[Any, Any], float | None],
-    ) -> None:
+    def record_timed(self, step: StepCost, spans: Sequence[Spans], communicate: Sequence[Span]) -> None:
         """Enters a step now, and its times as soon as they are known.
 
         Args:
             step: the cost of the step.
             spans: the spans of each part.
             communicate: the spans of collectives.
-            seconds_between: function that returns the seconds between two marks, or None if a mark has not passed yet.
         """
-
-        done = self.clock.end()
-
-        def seconds_of(spans: Sequence[Span]) -> float | None:
-            total = 0.0
-            for start, end in spans:
-                spent = seconds_between(start, end)
-                if spent is None:
-                    return None
-                total += spent
-            return total
+        read = self.clock.end()
+        lists = [communicate, *itertools.chain.from_iterable(spans)]
 
         def settle() -> bool:
-            seconds = [(seconds_of(encode), seconds_of(decode)) for encode, decode in spans]
-            waiting = seconds_of(communicate)
-            if waiting is None or any(None in both for both in seconds):
+            seconds = read(lists)
+            if seconds is None:
                 return False
-            self.enter_times(step, seconds, waiting)  # type: ignore[arg-type]
-            done()
+            waiting, *each = seconds
+            self.enter_times(step, list(zip(each[::2], each[1::2], strict=True)), waiting)
             return True
 
         self.record(step, settle)

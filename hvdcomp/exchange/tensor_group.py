@@ -87,18 +87,22 @@ class TensorGroup:
         """Begins a step, and computes x; arguments as for `EngineBucket.begin`."""
         self._xp, self._clock, self._spans = xp, clock, Spans([], [])
         self._tensors, self._asked, self.when_compressed = {}, {}, []
-        with clock.around(self._spans.encoding), numbers_may_overflow():
+        clock.enter()
+        with numbers_may_overflow():
             self._tensors = {
                 member.name: _TensorExchange(xp, member, gradients[member.name], context, factor)
                 for member in self.members
             }
+        clock.leave(self._spans.encoding)
 
     def open(self, in_place: bool, sums: Sums | None, sources: Mapping[str, Array] = MappingProxyType({})) -> None:
         """Makes the generators; arguments as for `EngineBucket.open`."""
         self._in_place, self._sums = in_place, sums
-        with self._clock.around(self._spans.encoding), numbers_may_overflow():
+        self._clock.enter()
+        with numbers_may_overflow():
             for name, tensor in self._tensors.items():
                 tensor.open(sources.get(name))
+        self._clock.leave(self._spans.encoding)
 
     def advance(self, answers: Sequence[Any]) -> list[Request]:
         """Sends the generators the answers to their last requests, and returns their next requests.
@@ -145,13 +149,15 @@ class TensorGroup:
             sums.add({name: tensor.gradient for name, tensor in tensors.items()}, found_inf)
         on_host = not self._xp.waits(found_inf)  # on a device the host does not know yet whether the step counts
         counts = on_host and found_inf.item() == 0
-        with self._clock.around(self._spans.decoding), numbers_may_overflow():
+        self._clock.enter()
+        with numbers_may_overflow():
             if counts or not on_host:
                 for tensor in tensors.values():
                     tensor.keep(None if counts else found_inf)
             results = {
                 name: tensor.result(self._in_place, None if counts else found_inf) for name, tensor in tensors.items()
             }
+        self._clock.leave(self._spans.decoding)
         if sums is not None and sums.of_results:
             sums.add(results, found_inf)
         self._costs = {name: tensor.cost for name, tensor in tensors.items()}

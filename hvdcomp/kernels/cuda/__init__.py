@@ -7,6 +7,7 @@ Triton's interpreter runs the same kernels on a CPU, for tests (`serving_host`).
 from __future__ import annotations
 
 import functools
+import operator
 import os
 import subprocess
 import sys
@@ -59,6 +60,9 @@ _HIGHEST_RANK = 32  # of low-rank factors: a program must hold all their product
 _ALIGNMENT = 32  # elements that a device reads at once
 _serves_host = False
 _warn_once = functools.cache(warn_alone)
+# For `map`, which takes half the time of a loop over the tensors of a step.
+_TYPE_AND_DEVICE = operator.attrgetter("dtype", "device")
+_IS_CONTIGUOUS, _ADDRESS = operator.methodcaller("is_contiguous"), operator.methodcaller("data_ptr")
 
 
 def available() -> bool:
@@ -187,10 +191,10 @@ def placed(arrays: Sequence[Any], dtype: str = "float32") -> tuple[list[Any], li
     first = arrays[0]
     if not hasattr(first, "is_cuda") or not serves(first) or str(first.dtype) != f"torch.{dtype}":
         return None
-    if any(x.dtype != first.dtype or x.device != first.device for x in arrays):
+    if len(set(map(_TYPE_AND_DEVICE, arrays))) > 1:
         return None
-    dense = [x if x.is_contiguous() else x.contiguous() for x in arrays]
-    return dense, [x.data_ptr() for x in dense]
+    dense = list(arrays) if all(map(_IS_CONTIGUOUS, arrays)) else [x.contiguous() for x in arrays]
+    return dense, list(map(_ADDRESS, dense))
 
 
 def split_like(arrays: Sequence[Any], wide: bool = False) -> tuple[list[Any], list[int]]:
