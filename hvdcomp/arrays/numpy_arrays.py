@@ -283,7 +283,7 @@ def where(condition: Array, x: Array, y: Array) -> Array:
 
 
 def bitcast(x: Array, dtype: str) -> Array:
-    """The same bits read as elements of another type of the same size; a view where possible."""
+    """The same bits read as elements of another type, along the last axis; a view where possible."""
     return x.view(dtype)
 
 

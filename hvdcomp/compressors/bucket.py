@@ -108,7 +108,6 @@ class Bucket:
         states: the method's states, fitted by `prepare`, or None if it keeps nothing.
         table: the description of the tensors for kernels.
         segments: the rows of the table.
-        dtype: the element type of the tensors.
         keeps: whether the memory keeps what is not sent.
         x: the column of the table that holds x.
         layout: the object that the bucket form computes once from tensors and levels; None at first.
@@ -131,7 +130,6 @@ class Bucket:
     states: BucketStates | None = None
     table: Table = field(init=False)
     segments: np.ndarray = field(init=False, repr=False)
-    dtype: str = field(init=False)
     keeps: bool = field(init=False)
     x: str = field(init=False)
     layout: Any = None
@@ -144,7 +142,6 @@ class Bucket:
 
     def __post_init__(self) -> None:
         sizes = [tensor.size for tensor in self.tensors]
-        self.dtype = self.tensors[0].dtype
         self.keeps = not isinstance(self.memory, NoMemory)
         self.x = "x" if self.keeps or self.widens else "gradient"
         if self.device is None:
@@ -159,6 +156,11 @@ class Bucket:
         self.table.bucket.keeps = self.keeps
         if self.widens:
             self.segments["narrow"] = NARROW[self.dtype]
+
+    @property
+    def dtype(self) -> str:
+        """The element type of the tensors."""
+        return self.tensors[0].dtype
 
     @property
     def masks(self) -> bool:
@@ -278,14 +280,11 @@ class Bucket:
         return Payload(with_room[: used // size], with_room)
 
 
-def gathered(ranks: Sequence[tuple[Array, ...]]) -> tuple[Array, int, int]:
-    """The arguments by which kernels read an `AllGather`'s answer of one part per rank: the first rank's part, the
-    number of ranks, and the stride in bytes from one rank's part to the next."""
-    first = ranks[0][0]
-    if len(ranks) == 1:
-        return first, 1, 0
-    addresses = [address_of(part) for (part,) in ranks[:2]]
-    return first, len(ranks), addresses[1] - addresses[0]
+def gathered(rows: Array) -> tuple[Array, int, int]:
+    """The arguments by which kernels read the payloads of all ranks, the answer to an `AllGather` with room: the first
+    payload, the number of ranks, and the stride in bytes from one payload to the next."""
+    stride = rows.strides[0] if isinstance(rows, np.ndarray) else rows.stride(0)
+    return rows, len(rows), stride
 
 
 def any_found_inf(*flags: bool | Array) -> bool | Array:

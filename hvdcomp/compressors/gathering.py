@@ -138,8 +138,8 @@ class Gathering(Compressor):
     def _gather_bucket(self, bucket: Bucket) -> BucketAggregation:
         payload = self.payload(bucket)
         self.encode_bucket(bucket)
-        ranks = yield AllGather((payload.vector,), payload.with_room)
-        return self.decode_bucket(bucket, *gathered(ranks))
+        rows = yield AllGather((payload.vector,), payload.with_room, in_rows=True)
+        return self.decode_bucket(bucket, *gathered(rows))
 
     @property
     def sent_is_own(self) -> bool:  # type: ignore[override]

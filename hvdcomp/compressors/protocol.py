@@ -46,13 +46,16 @@ class AllGather:
 
     Attributes:
         parts: the arrays to gather.
-        with_room: as in `AllReduce`; for a single part of bytes.
+        with_room: as in `AllReduce`; for a single part of bytes, with `in_rows`.
         group: the ranks that take part.
+        in_rows: whether the answer is one array with a row for each rank instead, for a single part, a vector. The time
+            to make such an answer does not depend on the number of ranks.
     """
 
     parts: tuple[Array, ...]
     with_room: Array | None = None
     group: Group = "all"
+    in_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,13 @@ class AllToAll:
             the same on all ranks.
         with_room: None.
         group: the ranks that take part.
+        in_rows: as in `AllGather`.
     """
 
     parts: tuple[Array, ...]
     with_room: None = None
     group: Group = "all"
+    in_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,9 +161,10 @@ def across(generator: Generator[Request, Any, Result], nodes: int) -> Generator[
 
 def _alone(request: Request, ranks: int) -> Any:
     if isinstance(request, AllGather):
-        return [request.parts]
+        return request.parts[0][None] if request.in_rows else [request.parts]
     if isinstance(request, AllToAll):
-        return [tuple(part[row] for part in request.parts) for row in range(request.parts[0].shape[0])]
+        rows = request.parts[0]
+        return rows if request.in_rows else [tuple(part[row] for part in request.parts) for row in range(rows.shape[0])]
     array = request.array if isinstance(request, AllReduce) else request.array[0]
     return array * ranks if request.op == "sum" and ranks > 1 else array
 

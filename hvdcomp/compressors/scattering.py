@@ -73,11 +73,10 @@ def scatter_bucket(method: Codec, bucket: Bucket) -> BucketAggregation:
         bucket.call("make_x")
         bucket.segments["source"] = bucket.segments["x"]
     bucket.found_inf = any_found_inf(own_chunk.read(bucket), other_chunks.encode(method, bucket, layout.zeros))
-    received = yield AllToAll((layout.rows,))
-    found_inf = own_chunk.average(method, bucket, [payload for (payload,) in received])
+    received = yield AllToAll((layout.rows,), in_rows=True)
+    found_inf = own_chunk.average(method, bucket, received)
     own_chunk.encode_mean(method, bucket, layout.zeros)
-    gathered = yield AllGather((layout.sent,))
-    payloads = [payload for (payload,) in gathered]
+    payloads = yield AllGather((layout.sent,), in_rows=True)
     decoded = [chunks.decode(method, bucket, payloads) for chunks in layout.decoders]
     found_inf = any_found_inf(found_inf, *decoded)
     own_chunk.keep(bucket)
@@ -167,14 +166,12 @@ class _Pieces:
         width = 2 if name == "kept" and whole.memory.rounds_to else 4
         return np.where(tensors == 0, tensors, tensors + np.uint64(width) * self._starts)
 
-    def decode_means(self, method: Codec, whole: Bucket, payloads: Sequence[Array]) -> bool | Array:
+    def decode_means(self, method: Codec, whole: Bucket, payloads: Array) -> bool | Array:
         """Decodes payloads of means to the results: those of all ranks, of whose rows the bucket uses its own."""
-        first, second = payloads[:2]
-        if address_of(second) - address_of(first) != first.shape[0]:  # other requests of the round lie between them
-            first = whole.xp.concatenate(payloads)
         self.bucket.suffix = _OF_MEANS
         self.bucket.segments["result"] = self.addresses(whole, "result")
-        return method.decode_bucket(self.bucket, first, 1, 0)
+        # A copy only if other requests of the round lie between the rows.
+        return method.decode_bucket(self.bucket, whole.xp.flatten(payloads), 1, 0)
 
 
 class _OtherChunks(_Pieces):
@@ -189,7 +186,7 @@ class _OtherChunks(_Pieces):
         take_off(self.bucket, zeros)
         return self.bucket.found_inf
 
-    def decode(self, method: Codec, whole: Bucket, payloads: Sequence[Array]) -> bool | Array:
+    def decode(self, method: Codec, whole: Bucket, payloads: Array) -> bool | Array:
         """Decodes the other ranks' payloads of means to the results."""
         return self.decode_means(method, whole, payloads) if self.elements else False
 
@@ -197,7 +194,7 @@ class _OtherChunks(_Pieces):
 class _AllChunks(_Pieces):
     """The chunks of all ranks, laid out as payloads of means, for means that are compressed at another level."""
 
-    def decode(self, method: Codec, whole: Bucket, payloads: Sequence[Array]) -> bool | Array:
+    def decode(self, method: Codec, whole: Bucket, payloads: Array) -> bool | Array:
         """Decodes all payloads of means to the results."""
         self.bucket.begin(whole.context)
         return self.decode_means(method, whole, payloads)
@@ -244,15 +241,16 @@ class _OwnChunk:
         self._copies.enter(whole)
         return self._copies.bucket.call("dense_encode", self._x)
 
-    def average(self, method: Codec, whole: Bucket, payloads: Sequence[Array]) -> bool | Array:
+    def average(self, method: Codec, whole: Bucket, payloads: Array) -> bool | Array:
         """Averages x and the other ranks' payloads; returns whether a payload decodes to an inf or NaN."""
         if not self.elements:
             return False
         bucket, xp, ranks = self._codes.bucket, whole.xp, len(payloads)
-        received = xp.concatenate([payload for rank, payload in enumerate(payloads) if rank != whole.context.rank])
+        own = whole.context.rank
+        received = xp.concatenate([payloads[:own], payloads[own + 1 :]])
         bucket.begin(whole.context)
         bucket.segments["result"] = address_of(self._mean) + self._offsets
-        found_inf = method.decode_bucket(bucket, received, ranks - 1, payloads[0].shape[0])
+        found_inf = method.decode_bucket(bucket, received, ranks - 1, payloads.shape[1])
         self._mean *= (ranks - 1) / ranks
         self._x *= 1 / ranks
         self._mean += self._x
@@ -273,7 +271,7 @@ class _OwnChunk:
         method.encode_bucket(means)
         take_off(means, zeros)
 
-    def decode(self, method: Codec, whole: Bucket, payloads: Sequence[Array]) -> bool | Array:
+    def decode(self, method: Codec, whole: Bucket, payloads: Array) -> bool | Array:
         """Decodes the payload of the mean to the results."""
         if not self.elements:
             return False

@@ -97,8 +97,8 @@ class SignSGD(Compressor):
         )
         if bucket.keeps:
             bucket.call("votes_keep", payload.vector, aside=True)
-        ranks = yield AllGather((payload.vector,), payload.with_room)
-        bucket.call("votes_decode", *gathered(ranks))
+        rows = yield AllGather((payload.vector,), payload.with_room, in_rows=True)
+        bucket.call("votes_decode", *gathered(rows))
         return False
 
     @staticmethod

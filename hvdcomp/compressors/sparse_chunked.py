@@ -130,8 +130,8 @@ class ChunkedTopK(Compressor):
         layout = bucket.layout
         payload = layout.payload
         bucket.found_inf = bucket.call("chunks_encode", *layout.passed, bucket.masks, *layout.scratch, payload.vector)
-        ranks = yield AllGather((payload.vector,), payload.with_room)
-        return bucket.call("chunks_decode", *layout.passed, *gathered(ranks))
+        rows = yield AllGather((payload.vector,), payload.with_room, in_rows=True)
+        return bucket.call("chunks_decode", *layout.passed, *gathered(rows))
 
     def count(self, size: int) -> int:
         """Number of elements sent of a tensor of `size` elements."""

@@ -319,5 +319,5 @@ def aggregate_by_magnitude(
     bucket.found_inf = bucket.call("sparse_encode", layout.passed, payload.vector)
     if bucket.keeps and bucket.device is None:  # on a device, encoding has subtracted it from x
         bucket.call("sparse_keep", payload.vector, places.type, bucket.masks)
-    ranks = yield AllGather((payload.vector,), payload.with_room)
-    return bucket.call("sparse_decode", *gathered(ranks), places.type)
+    rows = yield AllGather((payload.vector,), payload.with_room, in_rows=True)
+    return bucket.call("sparse_decode", *gathered(rows), places.type)

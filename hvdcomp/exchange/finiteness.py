@@ -84,8 +84,8 @@ def with_flag(
     if not (means and isinstance(means[0], np.ndarray)):  # fused with a mean in NumPy, the flag must be in NumPy
         flag = of_framework(xp, flag, like)
     if not means:
-        requests.append(AllGather((flag,)))
-        return requests, lambda answers: sum(part for (part,) in answers.pop())
+        requests.append(AllGather((flag,), in_rows=True))
+        return requests, lambda answers: _sum_of(answers.pop())
     inside = arrays_for(flag)
     requests.append(AllReduce(inside.astype(flag, inside.dtype_name(means[0]))))
     return requests, lambda answers: inside.astype(answers.pop(), "float32")
@@ -119,8 +119,14 @@ def _in_room_of(
     room[length : length + 4] = xp.as_bytes(flag)
 
     def from_parts(answers: list[Any]) -> Array:
-        ranks = [whole for (whole,) in answers[place]]
-        answers[place] = [(whole[:length],) for whole in ranks]
-        return sum(xp.from_bytes(whole[length : length + 4], like=flag) for whole in ranks)
+        rows = answers[place]
+        answers[place] = rows[:, :length]
+        return _sum_of(xp.bitcast(rows[:, length : length + 4], "float32"))
 
-    return AllGather((room,), room), from_parts
+    return AllGather((room,), room, in_rows=True), from_parts
+
+
+def _sum_of(flags: Array) -> Array:
+    """The sum of all ranks' flags (ranks, 1), as of `flag_of`: an operation, however many ranks there are."""
+    total: Array = flags.sum(axis=0)
+    return total

@@ -114,7 +114,7 @@ def _together(xp: ModuleType, fused: Sequence[Any]) -> tuple[Array, list[list[in
 def _apart(xp: ModuleType, result: Array, fused: Sequence[Any], offsets: list[list[int]] | None) -> list[Any]:
     """The answer to each request of a collective."""
     if _travels_as_it_is(fused):
-        return [result if isinstance(fused[0], AllReduce) else [(row,) for row in result]]
+        return [result]
     return _split(xp, result, fused) if offsets is None else _unpack(xp, result, fused, offsets)
 
 
@@ -137,9 +137,9 @@ def _of_framework(xp: ModuleType, request: Request, like: Array) -> Request:
         return type(request)(xp.from_numpy(np.asarray(request.array), like=like), request.op, group=request.group)
     parts = tuple(xp.from_numpy(np.asarray(part), like=like) for part in request.parts)
     if isinstance(request, AllToAll):
-        return AllToAll(parts, group=request.group)
+        return AllToAll(parts, group=request.group, in_rows=request.in_rows)
     room = None if request.with_room is None else xp.from_numpy(request.with_room, like=like)
-    return AllGather(parts, room, request.group)
+    return AllGather(parts, room, request.group, request.in_rows)
 
 
 def _in_numpy(xp: ModuleType, answer: Any) -> Any:
@@ -212,6 +212,10 @@ def _unpack(
     for request, starts in zip(fused, offsets, strict=True):
         parts = [part[0] for part in request.parts] if isinstance(request, AllToAll) else request.parts
         lengths = [part_bytes(xp, part) for part in parts]
+        if request.in_rows:
+            rows = gathered[:, starts[0] : starts[0] + lengths[0]]
+            answers.append(xp.bitcast(rows, xp.dtype_name(parts[0])))
+            continue
         answers.append(
             [
                 tuple(

@@ -83,7 +83,7 @@ class Rank:
         """Whether a mean is not finite."""
         rows = torch.stack(payloads) if self.bucket.device is not None else np.stack(payloads)
         with pytest.raises(StopIteration) as stop:
-            self.generator.send([(row,) for row in rows])
+            self.generator.send(rows)
         return self.says(stop.value.value)
 
     def says(self, answer: Any) -> bool:

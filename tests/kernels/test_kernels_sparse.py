@@ -85,7 +85,7 @@ class Rank:
     def decode(self, payloads: np.ndarray) -> bool:
         """Whether a mean is not finite."""
         with pytest.raises(StopIteration) as stop:
-            self.generator.send([(payload,) for payload in payloads])
+            self.generator.send(payloads)
         self.check_guards()
         return bool(stop.value.value)
 
