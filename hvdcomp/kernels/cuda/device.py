@@ -9,7 +9,6 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -46,6 +45,7 @@ _LAUNCHERS: dict[str, Callable[..., Any]] = {
     )
     for name, launcher in module.KERNELS.items()
 }
+_NUMBERS = int, float, bool
 _interpreter = threading.Lock()  # Triton's interpreter serves one thread at a time
 
 
@@ -115,6 +115,10 @@ class DeviceKernels:
     Attributes:
         factor: the factor by which this step multiplies the gradients, float32 (1,) on the device.
         moves: whether there is momentum correction.
+        segments: the table's rows, on the host.
+        rows: the table on the device; after the first call.
+        sent: addresses of records, as in `_DeviceTable`.
+        tasks: number of pieces.
         flag: address of a number that becomes NaN if a kernel of the current call finds an inf or NaN.
         plans: results that depend on the tensors and levels alone, besides the arrays of `static`.
         room: memory for each call (`scratch`); buckets whose kernels are launched in turn may share it.
@@ -128,7 +132,10 @@ class DeviceKernels:
         self.table = table
         self.device = device
         self.keeps = keeps
-        self._rows = _DeviceTable(table)
+        self.segments, self.tasks = table.segments, len(table.tasks)
+        self.rows: torch.Tensor
+        self._on_device = _DeviceTable(table)
+        self.sent = self._on_device.sent
         self._memory: dict[str, torch.Tensor] = {}
         self.room: dict[str, torch.Tensor] = {}
         self.plans: dict[str, Any] = {}
@@ -144,26 +151,6 @@ class DeviceKernels:
         self._flags_used = self.flag = 0
         self._aside = Aside(device) if device.type == "cuda" else None
         self._is_aside = False  # the call under way
-
-    @property
-    def segments(self) -> np.ndarray:
-        """The table's rows, on the host."""
-        return self.table.segments
-
-    @property
-    def tasks(self) -> int:
-        """Number of pieces."""
-        return len(self.table.tasks)
-
-    @property
-    def rows(self) -> torch.Tensor:
-        """The table on the device."""
-        return self._rows.table_on_device
-
-    @property
-    def sent(self) -> np.ndarray:
-        """Addresses of records, as in `_DeviceTable`."""
-        return self._rows.sent
 
     def begin(self, factor: torch.Tensor | None, moves: bool) -> None:
         """Call this before the first kernel of a step."""
@@ -207,15 +194,19 @@ class DeviceKernels:
         """
         if self._aside is not None and not aside:
             self._aside.join()
-        self._rows.bring(self.segments, self.device)
+        self._on_device.bring(self.segments, self.device)
+        self.rows = self._on_device.table_on_device
         if self._flags_used == _FLAGS:
             self._flags, self._flags_used = torch.zeros(_FLAGS, device=self.device), 0
         flag = self._flags[self._flags_used : self._flags_used + 1]
         self._flags_used += 1
         self.flag = flag.data_ptr()
         self._is_aside = aside
-        with _on(self.device):
+        if self.device.type != "cuda":
             _LAUNCHERS[name](self, *arguments)
+        else:
+            with torch.cuda.device(_index_of(self.device)):
+                _LAUNCHERS[name](self, *arguments)
         return flag
 
     def pieces(self, kernel: Any, *arguments: Any, x: bool = False, **constants: Any) -> None:
@@ -233,10 +224,11 @@ class DeviceKernels:
 
     def constants_of_x(self, makes: bool = True) -> dict[str, int]:
         """Constants of `make_x`; of a kernel that calls `made` in its place, unless it makes x."""
-        if not makes or self.origin == SOURCED.value:  # which is read, too
+        origin = self.origin
+        if not makes or origin == SOURCED.value:  # which is read, too
             return self.constants_of_made() | {"MOMENTUM": False, "NESTEROV": False}
         nesterov = bool(self.table.bucket.nesterov)
-        return {"KEEPS": self.keeps, "MOMENTUM": self.moves, "NESTEROV": nesterov, "FROM": self.origin}
+        return {"KEEPS": self.keeps, "MOMENTUM": self.moves, "NESTEROV": nesterov, "FROM": origin}
 
     def constants_of_made(self) -> dict[str, int]:
         """Constants of `made`. What has the same place to it has the same constants, so that kernels are compiled for
@@ -266,15 +258,19 @@ class DeviceKernels:
         Multiplications and additions are not fused, so that results have the bits of the kernels in C.
         """
         numbers = numbers_of(arguments)
-        side = self._aside if self._is_aside else None
-        with nullcontext() if side is None else torch.cuda.stream(side.after_main()):
-            if self.interpreting:
-                with _interpreter:
-                    kernel[(programs,)](*numbers, **constants)
-            else:
-                _launch(kernel.fn, programs, numbers, constants)
-        if side is not None:
-            side.launched(*arguments)
+        if self._aside is None or not self._is_aside:
+            self._launch(kernel, programs, numbers, constants)
+            return
+        with torch.cuda.stream(self._aside.after_main()):
+            self._launch(kernel, programs, numbers, constants)
+        self._aside.launched(*arguments)
+
+    def _launch(self, kernel: Any, programs: int, numbers: Sequence[Any], constants: dict[str, Any]) -> None:
+        if not self.interpreting:
+            _launch(kernel.fn, programs, numbers, constants)
+            return
+        with _interpreter:
+            kernel[(programs,)](*numbers, **constants)
 
 
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
@@ -287,7 +283,8 @@ def _launch(function: Callable[..., Any], programs: int, numbers: Sequence[Any],
     Triton examines each argument of each launch to find the compiled kernel, which takes longer than the launch. Here
     the types of arguments alone select the kernel, so it is cached.
     """
-    types = tuple([_type_of(number) for number in numbers])
+    # The types that Triton gives numbers: integers of 32 bits, longer integers, and others. Without a call for each.
+    types = tuple([-(2**31) <= number < 2**31 if type(number) is int else type(number) for number in numbers])
     key = function, triton.runtime.driver.active.get_current_device(), types, *constants.items()
     if key in _compiled:
         kernel, values = _compiled[key]
@@ -300,14 +297,12 @@ def _launch(function: Callable[..., Any], programs: int, numbers: Sequence[Any],
         _compiled[key] = kernel, tuple(constants[name] for name in names)
 
 
-def _type_of(number: Any) -> Any:
-    """A key of the type that Triton gives a number: integers of 32 bits, longer integers, and others."""
-    return -(2**31) <= number < 2**31 if type(number) is int else type(number)
-
-
 def numbers_of(arguments: Sequence[Any]) -> list[Any]:
     """Arguments of kernels, with addresses in place of tensors."""
-    return [argument.data_ptr() if isinstance(argument, torch.Tensor) else argument for argument in arguments]
+    return [
+        argument if type(argument) in _NUMBERS or not isinstance(argument, torch.Tensor) else argument.data_ptr()
+        for argument in arguments
+    ]
 
 
 @functools.cache
@@ -322,7 +317,3 @@ def for_all_numbers(function: Callable[..., Any]) -> Any:
 @functools.cache
 def _index_of(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
-
-
-def _on(device: torch.device) -> Any:
-    return torch.cuda.device(_index_of(device)) if device.type == "cuda" else nullcontext()
