@@ -25,11 +25,7 @@ class Exchanged(NamedTuple):
 
     def payloads(self, rank: int = 0) -> list[bytes]:
         """The bytes of each array that a rank passed to collectives."""
-        return [bits(array) for request in self.requests[rank] for array in arrays_of(request)]
-
-
-def arrays_of(request: Request) -> tuple[Any, ...]:
-    return request.parts if isinstance(request, AllGather | AllToAll) else (request.array,)
+        return [bits(array) for request in self.requests[rank] for array in request.arrays]
 
 
 def run_lockstep(compressor: Compressor, xs: Sequence[Any], step: int = 0, seed: int = 0, name: str = "w") -> Exchanged:
@@ -67,7 +63,7 @@ def last_of_many(compressor: Compressor, xs: Sequence[Any]) -> Outcome:
 
 def _answer(requested: list[Any], rank: int) -> Any:
     """The answer of a collective to a rank."""
-    assert len({(type(request), *[tuple(array.shape) for array in arrays_of(request)]) for request in requested}) == 1
+    assert len({(type(request), *[tuple(array.shape) for array in request.arrays]) for request in requested}) == 1
     if isinstance(requested[0], AllGather):
         return [request.parts for request in requested]
     if isinstance(requested[0], AllToAll):

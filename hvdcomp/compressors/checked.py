@@ -121,7 +121,7 @@ class _Asked(NamedTuple):
 
 
 def _asked_by(request: Request) -> _Asked:
-    arrays = _arrays_of(request)
+    arrays = request.arrays
     kind = " ".join(word for word in (type(request).__name__, getattr(request, "op", ""), request.group) if word)
     return _Asked(kind, tuple((tuple(array.shape), _dtype_of(array)) for array in arrays))
 
@@ -203,7 +203,7 @@ def _apart(xp: ModuleType, answer: Any, request: Request) -> Any:
     """The answer in storage of its own, as that of other ranks has: alone, a rank gets what it has sent."""
     if xp is shapes:
         return answer
-    sent = _arrays_of(request)
+    sent = request.arrays
     if isinstance(answer, list):
         return [tuple(without_sharing(part, sent) for part in parts) for parts in answer]
     return without_sharing(answer, sent)
@@ -220,7 +220,7 @@ def without_sharing(array: Array, others: tuple[Array, ...]) -> Array:
 def _check_request(call: _Call, request: Any) -> None:
     if not isinstance(request, _REQUESTS):
         raise call.error(f"yields {_described(request)}; {_ASK}")
-    arrays = _arrays_of(request)
+    arrays = request.arrays
     if not isinstance(arrays, tuple) or not arrays or not all(map(_is_array, arrays)):
         given = getattr(request, "parts", None) if isinstance(request, AllGather | AllToAll) else request.array
         raise call.error(f"yields {type(request).__name__} of {_described(given)}; {_ASK}")
@@ -313,10 +313,6 @@ _CHANGES = (
     "changes x in place, but error feedback still needs x: make a new array, such as y = x * 2 instead of x *= 2, or "
     "work on a copy, such as x + 0"
 )
-
-
-def _arrays_of(request: Any) -> Any:
-    return (request.array,) if isinstance(request, AllReduce | ReduceScatter) else request.parts
 
 
 def _is_array(value: Any) -> bool:

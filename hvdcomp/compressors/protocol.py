@@ -36,6 +36,11 @@ class AllReduce:
     with_room: Array | None = None
     group: Group = "all"
 
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """The arrays that this rank sends."""
+        return (self.array,)
+
 
 @dataclass(frozen=True)
 class AllGather:
@@ -57,6 +62,11 @@ class AllGather:
     group: Group = "all"
     in_rows: bool = False
 
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """The arrays that this rank sends."""
+        return self.parts
+
 
 @dataclass(frozen=True)
 class AllToAll:
@@ -75,6 +85,11 @@ class AllToAll:
     group: Group = "all"
     in_rows: bool = False
 
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """The arrays that this rank sends."""
+        return self.parts
+
 
 @dataclass(frozen=True)
 class ReduceScatter:
@@ -91,6 +106,11 @@ class ReduceScatter:
     op: str = "mean"
     with_room: None = None
     group: Group = "all"
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """The arrays that this rank sends."""
+        return (self.array,)
 
 
 class SparseVector(NamedTuple):

@@ -103,7 +103,7 @@ def _together(xp: ModuleType, fused: Sequence[Any]) -> tuple[Array, list[list[in
     """The buffer of a collective; and for an all-gather or an all-to-all the offsets of each request's parts, in bytes
     from the beginning of a row, else None."""
     if _travels_as_it_is(fused):
-        return _arrays_of(fused[0])[0], None
+        return fused[0].arrays[0], None
     if isinstance(fused[0], AllReduce):
         return xp.concatenate([xp.flatten(request.array) for request in fused]), None
     if isinstance(fused[0], ReduceScatter):
@@ -122,12 +122,8 @@ def _travels_as_it_is(fused: Sequence[Request]) -> bool:
     return len(fused) == 1 and fused[0].with_room is not None
 
 
-def _arrays_of(request: Request) -> tuple[Array, ...]:
-    return (request.array,) if isinstance(request, AllReduce | ReduceScatter) else request.parts
-
-
 def _is_numpy(request: Request) -> bool:
-    return isinstance(_arrays_of(request)[0], np.ndarray | np.generic)  # NumPy's sums of shape () are generic
+    return isinstance(request.arrays[0], (np.ndarray, np.generic))  # NumPy's sums of shape () are generic
 
 
 def _of_framework(xp: ModuleType, request: Request, like: Array) -> Request:
@@ -149,7 +145,7 @@ def _in_numpy(xp: ModuleType, answer: Any) -> Any:
 
 
 def _kind_of(request: Request) -> tuple[str, ...]:
-    first = _arrays_of(request)[0]
+    first = request.arrays[0]
     xp = arrays_for(first)
     kind = [type(request).__name__.lower()]
     if isinstance(request, AllReduce | ReduceScatter):
@@ -230,6 +226,6 @@ def _unpack(
 
 def part_bytes(xp: ModuleType, part: Array) -> int:
     """Bytes of an array."""
-    if isinstance(part, np.ndarray | np.generic):
+    if isinstance(part, (np.ndarray, np.generic)):
         return part.nbytes
     return number_of_elements(tuple(part.shape)) * DTYPE_BYTES[xp.dtype_name(part)]

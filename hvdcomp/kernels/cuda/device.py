@@ -71,6 +71,8 @@ def _fields() -> tuple[list[int], list[int]]:
 
 
 _FIELDS = _fields()
+_SENT_RULE = FIELDS.index("sent_rule")
+_RECORDS = [FIELDS.index("kept_sent"), FIELDS.index("x_sent")]
 
 
 class _DeviceTable:
@@ -87,19 +89,21 @@ class _DeviceTable:
         self._columns = np.zeros((len(FIELDS), tensors), np.int64)
         self._columns[FIELDS.index("first_task")] = np.searchsorted(table.tasks["segment"], np.arange(tensors))
         self._columns[FIELDS.index("tasks")] = np.bincount(table.tasks["segment"], minlength=tensors)
+        self._segments = table.segments
+        self._words = table.segments.view(np.int64).reshape(tensors, -1).T
         self._copied: tuple[bytes, bytes] | None = None
         self.table_on_device: torch.Tensor
 
-    def bring(self, segments: np.ndarray, device: torch.device) -> None:
+    def bring(self, device: torch.device) -> None:
         """Copies the table to the device, if it has changed."""
-        now = segments.tobytes(), self.sent.tobytes()
+        now = self._segments.tobytes(), self.sent.tobytes()
         if now == self._copied:
             return
         self._copied = now
         columns, words = _FIELDS
-        self._columns[columns] = segments.view(np.int64).reshape(len(segments), -1).T[words]
-        self._columns[FIELDS.index("sent_rule")] = segments["sent_rule"]
-        self._columns[[FIELDS.index("kept_sent"), FIELDS.index("x_sent")]] = self.sent
+        self._columns[columns] = self._words[words]
+        self._columns[_SENT_RULE] = self._segments["sent_rule"]
+        self._columns[_RECORDS] = self.sent
         self.table_on_device = brought(self._columns.copy(), device)  # the copy may begin later
 
 
@@ -194,7 +198,7 @@ class DeviceKernels:
         """
         if self._aside is not None and not aside:
             self._aside.join()
-        self._on_device.bring(self.segments, self.device)
+        self._on_device.bring(self.device)
         self.rows = self._on_device.table_on_device
         if self._flags_used == _FLAGS:
             self._flags, self._flags_used = torch.zeros(_FLAGS, device=self.device), 0
