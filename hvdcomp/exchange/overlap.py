@@ -116,18 +116,22 @@ class Overlap:
         self._missing = [len(bucket.names) for bucket in early]
         self._tries += bool(early)
 
-    def ready(self, name: str, gradient: Array) -> None:
-        """Call this when a gradient is ready, after `begin`, on the stream that computed it. It may start collectives,
-        and waits for none.
+    def ready(self, gradients: Mapping[str, Array]) -> None:
+        """Call this when gradients are ready, after `begin`, on the stream that computed them. It may start
+        collectives, and waits for none.
 
-        On a device, the kernels of a bucket run on this stream, so they run after the gradient is computed. If
+        On a device, the kernels of a bucket run on this stream, so they run after the gradients are computed. If
         gradients are on several streams, no more buckets start early: the kernels on one stream would not wait for
         gradients on another stream.
+
+        Args:
+            gradients: some of the step, by name, all on one device.
         """
-        place = self._places.get(name)
-        if place is not None and self._missing:
-            self._gradients[name] = gradient
-            self._missing[place] -= 1
+        early = self._places.keys() & gradients.keys() if self._missing else ()
+        for name in early:
+            self._gradients[name] = gradient = gradients[name]
+            self._missing[self._places[name]] -= 1
+        if early:
             self._expected.streams.add(arrays_for(gradient).stream(gradient))
             if len(self._expected.streams) > 1:
                 self._missing = []

@@ -76,9 +76,9 @@ class SimulatedBinding(TorchTraining):
         if casts:
             self._cast(gradients, ready, wires.pop(), is_checked)
         else:
-            self.run_in_place(
-                {name: self.add_momentum(name, gradients[name]) for name in self._parameters if name in gradients}
-            )
+            own = {name: gradients[name] for name in self._parameters if name in gradients}
+            self.add_momenta(own)
+            self.run_in_place(own)
         self._order = self._order or list(ready)  # DDP rebuilds its buckets after its first step
 
     def _cast(

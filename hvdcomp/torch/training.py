@@ -117,8 +117,9 @@ class TorchTraining(Binding):
     def run_in_place(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """`run_engine`, and writes the means to the gradients."""
         for name, mean in self.run_engine(gradients).items():
-            if mean.data_ptr() != gradients[name].data_ptr():
-                gradients[name].copy_(mean)
+            gradient = gradients[name]
+            if mean is not gradient and mean.data_ptr() != gradient.data_ptr():
+                gradient.copy_(mean)
 
     def begin(self) -> None:
         refuse_capture()
@@ -126,11 +127,11 @@ class TorchTraining(Binding):
         if self.coordinator is not None and self.coordinator.decision.sets_batch_size:
             self._scaled_steps().begin_step()
 
-    def add_momentum(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        """Adds the momentum to a gradient, in place. Call it once, before the engine gets the gradient."""
-        if name in self.units.momenta:
-            self.units.momenta[name].add_to(gradient, self.units.of_momenta)
-        return gradient
+    def add_momenta(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Adds the momenta to gradients, in place. Call it once for each gradient, before the engine gets it."""
+        momenta = self.units.momenta
+        for name in momenta.keys() & gradients.keys() if momenta else ():
+            momenta[name].add_to(gradients[name], self.units.of_momenta)
 
     def take_back(self, means: Mapping[str, torch.Tensor]) -> None:
         for name in self.units.momenta.keys() & means.keys():

@@ -82,7 +82,7 @@ def run(
             engine.expect(in_place, sums)
             if tells(rank, step):
                 for name in np.random.default_rng([rank, step]).permutation(list(given)):
-                    engine.overlap.ready(str(name), given[name])
+                    engine.overlap.ready({str(name): given[name]})
             made = engine.step(given, in_place, sums)
             made |= {f"sum of {name}": one for name, one in totals.sums.items()}
             results.append({name: copy(one) for name, one in made.items()})
@@ -303,7 +303,7 @@ def test_a_bucket_starts_as_soon_as_its_gradients_are_there_and_those_before_hav
         counting.started.clear()
         given, seen = gradients_of(communicator.rank, 2), []
         for name in ["a1", "a0", "a3", "b3", "a2", "b2", "b1", "b0"]:
-            engine.overlap.ready(name, given[name])
+            engine.overlap.ready({name: given[name]})
             seen.append((name, [name for *_, name, _ in counting.started]))
         engine.step(given)
         seen.append(("step", [name for *_, name, _ in counting.started]))
@@ -354,7 +354,7 @@ def test_nothing_starts_before_all_ranks_agree() -> None:
         started = []
         for name, one in gradients_of(communicator.rank, 2).items():
             told.append(name)
-            engine.overlap.ready(name, one)
+            engine.overlap.ready({name: one})
             started.append(len(engine.overlap.started))
         return started
 
@@ -374,12 +374,12 @@ def test_gradients_of_a_step_that_was_not_made_are_forgotten() -> None:
         engine.begin()
         engine.expect()
         old, new = (gradients_of(communicator.rank, step) for step in (2, 3))
-        engine.overlap.ready("a3", old["a3"])
+        engine.overlap.ready({"a3": old["a3"]})
         observe(engine, lambda look: {})
         engine.begin()
         engine.expect()
         for name, one in new.items():
-            engine.overlap.ready(name, one)
+            engine.overlap.ready({name: one})
         assert not engine.overlap.started
 
     run_ranks(2, work)

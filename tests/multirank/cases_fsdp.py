@@ -290,7 +290,7 @@ def record_events(model: Any, how: hvdcomp.Compression) -> list[str]:
         def begins(gradient: torch.Tensor, number: int = number) -> None:
             while binding._presence_check._started is not None:  # a small model may be quicker than the ranks' answers
                 binding._presence_check.agrees()
-            binding.engine.overlap.ready("", torch.empty(0))
+            binding.engine.overlap.ready({})
             events.append(f"backward of {number}")
 
         # What ReLU made of it, as the output of an FSDP module belongs to FSDP.

@@ -44,7 +44,7 @@ def _steps(later: bool, spec: str, noted: Streams) -> list[int]:
             noted.now = third if later and number >= 2 else hooks
             gradients[name] = torch.ones(shapes[name])
             alive.append(gradients[name])  # PyTorch's own backward pass frees them safely
-            engine.overlap.ready(name, gradients[name])
+            engine.overlap.ready({name: gradients[name]})
         started.append(len(engine.overlap.started))
         noted.now = main
         engine.step(gradients)

@@ -113,7 +113,8 @@ class DDPBinding(TorchTraining):
         self._uses = UsedParameters(model, parameters) if any(self._model_settings.values()) else None
         self._unused: Set[str] = frozenset()  # parameters without gradients in a static graph
         self._flag_bytes = 0  # of the flags that tell, in the present step, which parameters were used
-        self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in parameters.items()}
+        # By the identity of a parameter: a tensor's hash is a call of Python.
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._wire: torch.dtype | None = None  # element type of a step that casts
         self._wire_of: tuple[Plan | None, torch.dtype | None] = (None, None)  # the latest plan and its element type
         self._checks_presence = True
@@ -144,7 +145,7 @@ class DDPBinding(TorchTraining):
         Returns:
             A future of the means, in the bucket's storage.
         """
-        names = [self._names[parameter] for parameter in bucket.parameters()]
+        names = list(map(self._names.__getitem__, map(id, bucket.parameters())))
         if self._awaited.isdisjoint(names):
             self._kept = None if self.exchanges else set()
             if self._kept is None:
@@ -161,13 +162,11 @@ class DDPBinding(TorchTraining):
         future = self._reduce_whole(buffer) if whole else _future(buffer)
         self._step.append(_DDPBucket(names, buffer, gradients, future, whole))
         if not whole:
-            for name, gradient in gradients.items():
-                if name in self._unused:
-                    continue
-                self._pending[name] = gradient
-                if self._uses is None:  # else gradients that no rank has are to stay as they are
-                    self.add_momentum(name, gradient)
-                    self.engine.overlap.ready(name, gradient)
+            used = {name: gradients[name] for name in names if name not in self._unused} if self._unused else gradients
+            self._pending.update(used)
+            if self._uses is None:  # else gradients that no rank has are to stay as they are
+                self.add_momenta(used)
+                self.engine.overlap.ready(used)
         if not self._awaited:
             self._end()
             if self._beside is not None:
@@ -229,8 +228,7 @@ class DDPBinding(TorchTraining):
         pending, self._pending = self._pending, {}
         if self._uses is not None:
             pending = self._used(pending, self._uses)
-            for name, gradient in pending.items():
-                self.add_momentum(name, gradient)
+            self.add_momenta(pending)
         self.run_in_place(pending)
         for bucket in self._step:
             if not bucket.whole:

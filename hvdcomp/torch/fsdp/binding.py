@@ -156,7 +156,7 @@ class FSDPBinding(TorchTraining):
         if name not in self._ready:
             self._follow(name)
             self._ready[name] = _local(parameter.grad)
-            self.engine.overlap.ready(name, self._ready[name])
+            self.engine.overlap.ready({name: self._ready[name]})
 
     def _follow(self, name: str) -> None:
         """Gives the residual of a parameter the scale of its gradient, if that is divided by another factor now."""

@@ -85,8 +85,10 @@ class TorchBinding(TorchTraining):
         self._open += 1
         if name in self._pending or name not in self._horovod_optimizer.own:
             self._horovod_optimizer.refuse_gradient(name)
-        self._pending[name] = self.add_momentum(name, tensor)
-        self.engine.overlap.ready(name, tensor)
+        self._pending[name] = tensor
+        ready = {name: tensor}
+        self.add_momenta(ready)
+        self.engine.overlap.ready(ready)
         # An int64, so that Horovod does not fuse it with the engine's buffers: fusion depends on timing, and would
         # change the order of additions from run to run.
         return torch.full((1,), self.presence), Ticket(name, False, tensor)
