@@ -17,9 +17,8 @@ import torch
 from hvdcomp.arrays.alignment import CACHE_LINE
 from hvdcomp.arrays.types import Array
 
-# For `map`, which takes half the time of a loop over the tensors of a step.
-_TYPE_AND_HOST = operator.attrgetter("dtype", "is_cpu")
-_IS_CONTIGUOUS, _ADDRESS = operator.methodcaller("is_contiguous"), operator.methodcaller("data_ptr")
+# For `map`: this takes a third of the time of a loop over the tensors of a step.
+_IS_CONTIGUOUS, _ADDRESS = torch.Tensor.is_contiguous, torch.Tensor.data_ptr
 
 
 def dtype_name(x: Array) -> str:
@@ -66,7 +65,7 @@ def to_numpy(x: Array) -> np.ndarray:
 
 
 def hosted(arrays: Sequence[Array], dtype: str = "float32") -> tuple[list[Array], list[int]] | None:
-    if set(map(_TYPE_AND_HOST, arrays)) - {(getattr(torch, dtype), True)}:
+    if {x.dtype for x in arrays} - {getattr(torch, dtype)} or False in {x.is_cpu for x in arrays}:
         return None
     dense = list(arrays) if all(map(_IS_CONTIGUOUS, arrays)) else [x.contiguous() for x in arrays]
     return dense, list(map(_ADDRESS, dense))

@@ -7,7 +7,6 @@ Triton's interpreter runs the same kernels on a CPU, for tests (`serving_host`).
 from __future__ import annotations
 
 import functools
-import operator
 import os
 import subprocess
 import sys
@@ -60,9 +59,6 @@ _HIGHEST_RANK = 32  # of low-rank factors: a program must hold all their product
 _ALIGNMENT = 32  # elements that a device reads at once
 _serves_host = False
 _warn_once = functools.cache(warn_alone)
-# For `map`, which takes half the time of a loop over the tensors of a step.
-_TYPE_AND_DEVICE = operator.attrgetter("dtype", "device")
-_IS_CONTIGUOUS, _ADDRESS = operator.methodcaller("is_contiguous"), operator.methodcaller("data_ptr")
 
 
 def available() -> bool:
@@ -191,10 +187,12 @@ def placed(arrays: Sequence[Any], dtype: str = "float32") -> tuple[list[Any], li
     first = arrays[0]
     if not hasattr(first, "is_cuda") or not serves(first) or str(first.dtype) != f"torch.{dtype}":
         return None
-    if len(set(map(_TYPE_AND_DEVICE, arrays))) > 1:
+    if len({x.dtype for x in arrays}) > 1 or len({x.device for x in arrays}) > 1:
         return None
-    dense = list(arrays) if all(map(_IS_CONTIGUOUS, arrays)) else [x.contiguous() for x in arrays]
-    return dense, list(map(_ADDRESS, dense))
+    # Methods of the class, for `map`: this takes a third of the time of a loop over the tensors of a step.
+    is_contiguous, address = type(first).is_contiguous, type(first).data_ptr
+    dense = list(arrays) if all(map(is_contiguous, arrays)) else [x.contiguous() for x in arrays]
+    return dense, list(map(address, dense))
 
 
 def split_like(arrays: Sequence[Any], wide: bool = False) -> tuple[list[Any], list[int]]:
