@@ -53,8 +53,8 @@ class AllGather:
         parts: the arrays to gather.
         with_room: as in `AllReduce`; for a single part of bytes, with `in_rows`.
         group: the ranks that take part.
-        in_rows: whether the answer is one array with a row for each rank instead, for a single part, a vector. The time
-            to make such an answer does not depend on the number of ranks.
+        in_rows: for bucket forms, with a single part, a vector: whether the answer is one array with a row for each
+            rank instead. The time to make such an answer does not depend on the number of ranks.
     """
 
     parts: tuple[Array, ...]
