@@ -6,9 +6,8 @@
     python -m benchmarks.best_rates --page-only                 # only the page, from the existing trainings
 
 The search of a method trains rates that differ by factors of two, and continues until the best rate is between two
-others. It trains each rate with one seed, and the rates close to the best with two more seeds. The reason is that near
-the highest usable rates, one seed may train well and the next one badly. The search for dense training comes first, and
-the other searches begin around its best rate.
+others. It trains each rate with one seed. The search for dense training comes first, and the other searches begin
+around its best rate.
 
 Then each method is trained at its best rate, and at the best rate of dense training, with seeds that the search has not
 used. Each training is a separate process and has a folder below --runs. A complete training is not repeated. The file
@@ -27,7 +26,7 @@ from typing import Any
 import click
 
 from benchmarks.best_rates.page import write_page
-from benchmarks.best_rates.plan import LONG, SAME, STAGES, Item, estimates, items, long_runs, next_items
+from benchmarks.best_rates.plan import OWN, SAME, STAGES, Item, estimates, items, next_items, variant_runs
 from benchmarks.best_rates.rows import TRAINED, WORKLOADS, RateRun, methods_of, name_of
 from benchmarks.best_rates.search import (
     FARTHEST,
@@ -61,10 +60,10 @@ def trained(runs: Path) -> list[RateRun]:
 def train_items(group: Sequence[Item], runs: Path, seeds: Sequence[int], train: Train) -> list[Run]:
     """Trains rows of one workload and kind; returns the trainings that failed."""
     workload, methods = group[0].workload, [item.method for item in group]
-    if group[0].kind == LONG:
-        return train(long_runs(workload, methods, runs))
     if group[0].kind == SAME:
         return train(at_rate_of_dense(workload, methods, runs, seeds))
+    if group[0].kind != OWN:
+        return train(variant_runs(workload, group[0].kind, methods, runs))
     failed = search(workload, methods, runs, train)
     return failed + train(at_best_rates(workload, methods, runs, seeds))
 
@@ -105,9 +104,8 @@ def main(
     page_only: bool,
 ) -> None:
     """Trains methods at their best learning rates on simulated ranks, and writes the page of all trainings."""
-    if seen := sorted(set(SEARCHED) & set(seeds)):
-        shown = ", ".join(map(str, seen))
-        raise click.BadParameter(f"the search sees {shown}; give others, from 101 on", param_hint="--seeds")
+    if SEARCHED in seeds:
+        raise click.BadParameter(f"the search sees {SEARCHED}; give others, from 101 on", param_hint="--seeds")
     console = make_console(soft_wrap=True)
     names = workloads or tuple(WORKLOADS)
 

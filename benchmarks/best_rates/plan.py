@@ -8,22 +8,34 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.best_rates.outcomes import outcome_of
-from benchmarks.best_rates.rows import DENSE, FROZEN, LONG_SEEDS, LONGER, WORKLOADS, RateRun, long_of, methods_of
+from benchmarks.best_rates.rows import (
+    DENSE,
+    FROZEN,
+    LONG,
+    LONGER,
+    MANY_RANKS,
+    METHODS_OF_MANY_RANKS,
+    SEEDS_OF_VARIANTS,
+    TRAINED,
+    WORKLOADS,
+    RateRun,
+    methods_of,
+)
 from benchmarks.best_rates.rule import SITUATIONS, Situation, chosen, standings_of, undecided
-from benchmarks.best_rates.search import HELD_OUT, SEARCHED, best_of, grid_of, start_of
+from benchmarks.best_rates.search import HELD_OUT, best_of, grid_of, start_of
 from benchmarks.trainings import kept_records
 
 STAGES = (
     "what README's table needs",
-    "the other rows with four ranks",
+    "the other rows",
     "three times as many steps",
     "all methods at dense training's best rate",
     "sixteen ranks",
 )
-OWN, SAME, LONG = "at its own best rate", "at dense training's best rate", "three times as many steps"
+OWN, SAME = "at its own best rate", "at dense training's best rate"
 
-_RATES_OF_A_SEARCH, _CLOSE_RATES = 4, 2
-"""What a search takes: the GPT's searches trained three to five rates, and about two of them were close to the best."""
+_RATES_OF_A_SEARCH = 4
+"""The GPT's searches trained three to five rates."""
 _SHARE_OF_OTHER_RATES = 0.5
 """Expected share of methods whose best rate is not that of dense training."""
 _QUIET_SECONDS = {"gpt": 100.0, "lstm": 70.0, "mnist1d": 26.0, "sorting": 17.0, "shapes": 17.0, "heavy-tails": 10.0}
@@ -39,7 +51,7 @@ class Item:
 
     Attributes:
         stage: the number in `STAGES`.
-        kind: `OWN`, `SAME` or `LONG`.
+        kind: `OWN`, `SAME`, or the end of a variant's name.
     """
 
     stage: int
@@ -70,21 +82,20 @@ def _items(runs: Path) -> Iterator[Item]:
         for workload in situation.workloads:
             for method in _with_control(needed) if needed else ():
                 yield Item(0, OWN, workload, method)
-    with_four = [name for name in WORKLOADS if not name.endswith("-16")]
-    for workload in sorted(with_four, key=_quiet_seconds):
+    by_time = sorted(WORKLOADS, key=_quiet_seconds)
+    for workload in by_time:
         for method in methods_of(workload):
             yield Item(1, OWN, workload, method)
     for situation in SITUATIONS:
         for workload in situation.workloads:
             for method in _with_control(named_in(situation, runs)):
                 yield Item(2, LONG, workload, method)
-    for workload in sorted(with_four, key=_quiet_seconds):
+    for workload in by_time:
         for method in methods_of(workload)[1:]:
             yield Item(3, SAME, workload, method)
-    for workload in sorted(WORKLOADS.keys() - set(with_four), key=_quiet_seconds):
-        for kind in (OWN, SAME):
-            for method in methods_of(workload)[kind == SAME :]:
-                yield Item(4, kind, workload, method)
+    for workload in (name for name in by_time if name + MANY_RANKS in TRAINED):
+        for method in METHODS_OF_MANY_RANKS:
+            yield Item(4, MANY_RANKS, workload, method)
 
 
 def _with_control(methods: Sequence[str]) -> list[str]:
@@ -117,12 +128,16 @@ def next_items(plan: Sequence[Item], done: Collection[Item]) -> list[Item]:
     return [item for item in left if item.group == first.group]
 
 
-def long_runs(workload: str, methods: Sequence[str], runs: Path) -> list[RateRun]:
-    """Long trainings of methods, at the best rates of the workload's own trainings; only of complete rows."""
+def variant_runs(workload: str, kind: str, methods: Sequence[str], runs: Path) -> list[RateRun]:
+    """Trainings of a variant, at the best rates of the workload's own trainings; only of complete rows.
+
+    Args:
+        kind: the end of the variant's name.
+    """
     complete = [method for method in methods if not outcome_of(workload, method, runs, HELD_OUT).lacks]
     return [
-        RateRun(long_of(workload), seed, runs, method, best_of(workload, method, runs))
-        for seed in LONG_SEEDS
+        RateRun(workload + kind, seed, runs, method, best_of(workload, method, runs))
+        for seed in SEEDS_OF_VARIANTS
         for method in complete
     ]
 
@@ -136,14 +151,12 @@ def missing_trainings(item: Item, runs: Path, seeds: Sequence[int] = HELD_OUT) -
     grid = grid_of(workload, method, runs, start_of(workload, method, runs))
     own = [RateRun(workload, seed, runs, method, grid.best) for seed in seeds]
     if item.kind == OWN:
-        searched = [RateRun(workload, seed, runs, method, at) for at in grid.lost for seed in SEARCHED]
-        usual = _RATES_OF_A_SEARCH + _CLOSE_RATES * (len(SEARCHED) - 1)
-        left = usual - sum(run.record is not None for run in searched)
+        left = _RATES_OF_A_SEARCH - len(grid.lost)
         held_out = sum(run.record is None for run in own)
         return held_out + (max(len(grid.next), left) if grid.next else 0)
-    if item.kind == LONG:
-        at = grid.best
-        return sum(RateRun(long_of(workload), seed, runs, method, at).record is None for seed in LONG_SEEDS)
+    if item.kind != SAME:
+        variant = [RateRun(workload + item.kind, seed, runs, method, grid.best) for seed in SEEDS_OF_VARIANTS]
+        return sum(run.record is None for run in variant)
     at = best_of(workload, DENSE, runs)
     same = [RateRun(workload, seed, runs, method, at) for seed in seeds]
     left = sum(run.record is None for run in same)
@@ -165,7 +178,7 @@ def seconds_of(workload: str, runs: Path) -> tuple[float, float]:
     return _QUIET_SECONDS[workload], _QUIET_SECONDS[workload]
 
 
-_SIMILAR = {"-long": float(LONGER), "-16": 4.0, "-muon": 1.0}
+_SIMILAR = {LONG: float(LONGER), MANY_RANKS: 4.0, "-muon": 1.0}
 """Times the seconds of the workload without this part of its name."""
 
 
@@ -201,7 +214,7 @@ def estimates(among: Sequence[Item], runs: Path) -> list[Estimate]:
         left = [(item, count) for item, count in left if count]
         hours = [0.0, 0.0]
         for item, count in left:
-            workload = long_of(item.workload) if item.kind == LONG else item.workload
+            workload = item.workload + (item.kind if item.kind in (LONG, MANY_RANKS) else "")
             for at, seconds in enumerate(seconds_of(workload, runs)):
                 hours[at] += count * seconds / 3600
         found.append(Estimate(stage, len(left), sum(count for _, count in left), *hours))

@@ -37,10 +37,6 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     "heavy-tails": _HEAVY_TAILS,
     "heavy-tails-muon": {**_HEAVY_TAILS, "optimizer": "muon"},
     "shapes": _SHAPES,
-    "gpt-16": _with("gpt", simulate_ranks=16),
-    "gpt-muon-16": _with("gpt", optimizer="muon", simulate_ranks=16),
-    "mnist1d-16": _with("mnist1d", simulate_ranks=16),
-    "lstm-16": _with("lstm", simulate_ranks=16),
 }
 """The options of `hvdcomp train`; the learning rate is that at which the first search begins."""
 
@@ -89,20 +85,19 @@ CANDIDATES = {
 
 LONGER = 3
 """Times as many steps as in a workload of long trainings."""
-LONG_SEEDS = (101, 102)
-_LONG = "-long"
-LONG: dict[str, dict[str, Any]] = {
-    name + _LONG: {**options, **{key: LONGER * options[key] for key in ("steps", "evaluate_every")}}
-    for name, options in WORKLOADS.items()
-    if options["simulate_ranks"] == convergence.RANKS
+LONG, MANY_RANKS = "-long", "-16"
+"""Ends of the names of variants: a workload with more steps, and one with 16 ranks. A variant has no search: its rates
+are the best rates of its workload. Two seeds say which way it goes; they have no interval."""
+SEEDS_OF_VARIANTS = (101, 102)
+METHODS_OF_MANY_RANKS = (DENSE, *PAIRS, "terngrad")
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{
+        name + LONG: {**options, **{key: LONGER * options[key] for key in ("steps", "evaluate_every")}}
+        for name, options in WORKLOADS.items()
+    },
+    **{name + MANY_RANKS: {**WORKLOADS[name], "simulate_ranks": 16} for name in ("mnist1d", "lstm", "gpt", "gpt-muon")},
 }
-"""Workloads of long trainings, for the rows that README names. They have no search: the rates come from `WORKLOADS`."""
-TRAINED = {**WORKLOADS, **LONG}
-
-
-def long_of(workload: str) -> str:
-    """The workload of long trainings that belongs to a workload."""
-    return workload + _LONG
+TRAINED = {**WORKLOADS, **VARIANTS}
 
 
 def is_accuracy(workload: str) -> bool:
@@ -136,9 +131,8 @@ def methods_of(workload: str) -> list[str]:
         specs = [DENSE, "int8", "int4", *PAIRS, "terngrad", powersgd, "topk:ratio=0.01"]
     else:
         specs = [DENSE, *(one for spec in PAIRS for one in (spec, *rivals_of(workload, spec)))]
-    if options["simulate_ranks"] == convergence.RANKS:
-        named = {"adamw": FROZEN, "muon": STEPS}.get(optimizer, {})
-        specs += [*CANDIDATES[optimizer], *named]
+    named = {"adamw": FROZEN, "muon": STEPS}.get(optimizer, {})
+    specs += [*CANDIDATES[optimizer], *named]
     return list(dict.fromkeys(specs))
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.best_rates.outcomes import Outcome, interval_of, outcome_of
-from benchmarks.best_rates.rows import CANDIDATES, DENSE, FROZEN, STEPS, WORKLOADS
+from benchmarks.best_rates.rows import CANDIDATES, DENSE, FROZEN, STEPS
 from benchmarks.best_rates.search import HELD_OUT
 
 BOUNDS = (1.0, 3.0)
@@ -96,14 +96,11 @@ def standings_of(situation: Situation, runs: Path) -> list[Standing]:
 
 def _standing(situation: Situation, method: str, runs: Path) -> Standing:
     needed = [(name, outcome_of(name, method, runs, HELD_OUT)) for name in situation.workloads]
-    # More ranks are not needed, but a row that is complete counts.
-    others = [f"{name}-16" for name in situation.workloads if f"{name}-16" in WORKLOADS]
-    more = [(name, outcome_of(name, method, runs, HELD_OUT)) for name in others]
-    complete = [(name, outcome) for name, outcome in (*needed, *more) if not outcome.lacks]
+    complete = [(name, outcome) for name, outcome in needed if not outcome.lacks]
     return Standing(
         method,
         {name: _lost(outcome, outcome_of(name, DENSE, runs, HELD_OUT)) for name, outcome in complete},
-        {name: outcome.complete.factor for name, outcome in complete if name in situation.workloads},
+        {name: outcome.complete.factor for name, outcome in complete},
         tuple(name for name, outcome in needed if outcome.lacks),
     )
 

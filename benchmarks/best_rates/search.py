@@ -7,27 +7,24 @@ search has not seen; so is dense training of the same workload.
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.best_rates.rows import DENSE, RAISED, RateRun, is_accuracy, lost_beside
 from benchmarks.trainings import Run
 
-SEARCHED = (0, 1, 2)
-"""The seeds of the search. Rates that are not close to the best are trained with the first seed only."""
+SEARCHED = 0
+"""The seed of the search."""
 HELD_OUT = (101, 102, 103, 104, 105)
 """The seeds of the figures, which no choice has seen."""
-CLOSE = 5.0
-"""Percent of the loss, or points of accuracy, by which a rate that is close to the best is worse at most."""
 FARTHEST = 8
 """Factors of two, from the workload's own rate, at which a search ends without a best rate inside the grid."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The rates of a method that the search has trained, by the means over their seeds.
+    """The rates of a method that the search has trained.
 
     Attributes:
         lost: by doublings, what the trainings lost beside the best: percent of the loss, or points of accuracy;
@@ -53,33 +50,28 @@ def grid_of(workload: str, spec: str, runs: Path, start: int) -> Grid:
         start: the doublings around which it begins.
     """
 
-    def untrained(places: Iterable[int], seeds: Sequence[int]) -> tuple[RateRun, ...]:
-        every = (RateRun(workload, seed, runs, spec, at) for at in places if abs(at) <= FARTHEST for seed in seeds)
+    def untrained(*places: int) -> tuple[RateRun, ...]:
+        every = (RateRun(workload, SEARCHED, runs, spec, at) for at in places if abs(at) <= FARTHEST)
         return tuple(run for run in every if run.quality is None)
 
-    trained = {}
-    for at in range(-FARTHEST, FARTHEST + 1):
-        qualities = [RateRun(workload, seed, runs, spec, at).quality for seed in SEARCHED]
-        if (first := qualities[0]) is not None:
-            known = [quality for quality in qualities if quality is not None]
-            trained[at] = statistics.mean(known) if len(known) == len(SEARCHED) else first
+    every = {at: RateRun(workload, SEARCHED, runs, spec, at).quality for at in range(-FARTHEST, FARTHEST + 1)}
+    trained = {at: quality for at, quality in every.items() if quality is not None}
     if not trained:
-        return Grid({}, start, untrained((start - 1, start, start + 1), SEARCHED[:1]))
+        return Grid({}, start, untrained(start - 1, start, start + 1))
     finished = [quality for quality in trained.values() if not math.isnan(quality)]
     if not finished:  # too high, all of them
         lower = min(trained) - 1
-        return Grid(dict.fromkeys(trained, math.inf), lower, untrained([lower], SEARCHED[:1]))
+        return Grid(dict.fromkeys(trained, math.inf), lower, untrained(lower))
     best_quality = (max if is_accuracy(workload) else min)(finished)
     lost = {
         at: math.inf if math.isnan(quality) else lost_beside(workload, quality, best_quality)
         for at, quality in trained.items()
     }
     best = min(lost, key=lambda at: lost[at])
-    close = [at for at in lost if lost[at] <= CLOSE]
-    return Grid(lost, best, untrained((best - 1, best + 1), SEARCHED[:1]) or untrained(close, SEARCHED))
+    return Grid(lost, best, untrained(best - 1, best + 1))
 
 
-_DENSE_STARTS = {"gpt-muon": 3, "gpt-16": 2, "gpt-muon-16": 3}
+_DENSE_STARTS = {"gpt-muon": 3}
 """The doublings at which dense training's search begins, of workloads whose own rate is far from the best one."""
 
 

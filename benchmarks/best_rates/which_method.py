@@ -136,10 +136,9 @@ def _quality(standing: Standing, bound: float) -> str:
     unit = "% or points" if bound != 1 else "% or point"
     parts = []
     for workload, (mean, half) in standing.lost.items():
-        name, sixteen = workload.removesuffix("-16").removesuffix("-muon"), workload.endswith("-16")
+        task = _TASKS[workload.removesuffix("-muon")]
         quality, unit_of_task = ("accuracy", " points") if is_accuracy(workload) else ("loss", " %")
         worse, better = ("lower", "higher") if is_accuracy(workload) else ("higher", "lower")
-        task = _TASKS[name] + (" on 16 ranks" if sixteen else "")
         parts.append(f"{task}: {quality} {abs(mean):.1f} ± {half:.1f}{unit_of_task} {worse if mean >= 0 else better}")
     return f"at most {bound:g} {unit} on each task ({'; '.join(parts)})"
 

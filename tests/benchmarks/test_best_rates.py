@@ -96,16 +96,6 @@ def test_powersgd_of_quick_workloads_sends_about_as_little_as_terngrad(workload:
     assert least < dense / sent < 1.35 * dense / ternary
 
 
-def test_a_rate_is_as_good_as_the_mean_of_its_seeds(tmp_path: Path) -> None:
-    def loss(run: Any) -> float | None:  # the highest rate is the best one for the first seed alone
-        return [1.8, 2.4, 2.4][run.seed] if run.doublings == 1 else 2.0 + abs(run.doublings) / 10
-
-    search.search("gpt", ["none"], tmp_path, _trainer(loss, []))
-    grid = search.grid_of("gpt", "none", tmp_path, 0)
-    assert (grid.best, grid.next) == (0, ())
-    assert grid.lost[1] == pytest.approx(10)
-
-
 @pytest.mark.parametrize("best", [-5, 0, 4])
 def test_the_search_ends_between_two_worse_rates(tmp_path: Path, best: int) -> None:
     order: list[Any] = []
@@ -120,7 +110,7 @@ def test_the_search_ends_between_two_worse_rates(tmp_path: Path, best: int) -> N
     assert (start.best, start.next) == (best, ())
     assert {best - 1, best, best + 1} <= set(start.lost)
     assert start.lost[best + 1] == pytest.approx(50)
-    assert {run.doublings for run in order if run.spec == "none" and run.seed} == {best}, "others are not close"
+    assert {run.seed for run in order} == {search.SEARCHED}
     eden = search.grid_of("gpt", "eden", tmp_path, best)
     assert eden.best == best + 2
     assert min(run.doublings for run in order if run.spec == "eden") == best - 1, "it begins around that of dense"
@@ -170,7 +160,7 @@ def test_the_page_compares_each_at_its_own_best_rate(tmp_path: Path) -> None:
     assert better == ["| `eden` | `terngrad` | 100% | -15.83 ± 0.00 | **better** |"]
     assert "gpt,eden:bits=1,4,23.5" in file.with_suffix(".csv").read_text()
     assert f"**How many trainings**: {len(order)} trainings, in" in page
-    searched = sum(run.seed in search.SEARCHED for run in order)
+    searched = sum(run.seed == search.SEARCHED for run in order)
     assert f"The search for learning rates used {searched} of the trainings." in " ".join(page.split())
 
 
@@ -186,20 +176,18 @@ def test_the_page_shows_no_figures_of_a_row_that_is_not_complete(tmp_path: Path)
     find("none", "eden", "int8")
     train(own("none", SEEDS[:4]) + own("eden", SEEDS))
     train([rows.RateRun("heavy-tails", 0, runs, "int4", at) for at in (0, 1)])
-    train([rows.RateRun("heavy-tails", 0, runs, "terngrad", at) for at in (-1, 0, 1)])
     page = " ".join(_page(runs, file).split())
-    assert "| heavy-tails | 0 | 5 | 5 |" in page
+    assert "| heavy-tails | 0 | 4 | 6 |" in page
     assert page.count(" is complete yet.") == len(rows.WORKLOADS)
     assert "- The row `none` still lacks 1 of 5 held-out seeds." in page
     assert "- The row `eden` still lacks a complete row of dense training." in page
     assert "- The row `int4` still lacks a worse learning rate on either side of the best of 2 rates, 5 of" in page
-    assert "- The row `terngrad` still lacks the seeds 1, 2 at the learning rates that are close to the best" in page
     assert "- The row `int8` still lacks a best learning rate inside the grid, within 8 factors of two" in page
-    assert "- No training was made yet with `eden:bits=1`, `powersgd:rank=4`" in page
+    assert "- No training was made yet with `eden:bits=1`, `terngrad`, `powersgd:rank=4`" in page
     assert "| `eden` |" not in page
     train(own("none", SEEDS[4:]))
     page = " ".join(_page(runs, file).split())
-    assert "| heavy-tails | 2 | 3 | 5 |" in page
+    assert "| heavy-tails | 2 | 2 | 6 |" in page
     assert "| `eden` | 13.0 | 0.016 | 2.0000 ± 0.0000 | +0.00 ± 0.00 |" in page
     assert "heavy-tails,int8,4,,,,,,,,,,,,," in file.with_suffix(".csv").read_text()
 
@@ -220,7 +208,7 @@ def test_accuracy_is_lost_in_points() -> None:
 def test_the_seeds_of_the_search_are_not_reported(tmp_path: Path) -> None:
     done = CliRunner().invoke(command.main, ["--page-only", "--runs", str(tmp_path), "--seeds", "0,1"])
     assert done.exit_code == 2
-    assert "the search sees 0, 1; give others" in done.output
+    assert "the search sees 0; give others" in done.output
     done = CliRunner().invoke(command.main, ["--page-only", "--runs", str(tmp_path)])
     assert "there is no finished training in" in done.output
     done = CliRunner().invoke(command.main, ["--dry-run", "--runs", str(tmp_path), "--only", "edn"])
