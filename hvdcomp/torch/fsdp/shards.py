@@ -21,12 +21,11 @@ from hvdcomp.communicators.nodes import RANKS_PER_NODE
 from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator, reduce_scatter
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.bucket import GATHERED_BYTES
-from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.memory import NoMemory
 from hvdcomp.errors import ConfigurationError, UnevenNodesError, warn_alone
 from hvdcomp.exchange.agreement import facts_of_kernels, refused_on_every_rank, require_agreement
 from hvdcomp.exchange.ledger import Cost, Sent
-from hvdcomp.exchange.shards import ShardReducer
+from hvdcomp.exchange.shards import ShardReducer, averages_vectors
 from hvdcomp.files import VERSION
 from hvdcomp.specs.levels import Level
 from hvdcomp.torch.fsdp.checks import (
@@ -365,7 +364,7 @@ def _check(setup: Setup) -> None:
     """Raises ConfigurationError for settings that a reduce-scatter cannot follow."""
     settings = setup.compression.settings
     method, memory = settings.compressor, settings.memory
-    if not _is_of_vectors(method):
+    if not averages_vectors(method):
         raise ConfigurationError(
             f"{method} does not work with FSDP without replicas, because FSDP's reduce-scatter passes flat gradients "
             "of whole modules to hvdcomp. Use int8, int4, fp8, bf16 or another quantizer for all modules. Within a "
@@ -395,7 +394,7 @@ def _check(setup: Setup) -> None:
 
 def _check_weights(weights: Any) -> None:
     """Raises ConfigurationError unless changes of weights can be sent so."""
-    if weights is not None and not (isinstance(weights, Compressor) and _is_of_vectors(weights)):
+    if weights is not None and not (isinstance(weights, Compressor) and averages_vectors(weights)):
         raise ConfigurationError(
             f"weights={weights!r} does not work with hvdcomp.fsdp.register; give hvdcomp.Int8(), hvdcomp.Int4() or "
             "another quantizer, or None for FSDP's own all-gather"
@@ -404,10 +403,6 @@ def _check_weights(weights: Any) -> None:
 
 def _without_memory(method: str) -> str:
     return method.partition(_WITH_MEMORY)[0]
-
-
-def _is_of_vectors(method: Compressor) -> bool:
-    return method.lossless or (isinstance(method, Gathering) and not method.of_matrices)
 
 
 def _trained(model: torch.nn.Module, ranks: int) -> dict[str, DTensor]:
