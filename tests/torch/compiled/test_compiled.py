@@ -255,7 +255,8 @@ def test_small_tensors_stay_in_a_coalesced_all_reduce() -> None:
 def test_a_list_of_results_that_is_used_as_a_whole_stays() -> None:
     traced = make_fx(lambda x: funcol.all_reduce_coalesced([x, x * 2], "sum", "0"))(tensors()[0])
     start = next(node for node in traced.graph.nodes if "all_reduce_coalesced" in node.name)
-    traced.graph.output_node().args = ([start, *start.users],)
+    output = traced.graph.output_node()
+    output.args = ([start, *output.all_input_nodes],)
     assert compiled.compress_reductions(traced, "none", torch.tensor(0)) == []
 
 
