@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,22 @@ def case_passes_without_allreduce_are_exchanged_later() -> None:
             assert how is None or how.ledger.steps == 2
             results.append(weights(model))
         torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)
+
+
+def case_a_single_replica_gets_exact_gradients() -> None:
+    """Nobody would receive what is compressed: also of casts, of policies and after a restart with residuals."""
+    shape = (1, dist.get_world_size())
+    policy = {"policy": "accordion:low=0.1,high=0.02,interval=1", "steps_per_epoch": 2}
+    expected = parallelized(shape, layers())
+    train(expected)
+    for spec, options in (("topk:ratio=0.1", {}), ("int4", {}), ("bf16", {}), ("topk:ratio=0.1", policy)):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            how = register(model := parallelized(shape, layers()), spec, min_numel=1, **options)
+        assert any("has a single replica" in str(one.message) for one in told) == (dist.get_rank() == 0)
+        train(model)
+        assert torch.equal(weights(model), weights(expected)), (spec, options)
+        assert not how.state_dict()["own"]["residuals"]
 
 
 def pending(how: hvdcomp.Compression, model: Any, replicas: int) -> dict[str, torch.Tensor]:
