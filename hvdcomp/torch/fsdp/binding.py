@@ -66,7 +66,8 @@ class FSDPBinding(TorchTraining):
         if self._replicas.world_size == 1 and dist.get_rank() == 0:
             warn_alone(
                 "the mesh has a single replica of the model, so no other replica gets the gradients of a shard, and "
-                "hvdcomp.fsdp.register compresses nothing; give fully_shard a mesh with several replicas, or no mesh"
+                "hvdcomp.fsdp.register compresses nothing between replicas; give fully_shard a mesh with several "
+                "replicas, or no mesh"
             )
         if dist.get_rank() != 0:  # every shard group decides for itself; only one may write the log
             setup.compression.decision_log = None
