@@ -12,6 +12,8 @@ from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.parsing import parse_compressor
 from tests.multirank.cases_fsdp_meshes import gradient, parallelized
 from tests.multirank.collectives import check, nodes_of
+from tests.multirank.models import weights
+from tests.multirank.training_ddp import distribute, large_model, train
 from tests.multirank.worker import thorough
 from tests.two_hops import stated
 
@@ -31,6 +33,20 @@ def case_a_group_of_some_ranks_is_split_into_its_nodes() -> None:
     first_of_node = rank // 4 * 4 + rank % 2
     check(node, torch.from_numpy, rank, [first_of_node, first_of_node + 2])
     check(across, torch.from_numpy, rank, [rank % 4, rank % 4 + 4])
+
+
+@thorough
+def case_two_levels_in_a_group_of_some_ranks() -> None:
+    """Each group trains alone, and its ranks stay equal."""
+    rank = dist.get_rank()
+    groups = [dist.new_group(list(range(first, first + 4))) for first in (0, 4)]
+    model = large_model()
+    with nodes_of(2):
+        train(*distribute(model, "two_level(topk:ratio=0.05)", process_group=groups[rank // 4])[:2])
+    everyone = [torch.empty_like(weights(model)) for _ in range(8)]
+    dist.all_gather(everyone, weights(model))
+    for other, theirs in enumerate(everyone):
+        assert torch.equal(theirs, everyone[rank]) == (other // 4 == rank // 4), other
 
 
 @thorough
