@@ -251,7 +251,7 @@ def case_both_dimensions_are_compressed_as_numpy_states() -> None:
     rows, columns, ratio, ranks = 8, 50, 0.1, 2
     length = rows // ranks * columns
     rank = dist.get_rank()
-    for spec, factor in itertools.product(("int4", "int8"), (None, 1.0, 7.0)):
+    for spec, factor in itertools.product(("int4", "int8:rounding=stochastic"), (None, 1.0, 7.0)):
         torch.manual_seed(7)
         model = parallelized((2, ranks), [torch.nn.Linear(columns, rows, bias=False)])
         if factor is not None:
@@ -563,7 +563,7 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
     model = parallelized((2, ranks // 2), layers())
     assert "replicas exchange no weights" in refused(model, weights=hvdcomp.Int8())
     if ranks == 4:
-        assert "leave mesh out" in refused(model, mesh["shard"])
+        assert "leave out the mesh argument" in refused(model, mesh["shard"])
     hvdcomp.fsdp.register(model, hvdcomp.Compression.from_spec("none"), mesh["replicate"])  # the same, by name
     assert "before. Call register once for each model" in refused(model)
     mixed = torch.nn.Sequential(*layers())
@@ -669,30 +669,33 @@ def case_residuals_of_both_dimensions_go_on_on_another_mesh() -> None:
             hvdcomp.fsdp.register(model, hvdcomp.Compression.from_spec("none"), shards=within)
         return model, within
 
-    def lacking(how: hvdcomp.Compression, replicas: int) -> torch.Tensor:
+    def lacking(how: hvdcomp.Compression, shape: Shape | None) -> torch.Tensor:
         """What the mean gradient lacks, by element of the flat gradient's first parameter, `0.weight`."""
+        replicas = shape[0] if shape else 1
         reducer, length = how._binding.engine, -(-48 // how._binding.engine.communicator.world_size) * 33
-        (arrays,) = reducer.states.values()
         whole = torch.zeros(reducer.communicator.world_size, length)
-        whole[reducer.owners] = arrays[0][:, :length]
+        for arrays in reducer.states.values():  # none in a replica that no old one continues in
+            whole[reducer.owners] = arrays[0][:, :length]
         dist.all_reduce(whole)
         return whole.reshape(-1)[: 48 * 33] / replicas / reducer.levels.across.size
 
+    ways: list[tuple[Shape | None, list[Shape | None]]] = [(None, [(2, 2)]), ((2, 2), [(2, 2), (1, 4), None])]
     with nodes_of(1):
-        model, how = made((2, 2))
-        train(model)
-        before, folder = lacking(how, 2), common_folder()
-        dcp.save({"model": model.state_dict(), "compression": hvdcomp.dcp.by_rank(how)}, checkpoint_id=folder)
-        assert before.abs().max() > 0
-        for shape in ((2, 2), (1, 4), None):
-            fresh, again = made(shape)
-            dcp.load({"model": (loaded := fresh.state_dict())}, checkpoint_id=folder)
-            fresh.load_state_dict(loaded)
-            hvdcomp.dcp.load(again, folder)
-            torch.testing.assert_close(lacking(again, shape[0] if shape else 1), before, rtol=1e-5, atol=1e-7)
-            train(fresh, 1)
-            assert_same_everywhere(weights(fresh))
-            assert again.ledger.steps == 4
+        for before, afters in ways:
+            model, how = made(before)
+            train(model)
+            left, folder = lacking(how, before), common_folder()
+            dcp.save({"model": model.state_dict(), "compression": hvdcomp.dcp.by_rank(how)}, checkpoint_id=folder)
+            assert left.abs().max() > 0
+            for after in afters:
+                fresh, again = made(after)
+                dcp.load({"model": (loaded := fresh.state_dict())}, checkpoint_id=folder)
+                fresh.load_state_dict(loaded)
+                hvdcomp.dcp.load(again, folder)
+                torch.testing.assert_close(lacking(again, after), left, rtol=1e-5, atol=1e-7)
+                train(fresh, 1)
+                assert_same_everywhere(weights(fresh))
+                assert again.ledger.steps == 4
         of_other_replica = gathered_states(how)[dist.get_rank() ^ 2]
         _, again = made((2, 2))
         told = raised(hvdcomp.ConfigurationError, lambda: again.load_state_dict(of_other_replica))
