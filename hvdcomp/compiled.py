@@ -25,7 +25,7 @@ if not hasattr(torch.library, "custom_op"):
 
 from hvdcomp.torch.compiled import operators, rewrite
 
-__all__ = ["allreduce_mean", "allreduce_means", "backend", "compress_all_reduces"]
+__all__ = ["allreduce_mean", "allreduce_means", "backend", "compress_reductions", "reduce_scatter_mean"]
 
 
 def allreduce_mean(
@@ -116,7 +116,47 @@ def allreduce_means(
     return dict(zip(names, means, strict=True))
 
 
-def compress_all_reduces(
+def reduce_scatter_mean(
+    tensor: torch.Tensor,
+    spec: str,
+    step: torch.Tensor | int,
+    *,
+    name: str,
+    group: dist.ProcessGroup | str | None = None,
+    seed: int = 0,
+) -> torch.Tensor:
+    """This rank's part of the mean of a tensor over all ranks of a process group.
+
+    Within a node the mean is exact, and between nodes it is quantized, as `hvdcomp.fsdp.register` does without
+    replicas. On a single node, nothing is compressed, and rank 0 warns you. The node in a graph is
+    `torch.ops.hvdcomp.reduce_scatter_mean`.
+
+    Args:
+        tensor: float16, bfloat16, float32 or float64. The number of ranks must divide the first dimension. It is not
+            changed. Means that are compressed are computed in float32.
+        spec: a quantizer that keeps nothing from step to step, such as "int8", "int4:rounding=stochastic", "fp8",
+            "eden" or "bf16", or "none".
+        step, name, group, seed: as in `allreduce_mean`.
+
+    Returns:
+        The mean of the rows of this rank: the n-th of equal parts of the tensor along its first dimension, if this is
+        the n-th rank of the group. If the tensor of any rank holds an inf or NaN, so does the part of some rank.
+
+    Raises:
+        SpecError: for a method that does not work in a reduce-scatter, or keeps a state.
+        ConfigurationError: for other arguments that are not allowed.
+        RankMismatchError: on every rank, in the first call, if the arguments of the ranks differ.
+
+    Example:
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun needs "gloo" alone
+        >>> reduce_scatter_mean(torch.tensor([1.0, -2.0]), "none", 0, name="layer.bias")
+        tensor([ 1., -2.])
+        >>> dist.destroy_process_group()
+    """
+    return operators.reduce_scatter_mean(tensor, spec, _as_tensor(step), _name_of(group), name, seed)
+
+
+def compress_reductions(
     module: GraphModule,
     spec: str,
     step: torch.Tensor | Node,
@@ -126,18 +166,20 @@ def compress_all_reduces(
     least: int = MIN_NUMEL,
     name_of: Callable[[Node], str | None] = lambda node: node.name,
 ) -> list[str]:
-    """Replaces the all-reduces in the graph of a training step by compressed means.
+    """Replaces the all-reduces and reduce-scatters in the graph of a training step by compressed means.
 
         traced = make_fx(train)(weights, inputs, classes)
         step = torch.tensor(0)
-        hvdcomp.compiled.compress_all_reduces(traced, "eden", step)
+        hvdcomp.compiled.compress_reductions(traced, "eden", step)
         for inputs, classes in batches:
             loss, weights = traced(weights, inputs, classes)
             step += 1
 
-    The function replaces each `_c10d_functional.all_reduce` of the operation "sum" or "avg", the `wait_tensor` after
-    the all-reduce, and a division by the number of ranks before or after the all-reduce. A sum without such a division
-    becomes the mean times the number of ranks. Call the function on every rank with the same graph.
+    The function replaces `all_reduce` and `reduce_scatter_tensor` of `_c10d_functional`, and their forms for several
+    tensors (`all_reduce_coalesced`, `reduce_scatter_tensor_coalesced`), with the operation "sum" or "avg". It also
+    replaces the `wait_tensor` after them, and a division by the number of ranks before or after them. A sum without
+    such a division becomes the mean times the number of ranks. Reduce-scatters become `reduce_scatter_mean`. Call the
+    function on every rank with the same graph, once for each process group.
 
     Args:
         module: a graph from `make_fx`, from Dynamo, or from AOTAutograd. The graph is changed in place.
@@ -146,43 +188,46 @@ def compress_all_reduces(
             each step. The tensor becomes a buffer of the module. Alternatively, a node of the graph that has such a
             tensor, such as a placeholder. Inside of Inductor's own passes, pass a node, because Inductor turns small
             buffers into constants.
-        group: the process group whose all-reduces are replaced, or its `group_name`; None for the group of all ranks.
+        group: the process group whose reductions are replaced, or its `group_name`; None for the group of all ranks.
         seed: seed of the random numbers; the same on all ranks.
-        least: all-reduces of fewer elements, such as the loss, stay uncompressed.
-        name_of: function from a node `all_reduce` to the name of its tensor, or to None to leave this node
-            uncompressed. Default: the name of the node.
+        least: tensors of fewer elements, such as the loss, stay uncompressed.
+        name_of: function from a node to the name of the tensor that the node reduces, or to None to leave the tensor
+            uncompressed. The node is the `all_reduce` or `reduce_scatter_tensor`; in the forms for several tensors, it
+            is the `getitem` that picks the result of this tensor. Default: the name of the node.
 
     Returns:
-        The names of the tensors that are now compressed; an empty list if the graph has none.
+        The names of the tensors that are now compressed; an empty list if the graph has none. All other reductions of
+        the graph are as before.
 
     Raises:
-        SpecError: as in `allreduce_mean`.
+        SpecError: as in `allreduce_mean`; and for a method that does not work in a reduce-scatter that would be
+            replaced.
         ConfigurationError: if several tensors get the same name, or if there is no such process group.
     """
-    return rewrite.replace_reduces(module, spec, step, _name_of(group), seed, least, name_of)
+    return rewrite.replace_reductions(module, spec, step, _name_of(group), seed, least, name_of)
 
 
 def backend(
     spec: str, step: torch.Tensor, *, then: str = "inductor", **options: Any
 ) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
-    """A backend of `torch.compile` that first calls `compress_all_reduces`.
+    """A backend of `torch.compile` that first calls `compress_reductions`.
 
         train = torch.compile(train, fullgraph=True, backend=hvdcomp.compiled.backend("eden", step))
 
-    The backend finds the all-reduces that the compiled function calls itself, by `torch.distributed.all_reduce` or a
+    The backend finds the reductions that the compiled function calls itself, by `torch.distributed.all_reduce` or a
     functional collective.
 
     Args:
-        spec, step: as in `compress_all_reduces`.
+        spec, step: as in `compress_reductions`.
         then: the backend that compiles the changed graph.
-        options: the other arguments of `compress_all_reduces`.
+        options: the other arguments of `compress_reductions`.
     """
 
     def compile_compressed(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         # A new module: AOTAutograd looks up which variable of the program each tensor of a module from Dynamo is, and
         # Dynamo knows no variable for the step.
         module = GraphModule(module, module.graph)
-        compress_all_reduces(module, spec, step, **options)
+        compress_reductions(module, spec, step, **options)
         return rewrite.compile_by(then, module, inputs)
 
     return compile_compressed

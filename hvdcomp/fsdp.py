@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hvdcomp.bindings.frameworks import require_optimizer
 from hvdcomp.bindings.setup import UsedCompression, require_compression
+from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
 from hvdcomp.compressors import Compressor
 from hvdcomp.errors import ConfigurationError
+from hvdcomp.exchange.agreement import refused_on_every_rank, require_agreement
 from hvdcomp.torch.fsdp.binding import FSDPBinding
 from hvdcomp.torch.fsdp.checks import modules_of
-from hvdcomp.torch.fsdp.replicas import REGISTER, group_of_replicas
+from hvdcomp.torch.fsdp.replicas import REGISTER, group_of_replicas, group_of_shards
 from hvdcomp.torch.fsdp.shards import ShardsBinding
 
 __all__ = ["register"]
@@ -25,6 +28,7 @@ def register(
     mesh: DeviceMesh | None = None,
     optimizer: Any = None,
     weights: Compressor | None = None,
+    shards: UsedCompression | None = None,
 ) -> None:
     """Makes a model that is sharded by `fully_shard`, or replicated by `replicate`, send compressed gradients between
     nodes.
@@ -43,7 +47,13 @@ def register(
         fully_shard(model)
         hvdcomp.fsdp.register(model, hvdcomp.Compression(hvdcomp.Int4()))
 
-    Call it on every rank, after all calls of `fully_shard`, before the first backward pass. docs/fsdp.md describes both
+    If the shards of a replica are on several nodes too, a second compression quantizes the reduce-scatter within each
+    replica:
+
+        quantized = hvdcomp.Compression(hvdcomp.Int8())
+        hvdcomp.fsdp.register(model, hvdcomp.Compression(hvdcomp.TopK(ratio=0.01)), shards=quantized)
+
+    Call it on every rank, after all calls of `fully_shard`, before the first backward pass. docs/fsdp.md describes all
     cases. With replicas, shards are exchanged during the backward pass. With a policy, the ranks with the same shard
     decide separately from the others, and the decision log contains only the decisions for rank 0's shard.
 
@@ -56,6 +66,9 @@ def register(
         optimizer: the model's optimizer. Policies that follow the learning rate or change the batch size need it.
         weights: a quantizer, such as `hvdcomp.Int8()`. FSDP's all-gathers then send quantized changes of the weights,
             and each rank keeps the whole model. Only without replicas. None for FSDP's own all-gather.
+        shards: a second compression, for the reduce-scatter over the shards of each replica. Its compressor must be a
+            quantizer, without a policy. It has its own residuals, ledger and checkpoints. Only with replicas. None for
+            FSDP's own reduce-scatter.
 
     Raises:
         ConfigurationError: if the model is not sharded in this way, or if another model uses the compression, or if the
@@ -78,6 +91,11 @@ def register(
     require_optimizer(optimizer, "hvdcomp.fsdp.register", "torch")
     group = group_of_replicas(model, mesh, REGISTER)
     if group is None:
+        if shards is not None:
+            raise ConfigurationError(
+                "hvdcomp.fsdp.register was given shards for a model without replicas. Pass the compression of the "
+                "reduce-scatter as compression, and leave shards out: hvdcomp.fsdp.register(model, compression)"
+            )
         compression.serve(lambda setup: ShardsBinding(setup, model, weights), optimizer)
         return
     if weights is not None:
@@ -85,4 +103,17 @@ def register(
             "hvdcomp.fsdp.register was given weights for a model with replicas, but weights is only for models that "
             "are sharded over all ranks: replicas exchange no weights. Leave weights out"
         )
+    if shards is not None:
+        require_compression(shards, "hvdcomp.fsdp.register (shards)")
+        _serve_shards(model, shards, group)
     compression.serve(lambda setup: FSDPBinding(setup, model, group), optimizer)
+
+
+def _serve_shards(model: torch.nn.Module, shards: UsedCompression, group: dist.ProcessGroup) -> None:
+    """Quantizes the reduce-scatter within each replica. An error of a rank reaches all ranks: first those of its
+    replica, then from each of them the ranks with the same shard."""
+    replicas, like = TorchDistributedCommunicator(group), torch.empty(0)
+    place = replicas.rank, replicas.world_size
+    with refused_on_every_rank(replicas, like):
+        shards.serve(lambda setup: ShardsBinding(setup, model, None, group_of_shards(model), *place))
+    require_agreement(replicas, {f"shards: {name}": value for name, value in shards.settings.describe().items()}, like)

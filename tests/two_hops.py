@@ -12,7 +12,12 @@ from hvdcomp.compressors.protocol import Context
 
 
 def stated(
-    method: Gathering, gradients: Sequence[np.ndarray], residuals: np.ndarray, step: int = 0, name: str = "w"
+    method: Gathering,
+    gradients: Sequence[np.ndarray],
+    residuals: np.ndarray,
+    step: int = 0,
+    name: str = "w",
+    seed: int = 0,
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """The row of each rank, and the residual of each rank.
 
@@ -25,7 +30,7 @@ def stated(
     x = received.mean(1, dtype=np.float32).swapaxes(1, 2) + residuals  # of each node's mean, the part of each place
     sent = np.empty_like(x)
     for node, place, to in np.ndindex(nodes, places, nodes):
-        context = Context(f"{name}@{place}#{to}", step, 0, node, nodes)
+        context = Context(f"{name}@{place}#{to}", step, seed, node, nodes)
         parts = method.encode(numpy_arrays, x[node, place, to], context)
         sent[node, place, to] = method.decoded(numpy_arrays, parts, (length,), context)
     rows = []

@@ -55,9 +55,10 @@ class Ranks(Communicator):
 
         All ranks get the facts of all ranks, so that all refuse alike; a rank that went on alone would wait for ever.
         """
-        facts = np.array([*self.place(), *_from_environment(self.GROUPING)], np.int32)
+        facts = np.array([*self.place(), *_from_environment(self.GROUPING), self.number], np.int32)
         gathered = np.asarray(self.gather_bytes(facts.view(np.uint8), "hvdcomp.nodes"))
-        nodes, sizes, ranks_per_node, may_group = gathered.reshape(-1).view(np.int32).reshape(-1, len(facts)).T.tolist()
+        columns = gathered.reshape(-1).view(np.int32).reshape(-1, len(facts)).T.tolist()
+        nodes, sizes, ranks_per_node, may_group, numbers = columns
         for name, values in ((RANKS_PER_NODE, ranks_per_node), (self.GROUPING, may_group)):
             if len(set(values)) > 1:
                 raise ConfigurationError(
@@ -65,7 +66,7 @@ class Ranks(Communicator):
                 )
         check_ranks_per_node(ranks_per_node[0])
         if ranks_per_node[0]:
-            return [rank // ranks_per_node[0] for rank in range(self.world_size)]
+            return [number // ranks_per_node[0] for number in numbers]
         if len(set(sizes)) > 1:  # then numbers of nodes are not comparable
             raise UnevenNodesError(
                 "two-level compression needs the same number of ranks on every node, but there are nodes with "
@@ -80,6 +81,11 @@ class Ranks(Communicator):
         return self
 
     # Methods that each library implements.
+
+    @property
+    def number(self) -> int:
+        """The number of this rank in the whole job."""
+        return self.rank
 
     @property
     def has_mpi(self) -> bool:

@@ -154,17 +154,18 @@ class TorchDistributedCommunicator(Ranks):
 
     # Methods of `Ranks`.
 
-    def check_grouping(self) -> None:
-        if self.world_size != dist.get_world_size():  # all ranks must ask for a process group
-            raise ConfigurationError(
-                "two-level compression (exact means within a node, compression between nodes) needs all "
-                f"{dist.get_world_size()} ranks, but the process group has {self.world_size}; train the model on all "
-                "ranks, or leave out two_level"
-            )
+    @property
+    def number(self) -> int:
+        return dist.get_rank()
 
     def make_groups(self, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Communicator]:
-        alike: dict[str, Any] = {"backend": _backend(self.group), **_waits_like(self.group)}
-        handles = {members: dist.new_group(list(members), **alike) for members in groups}
+        every, backend = dist.get_process_group_ranks(self.group), _backend(self.group)
+        has_all = len(every) == dist.get_world_size()
+        handles = {
+            members: _part_of(self.group, [every[rank] for rank in members], backend)
+            for members in groups
+            if has_all or self.rank in members
+        }
         return {members: TorchDistributedCommunicator(handles[members]) for members in groups if self.rank in members}
 
     def place(self) -> tuple[int, int]:
@@ -200,9 +201,14 @@ def _takes_cpu(group: dist.ProcessGroup) -> bool:
 
 def _group_beside(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
     """A new process group of the same ranks. If these are not all, only they make it."""
-    ranks = dist.get_process_group_ranks(group)
+    return _part_of(group, dist.get_process_group_ranks(group), backend)
+
+
+def _part_of(group: dist.ProcessGroup, ranks: list[int], backend: str) -> dist.ProcessGroup:
+    """A new process group of some ranks of a group. If the group has all ranks, all of them make it. If not, each rank
+    of the group makes the one that it is in, at the same point."""
     alike = {"backend": backend, **_waits_like(group)}
-    if len(ranks) == dist.get_world_size():
+    if dist.get_world_size(group) == dist.get_world_size():
         return dist.new_group(ranks, **alike)
     world = dist.distributed_c10d._world
     before = world.group_count

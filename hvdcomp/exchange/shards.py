@@ -40,6 +40,11 @@ from hvdcomp.specs.levels import Level
 State = tuple[Array, ...]
 
 
+def averages_vectors(method: Compressor) -> bool:
+    """Whether a `ShardReducer` can use a method: it is lossless, or quantizes vectors."""
+    return method.lossless or (isinstance(method, Gathering) and not method.of_matrices)
+
+
 class ShardReducer:
     """Averages flat gradients over the ranks in every step. Each rank gets one row of each mean.
 

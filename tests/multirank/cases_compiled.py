@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch.distributed import _functional_collectives as funcol
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import hvdcomp
@@ -16,6 +21,8 @@ from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.exchange.engine import Engine
+from hvdcomp.torch.compiled import exchange
+from tests.multirank.collectives import nodes_of
 from tests.multirank.models import batch
 from tests.multirank.training_ddp import assert_same_everywhere, own_generator, raised
 from tests.multirank.worker import thorough
@@ -25,6 +32,10 @@ RATE = 0.02
 SHAPES = {"0.weight": (64, 100), "0.bias": (100,), "2.weight": (2000,)}
 BY_NAME = '{"*.bias": "none", "*": "eden:bits=2"}'
 FEEDBACK = '{"*.bias": "none", "*": "efsignsgd"}'
+
+# The newer names of two functions whose older ones warn.
+all_gather: Callable[..., Any] = getattr(funcol, "all_gather_single", funcol.all_gather_tensor)
+reduce_scatter: Callable[..., Any] = getattr(funcol, "reduce_scatter_single", funcol.reduce_scatter_tensor)
 
 Tensors = Mapping[str, torch.Tensor]
 Means = Callable[[Tensors, torch.Tensor], Tensors]
@@ -221,7 +232,7 @@ def case_a_traced_step() -> None:
     example = weights, momenta, *batch(own_generator()), torch.tensor(0)
     plain = make_fx(step_with(lambda gradients, step: only_functional(gradients)))(*example)
     assert_equal(trained(plain), trained(step_with(lambda gradients, step: only_functional(gradients))))
-    names = compiled.compress_all_reduces(plain, "eden", number, least=0, name_of=named())
+    names = compiled.compress_reductions(plain, "eden", number, least=0, name_of=named())
     assert sorted(names) == sorted(weights)
     assert_equal(trained(plain, number), trained(step_with(by_the_operator("eden"))))
     assert number == STEPS
@@ -244,6 +255,111 @@ def case_the_all_reduces_of_a_compiled_step() -> None:
     step = compile_whole(step_with(summed), backend)
     assert_equal(trained(step, number), trained(step_with(by_the_operator("eden"))))
     assert_compiled_once()
+
+
+def coalesced(gradients: Tensors, step: torch.Tensor) -> Tensors:
+    """Means of PyTorch, in one collective."""
+    sums = funcol.all_reduce_coalesced(list(gradients.values()), "sum", dist.group.WORLD)
+    return {name: total / dist.get_world_size() for name, total in zip(gradients, sums, strict=True)}
+
+
+def case_an_all_reduce_of_several_tensors() -> None:
+    """In a graph of `make_fx`, and one of Dynamo."""
+    expected = trained(step_with(by_the_operator("eden")))
+    weights = {name: parameter.detach().clone() for name, parameter in own_model().named_parameters()}
+    momenta = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    number = torch.tensor(0)
+    traced = make_fx(step_with(coalesced))(weights, momenta, *batch(own_generator()), torch.tensor(0))
+    compiled.compress_reductions(traced, "eden", number, least=0, name_of=named())
+    assert_equal(trained(traced, number), expected)
+    number = torch.tensor(0)
+    backend = compiled.backend("eden", number, then="aot_eager", least=0, name_of=named())
+    assert_equal(trained(compile_whole(step_with(coalesced), backend), number), expected)
+
+
+# Reduce-scatters.
+
+
+def loss_of(weight: torch.Tensor, inputs: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(inputs @ weight.t(), classes)
+
+
+def sharded_step(shard: torch.Tensor, inputs: torch.Tensor, classes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A step of SGD on this rank's rows of a matrix, as traces of sharded trainings have it."""
+    weight = all_gather(shard, 0, dist.group.WORLD)
+    gradient, loss = torch.func.grad_and_value(loss_of)(weight, inputs, classes)
+    mean = reduce_scatter(gradient, "sum", 0, dist.group.WORLD) / dist.get_world_size()
+    return loss, shard.add(mean, alpha=-RATE)
+
+
+def matrix() -> torch.Tensor:
+    """Its rows are divided by each number of ranks."""
+    return torch.randn(48, 64, generator=torch.Generator().manual_seed(3))
+
+
+def in_fsdp(spec: str) -> tuple[list[float], torch.Tensor]:
+    """The losses, and this rank's rows after `STEPS` steps."""
+    model = torch.nn.Linear(64, 48, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(matrix())
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    hvdcomp.fsdp.register(model, hvdcomp.Compression.from_spec(spec, min_numel=0))
+    generator, losses = own_generator(), []
+    for _ in range(STEPS):
+        inputs, classes = batch(generator)
+        loss = torch.nn.functional.cross_entropy(model(inputs), classes)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.weight.detach().to_local()
+
+
+def case_reduce_scatters_have_the_bits_of_fsdp() -> None:
+    ranks = dist.get_world_size()
+    ways = [("none", 1), ("int8", ranks), ("int8", 1), ("eden", 1), ("int4:rounding=stochastic", 1)]
+    for spec, places in [*ways, *([("int8", 2)] if ranks == 4 else [])]:
+        exchange._nodes.clear()  # they know the nodes of the cluster from before
+        with nodes_of(places):
+            expected = in_fsdp(spec)
+            shard, number = matrix().chunk(ranks)[dist.get_rank()], torch.tensor(0)
+            traced = make_fx(sharded_step)(shard, *batch(own_generator()))
+            names = compiled.compress_reductions(traced, spec, number, name_of=lambda node: "model")
+            assert names == ["model"]
+            generator, losses = own_generator(), []
+            for _ in range(STEPS):
+                loss, shard = traced(shard, *batch(generator))
+                losses.append(float(loss))
+                number += 1
+        assert losses == expected[0], (spec, places)
+        assert torch.equal(shard, expected[1]), (spec, places)
+
+
+def case_the_reduce_scatters_of_sharded_tensors() -> None:
+    """PyTorch makes them in the backward pass of what `torch.compile` compiles: not Dynamo, so not in its graph."""
+    ranks, number, seen = dist.get_world_size(), torch.tensor(0), []
+    mesh = init_device_mesh("cpu", (ranks,))
+
+    def rewritten(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        seen.extend(compiled.compress_reductions(module, "int8", number, name_of=lambda node: "weight"))
+        return make_boxed_func(module.forward)
+
+    def loss(shard: DTensor, inputs: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+        whole = shard.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("sum")])
+        return loss_of(whole, inputs, classes) / ranks
+
+    with nodes_of(1):
+        shard = distribute_tensor(matrix(), mesh, [Shard(0)]).requires_grad_()
+        inputs, classes = batch(own_generator())
+        compiled_loss = compile_whole(loss, aot_autograd(fw_compiler=rewritten, bw_compiler=rewritten))
+        compiled_loss(shard, inputs, classes).backward()
+        assert seen == ["weight"]
+        weight = matrix().requires_grad_()
+        (loss_of(weight, inputs, classes) / ranks).backward()
+        expected = compiled.reduce_scatter_mean(weight.grad, "int8", 0, name="weight") * ranks
+    assert torch.equal(shard.grad.to_local(), expected)
+    assert not torch.equal(expected, compiled.reduce_scatter_mean(weight.grad, "none", 0, name="weight") * ranks)
 
 
 @thorough

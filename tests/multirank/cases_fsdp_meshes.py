@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import SkipTest
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -23,9 +26,13 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hvdcomp
+from hvdcomp.compressors.gathering import Gathering
+from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.torch.fsdp.checks import parameter_groups
 from tests.multirank.cases_fsdp import weights
+from tests.multirank.collectives import nodes_of
 from tests.multirank.training_ddp import assert_same_everywhere, own_generator, raised
+from tests.two_hops import stated
 
 try:
     from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -212,6 +219,73 @@ def case_passes_without_allreduce_are_exchanged_later() -> None:
             assert how is None or how.ledger.steps == 2
             results.append(weights(model))
         torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)
+
+
+def case_a_single_replica_gets_exact_gradients() -> None:
+    """Nobody would receive what is compressed: also of casts, of policies and after a restart with residuals."""
+    shape = (1, dist.get_world_size())
+    policy = {"policy": "accordion:low=0.1,high=0.02,interval=1", "steps_per_epoch": 2}
+    expected = parallelized(shape, layers())
+    train(expected)
+    for spec, options in (("topk:ratio=0.1", {}), ("int4", {}), ("bf16", {}), ("topk:ratio=0.1", policy)):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            how = register(model := parallelized(shape, layers()), spec, min_numel=1, **options)
+        assert any("has a single replica" in str(one.message) for one in told) == (dist.get_rank() == 0)
+        train(model)
+        assert torch.equal(weights(model), weights(expected)), (spec, options)
+        assert not how.state_dict()["own"]["residuals"]
+
+
+def top_k(x: np.ndarray, count: int) -> np.ndarray:
+    """The largest elements of each vector, and zeros."""
+    chosen, sent = np.argsort(-np.abs(x), -1)[..., :count], np.zeros_like(x)
+    np.put_along_axis(sent, chosen, np.take_along_axis(x, chosen, -1), -1)
+    return sent
+
+
+def case_both_dimensions_are_compressed_as_numpy_states() -> None:
+    """Each replica's reduce-scatter is quantized, and what a rank gets of it is sparsified between the replicas."""
+    if dist.get_world_size() < 4:
+        raise SkipTest("two replicas of two ranks each")
+    rows, columns, ratio, ranks = 8, 50, 0.1, 2
+    length = rows // ranks * columns
+    rank = dist.get_rank()
+    for spec, factor in itertools.product(("int4", "int8:rounding=stochastic"), (None, 1.0, 7.0)):
+        torch.manual_seed(7)
+        model = parallelized((2, ranks), [torch.nn.Linear(columns, rows, bias=False)])
+        if factor is not None:
+            for module in model.modules():
+                module.set_gradient_divide_factor(factor)
+        between = hvdcomp.Compression.from_spec(f"topk:ratio={ratio}", min_numel=1)
+        within = hvdcomp.Compression.from_spec(spec, memory="error_feedback", min_numel=1)
+        with nodes_of(1):
+            hvdcomp.fsdp.register(model, between, shards=within)
+        method = parse_compressor(spec)
+        assert isinstance(method, Gathering)
+        kept = np.zeros((2, ranks, 1, ranks, length), np.float32)  # of each replica
+        left = np.zeros((2, ranks, length), np.float32)  # of each replica and place
+        for step in range(3):
+            model.zero_grad()
+            every = [np.random.default_rng([step, one]).normal(size=(rows, columns)) for one in range(4)]
+            given = np.stack(every).astype(np.float32).reshape(2, ranks, ranks, length)
+            own = torch.from_numpy(given.reshape(4, rows, columns)[rank])
+            (model(torch.eye(columns)).t() * own).sum().backward()
+            means = np.empty_like(left)
+            for replica in range(2):
+                got, kept[replica] = stated(method, list(given[replica]), kept[replica], step, "0", seed=replica)
+                # What FSDP divides the sum by; without a factor it is the mean of the replicas' means.
+                scale = np.float32(1 if factor is None else 2 * (ranks / factor))
+                means[replica] = np.stack(got) * scale
+            x = means + left
+            sent = top_k(x, int(ratio * length))
+            left = x - sent
+            expected = (sent[0] + sent[1]).reshape(rows, columns) / 2
+            np.testing.assert_array_equal(gradient(model).reshape(rows, columns).numpy(), expected)
+        (arrays,) = within.state_dict()["own"]["residuals"].values()
+        replica, place = divmod(rank, ranks)
+        np.testing.assert_array_equal(arrays["arrays"][0].numpy()[0], kept[replica, place, 0, 1 - place])
+        assert within.ledger.steps == between.ledger.steps == 3
 
 
 def pending(how: hvdcomp.Compression, model: Any, replicas: int) -> dict[str, torch.Tensor]:
@@ -489,7 +563,7 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
     model = parallelized((2, ranks // 2), layers())
     assert "replicas exchange no weights" in refused(model, weights=hvdcomp.Int8())
     if ranks == 4:
-        assert "leave mesh out" in refused(model, mesh["shard"])
+        assert "leave out the mesh argument" in refused(model, mesh["shard"])
     hvdcomp.fsdp.register(model, hvdcomp.Compression.from_spec("none"), mesh["replicate"])  # the same, by name
     assert "before. Call register once for each model" in refused(model)
     mixed = torch.nn.Sequential(*layers())
@@ -518,6 +592,114 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
         told = raised(hvdcomp.ConfigurationError, lambda: other.load_state_dict(wrong))
         assert "on another mesh, use hvdcomp.dcp" in told, told
     other.load_state_dict(states[dist.get_rank()])
+
+
+def case_what_fsdp_offers_works_with_both_dimensions_compressed() -> None:
+    """Compared with FSDP alone, up to the errors of int8."""
+    if dist.get_world_size() < 4:
+        raise SkipTest("two replicas of two ranks each")
+    settings: dict[str, dict[str, Any]] = {
+        "several passes": {},
+        "sums of bfloat16": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
+        "sums of float16": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)},
+        "kept after the forward pass": {"reshard_after_forward": False},
+    }
+    for name, options in settings.items():
+        results = []
+        for ours in (True, False):
+            model, generator = parallelized((2, 2), layers(), **options), own_generator()
+            if ours:
+                within, between = (hvdcomp.Compression.from_spec("int8", min_numel=1) for _ in range(2))
+                with nodes_of(1):
+                    hvdcomp.fsdp.register(model, between, shards=within)
+            for _ in range(2):
+                model.zero_grad()
+                for last in (False, True) if name == "several passes" else (True,):
+                    model.set_requires_all_reduce(last)
+                    model(torch.randn(8, 33, generator=generator)).square().mean().backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            results.append(gradient(model))
+            assert_same_everywhere(results[-1])
+        off = (results[0] - results[1]).norm() / results[1].norm()
+        assert 0 < off < 0.02, (name, off)
+        assert within.ledger.last is not None
+        assert within.ledger.last.bytes_sent < within.ledger.last.dense_bytes
+
+
+def case_what_cannot_be_in_both_dimensions_is_refused_on_every_rank() -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    def refused(model: Any, shards: Any, kind: type[Exception] = hvdcomp.ConfigurationError) -> str:
+        how = hvdcomp.Compression.from_spec("topk:ratio=0.1")
+        return raised(kind, lambda: hvdcomp.fsdp.register(model, how, shards=shards))
+
+    def quantized(spec: str = "int8") -> hvdcomp.Compression:
+        return hvdcomp.Compression.from_spec(spec)
+
+    assert "without replicas. Pass the compression" in refused(fully_shard(torch.nn.Linear(8, 8)), quantized())
+    for shape in ((ranks, 1), *([] if replicate is None else [(ranks,)])):
+        assert "each replica is on a single rank" in refused(parallelized(shape, layers()), quantized())
+    model = parallelized((2, ranks // 2) if ranks == 4 else (1, 2), layers())
+    assert "given Int8" in refused(model, hvdcomp.Int8())
+    assert "topk:ratio=0.1 does not work in FSDP's reduce-scatter" in refused(model, quantized("topk:ratio=0.1"))
+    how = quantized()
+    told = raised(hvdcomp.ConfigurationError, lambda: hvdcomp.fsdp.register(model, how, shards=how))
+    assert "already used in a training" in told
+    if ranks == 4:
+        model = parallelized((2, 2), layers())
+        told = refused(model, quantized("topk:ratio=0.1" if rank == 3 else "int8"), hvdcomp.RankMismatchError)
+        assert "topk:ratio=0.1 does not work in FSDP's reduce-scatter" in told, told
+        told = refused(model, quantized("int4" if rank > 1 else "int8"), hvdcomp.RankMismatchError)
+        assert "shards: compressor: int8 on rank 0, int4 on rank 1" in told, told
+        model = in_tensor_parallel((1, 2, 2), (*NAMES, "tensor"))
+        assert "train without tensor parallelism" in refused(model, quantized())
+
+
+def case_residuals_of_both_dimensions_go_on_on_another_mesh() -> None:
+    if dist.get_world_size() < 4:
+        raise SkipTest("two replicas of two ranks each")
+
+    def made(shape: Shape | None) -> tuple[Any, hvdcomp.Compression]:
+        within = hvdcomp.Compression.from_spec("int4", memory="error_feedback", min_numel=1)
+        if shape is None:
+            model = fully_shard(torch.nn.Sequential(*layers()))
+            hvdcomp.fsdp.register(model, within)
+        else:
+            model = fully_shard(torch.nn.Sequential(*layers()), mesh=mesh_of(shape))
+            hvdcomp.fsdp.register(model, hvdcomp.Compression.from_spec("none"), shards=within)
+        return model, within
+
+    def lacking(how: hvdcomp.Compression, shape: Shape | None) -> torch.Tensor:
+        """What the mean gradient lacks, by element of the flat gradient's first parameter, `0.weight`."""
+        replicas = shape[0] if shape else 1
+        reducer, length = how._binding.engine, -(-48 // how._binding.engine.communicator.world_size) * 33
+        whole = torch.zeros(reducer.communicator.world_size, length)
+        for arrays in reducer.states.values():  # none in a replica that no old one continues in
+            whole[reducer.owners] = arrays[0][:, :length]
+        dist.all_reduce(whole)
+        return whole.reshape(-1)[: 48 * 33] / replicas / reducer.levels.across.size
+
+    ways: list[tuple[Shape | None, list[Shape | None]]] = [(None, [(2, 2)]), ((2, 2), [(2, 2), (1, 4), None])]
+    with nodes_of(1):
+        for before, afters in ways:
+            model, how = made(before)
+            train(model)
+            left, folder = lacking(how, before), common_folder()
+            dcp.save({"model": model.state_dict(), "compression": hvdcomp.dcp.by_rank(how)}, checkpoint_id=folder)
+            assert left.abs().max() > 0
+            for after in afters:
+                fresh, again = made(after)
+                dcp.load({"model": (loaded := fresh.state_dict())}, checkpoint_id=folder)
+                fresh.load_state_dict(loaded)
+                hvdcomp.dcp.load(again, folder)
+                torch.testing.assert_close(lacking(again, after), left, rtol=1e-5, atol=1e-7)
+                train(fresh, 1)
+                assert_same_everywhere(weights(fresh))
+                assert again.ledger.steps == 4
+        of_other_replica = gathered_states(how)[dist.get_rank() ^ 2]
+        _, again = made((2, 2))
+        told = raised(hvdcomp.ConfigurationError, lambda: again.load_state_dict(of_other_replica))
+        assert f"in replica {1 - dist.get_rank() // 2} of 2, and was given to rank" in told, told
 
 
 def gathered_states(how: hvdcomp.Compression) -> list[dict[str, Any]]:

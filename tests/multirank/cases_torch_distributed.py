@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator, _timeout
-from hvdcomp.errors import ConfigurationError
-from tests.multirank.collectives import check, check_groups, check_refusals
+from tests.multirank.collectives import check, check_groups, check_refusals, nodes_of
 from tests.multirank.training_ddp import raised
 
 
@@ -40,12 +39,14 @@ def case_nodes_are_those_of_the_launcher() -> None:
     os.environ["GROUP_RANK"] = "0"
 
 
-def case_a_group_of_some_ranks_is_not_split() -> None:
+def case_nodes_of_some_ranks_are_those_of_their_numbers_in_the_job() -> None:
     if dist.get_world_size() < 4:
         raise SkipTest("needs 4 ranks")
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    mine = TorchDistributedCommunicator(groups[dist.get_rank() % 2])
-    assert "the process group has 2" in raised(ConfigurationError, lambda: mine.part("across"))
+    for ranks_of_node, in_node in ((1, 1), (2, 1), (4, 2)):
+        mine = TorchDistributedCommunicator(groups[dist.get_rank() % 2])
+        with nodes_of(ranks_of_node):
+            assert (mine.part("node").world_size, mine.part("across").world_size) == (in_node, 2 // in_node)
 
 
 def case_a_group_of_some_ranks_gets_another_beside_it_however_many_its_ranks_have() -> None:

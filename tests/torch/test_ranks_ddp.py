@@ -30,6 +30,7 @@ _MODULES = {
     "cases_look_ahead": _SETTINGS,
     "cases_sharded_tables": _SETTINGS,
     "cases_bench_ddp": _SETTINGS,
+    "cases_eight_ranks": ((8, "torchrun"),),
     "cases_simple": _SETTINGS[:1],
 }
 

@@ -7,9 +7,10 @@ computes what the engine of a training with the same method, seed and names comp
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,15 +18,19 @@ import torch.distributed as dist
 from hvdcomp import settings
 from hvdcomp.arrays.torch_arrays import dtype_name
 from hvdcomp.arrays.types import FLOATING, wide_dtype
+from hvdcomp.communicators import torch_distributed
+from hvdcomp.communicators.nodes import RANKS_PER_NODE
 from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.memory import ErrorFeedback, Memory, NoMemory
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.compressors.two_level import within
-from hvdcomp.errors import ConfigurationError, SpecError
+from hvdcomp.errors import ConfigurationError, SpecError, warn_alone
 from hvdcomp.exchange.agreement import facts_of_kernels, refused_on_every_rank, require_agreement
 from hvdcomp.exchange.engine import Engine
+from hvdcomp.exchange.ledger import Ledger
+from hvdcomp.exchange.shards import ShardReducer, averages_vectors
 from hvdcomp.files import VERSION
 from hvdcomp.policies import POLICIES
 from hvdcomp.torch.training import refuse_capture
@@ -67,6 +72,39 @@ def method_of(spec: str, residuals: bool) -> Compressor:
     if residuals and not any(isinstance(leaf.default_memory, ErrorFeedback) for leaf in leaves):
         raise SpecError(f"{method} keeps no residual, so leave out the residuals that were given")
     return method
+
+
+def require_reduce_scatter(method: Compressor, tensor: TensorInfo) -> Compressor:
+    """The method of a tensor in a reduce-scatter.
+
+    Args:
+        method: a result of `method_of`.
+        tensor: the whole tensor.
+
+    Raises:
+        SpecError: if the method cannot average a tensor of which each rank gets only a part.
+    """
+    chosen = method.route(tensor)
+    if not averages_vectors(chosen):
+        raise SpecError(
+            f"{chosen} cannot compress the reduce-scatter of {tensor.name!r}, because each rank gets only a part of "
+            "the mean. Choose int8, int4:rounding=stochastic, fp8, eden, bf16 or another quantizer for this tensor. In "
+            "hvdcomp.compiled.compress_reductions, you can also let name_of return None to leave it uncompressed"
+        )
+    return chosen
+
+
+def info_of(name: str, shape: Sequence[int], dtype: torch.dtype) -> TensorInfo:
+    return TensorInfo(name, tuple(shape), str(dtype).removeprefix("torch."))
+
+
+def check_scattered(tensor: torch.Tensor, name: str, group: dist.ProcessGroup) -> None:
+    """Raises ConfigurationError if the ranks of a group cannot get equal parts of a tensor."""
+    if tensor.ndim == 0 or tensor.shape[0] % group.size():
+        raise ConfigurationError(
+            f"tensor {name!r} has the shape {tuple(tensor.shape)}, but its first dimension is divided among "
+            f"{group.size()} ranks; add zeros until the number of ranks divides the first dimension"
+        )
 
 
 def check(
@@ -120,11 +158,33 @@ def exchange(
     refuse_capture()
     if not tensors:
         return []
-    with torch.no_grad(), torch.autocast(tensors[0].device.type, enabled=False):
+    with _uncast(tensors[0]):
         gradients = {name: tensor.detach() for name, tensor in zip(names, tensors, strict=True)}
-        node = _node(gradients, residuals is not None, spec, group_name, seed)
+        node = _node(_Means, gradients, residuals is not None, spec, group_name, seed)
         results = node.step(gradients, dict(zip(names, residuals or (), strict=False)), int(step))
     return [results[name] for name in names]
+
+
+def reduce_scatter(
+    tensor: torch.Tensor, spec: str, step: torch.Tensor, group_name: str, name: str, seed: int
+) -> torch.Tensor:
+    """This rank's part of the mean of a tensor over the ranks of a process group, in a new tensor.
+
+    Raises:
+        SpecError, ConfigurationError, RankMismatchError: as of `exchange`.
+    """
+    check([tensor], None, [name], step)
+    check_scattered(tensor, name, group_of(group_name))
+    refuse_capture()
+    with _uncast(tensor):
+        gradient = tensor.detach()
+        return _node(_PartOfMean, {name: gradient}, False, spec, group_name, seed).step(gradient, int(step))
+
+
+@contextlib.contextmanager
+def _uncast(tensor: torch.Tensor) -> Iterator[None]:
+    with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
+        yield
 
 
 def group_of(name: str) -> dist.ProcessGroup:
@@ -145,38 +205,56 @@ def group_of(name: str) -> dist.ProcessGroup:
 
 
 class _Node:
-    """A node of a graph, with its engine.
+    """A node of a graph.
 
     Attributes:
         group: the process group.
         signature: element types, shapes and device of the tensors.
+        communicator: the ranks of the process group.
+        infos: descriptions of the tensors.
+        method: the method of all tensors.
+        seed: seed of the random numbers.
     """
 
     def __init__(
         self, group: dist.ProcessGroup, spec: str, residuals: bool, tensors: Mapping[str, torch.Tensor], seed: int
     ) -> None:
-        self.group = group
+        self.group, self.seed = group, seed
         self.signature = _signature(tensors)
-        communicator, like = TorchDistributedCommunicator(group), next(iter(tensors.values()))
-        with refused_on_every_rank(communicator, like):  # of ranks with other specs, some may wait
-            method = method_of(spec, residuals)
-        infos = [TensorInfo(name, tuple(tensor.shape), dtype_name(tensor)) for name, tensor in tensors.items()]
+        self.communicator, like = TorchDistributedCommunicator(group), next(iter(tensors.values()))
+        self.infos = [info_of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
+        with refused_on_every_rank(self.communicator, like):  # of ranks with other specs, some may wait
+            self.method = self.checked(method_of(spec, residuals))
         facts = {
-            "method": str(method),
+            "method": str(self.method),
             "seed": seed,
             "hvdcomp": VERSION,
             **facts_of_kernels(),
-            **{f"tensor {info.name}": f"{info.dtype} {info.shape}" for info in infos},
+            **{f"tensor {info.name}": f"{info.dtype} {info.shape}" for info in self.infos},
         }
-        require_agreement(communicator, facts, like)
-        self._engine = Engine(communicator, infos, method, seed=seed, min_numel=0, min_ndim=0)
+        require_agreement(self.communicator, facts, like)
+
+    def checked(self, method: Compressor) -> Compressor:
+        """The method that this node uses.
+
+        Raises:
+            SpecError: if the node cannot use it.
+        """
+        return method
+
+
+class _Means(_Node):
+    """A node of means of whole tensors, with its engine."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._engine = Engine(self.communicator, self.infos, self.method, seed=self.seed, min_numel=0, min_ndim=0)
 
     def step(
         self, gradients: Mapping[str, torch.Tensor], residuals: Mapping[str, torch.Tensor], step: int
     ) -> dict[str, torch.Tensor]:
         """The means by name; replaces the values of the residuals."""
-        if step < 0:
-            raise ConfigurationError(f"step {step} is not allowed; count the steps from 0")
+        _check_number(step)
         engine = self._engine
         engine.begin()
         engine.step_number = step
@@ -201,15 +279,56 @@ class _Node:
             state.memory, state.keeper = (residual.clone(),), self._memory(name)
 
 
-_nodes: dict[tuple[Any, ...], _Node] = {}  # by what tells nodes apart
+class _PartOfMean(_Node):
+    """A node that computes this rank's part of the mean of one tensor, exactly within a node of the cluster."""
+
+    def __init__(self, group: dist.ProcessGroup, spec: str, residuals: bool, tensors: Any, seed: int) -> None:
+        super().__init__(group, spec, residuals, tensors, seed)
+        (like,) = tensors.values()
+        self._reducer = ShardReducer(self.communicator, self.method, NoMemory(), seed, 0, Ledger(), like)
+        if self._reducer.levels.across.size == 1 < self.communicator.world_size and dist.get_rank() == 0:
+            warn_alone(
+                f"all {self.communicator.world_size} ranks of a reduce-scatter are on one node, so hvdcomp does not "
+                f"compress it; set {RANKS_PER_NODE}=1 to count each rank as a node"
+            )
+
+    def checked(self, method: Compressor) -> Compressor:
+        (info,) = self.infos
+        return require_reduce_scatter(method, info)
+
+    def step(self, gradient: torch.Tensor, step: int) -> torch.Tensor:
+        """The mean of the rows of the gradient that belong to this rank."""
+        _check_number(step)
+        (info,) = self.infos
+        reducer, ranks = self._reducer, self.communicator.world_size
+        part = (gradient.shape[0] // ranks, *gradient.shape[1:])
+        if not reducer.compresses(info.name, gradient.numel()):
+            own = gradient.new_empty(part)
+            torch_distributed.reduce_scatter(own, gradient.contiguous(), group=self.group)
+            return own.mul_(1 / ranks)
+        reducer.step_number = step
+        mean = reducer.reduce(info.name, gradient.reshape(ranks, -1), gradient.nbytes)
+        reducer.end_step()
+        return mean.to(gradient.dtype).view(part)
 
 
-def _node(tensors: Mapping[str, torch.Tensor], residuals: bool, spec: str, group_name: str, seed: int) -> _Node:
+def _check_number(step: int) -> None:
+    if step < 0:
+        raise ConfigurationError(f"step {step} is not allowed; count the steps from 0")
+
+
+_N = TypeVar("_N", bound=_Node)
+_nodes: dict[tuple[Any, ...], Any] = {}  # by what tells nodes apart
+
+
+def _node(
+    kind: type[_N], tensors: Mapping[str, torch.Tensor], residuals: bool, spec: str, group_name: str, seed: int
+) -> _N:
     """The node of these arguments, made anew if the tensors or the process group have changed."""
-    group, key = group_of(group_name), (spec, residuals, group_name, seed, *tensors)
-    known = _nodes.get(key)
+    group, key = group_of(group_name), (kind, spec, residuals, group_name, seed, *tensors)
+    known: _N | None = _nodes.get(key)
     if known is None or known.group is not group or known.signature != _signature(tensors):
-        known = _nodes[key] = _Node(group, spec, residuals, tensors, seed)
+        known = _nodes[key] = kind(group, spec, residuals, tensors, seed)
     return known
 
 

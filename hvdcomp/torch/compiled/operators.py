@@ -1,4 +1,5 @@
-"""The operators of compiled graphs: `torch.ops.hvdcomp.allreduce_mean` and its forms for several tensors.
+"""The operators of compiled graphs: `torch.ops.hvdcomp.allreduce_mean`, its forms for several tensors, and
+`reduce_scatter_mean`.
 
 An operator is opaque to the compiler. Its fake kernel tells the compiler the shapes of the results, and refuses invalid
 arguments when the graph is made. Its effect keeps the operators of a graph in the order of the program, and so in the
@@ -13,7 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdcomp.torch.compiled.exchange import check, exchange, method_of
+from hvdcomp.torch.compiled.exchange import (
+    check,
+    check_scattered,
+    exchange,
+    group_of,
+    info_of,
+    method_of,
+    reduce_scatter,
+    require_reduce_scatter,
+)
 
 _COMMON = "str spec, Tensor step, str group_name"
 
@@ -91,6 +101,21 @@ def _(
     seed: int,
 ) -> None:
     _like(tensors, residuals, spec, step, names)
+
+
+@_operator("reduce_scatter_mean", f"(Tensor tensor, {_COMMON}, str name, int seed) -> Tensor")
+def reduce_scatter_mean(tensor: Tensor, spec: str, step: Tensor, group_name: str, name: str, seed: int) -> Tensor:
+    """This rank's part of the mean; arguments as in `hvdcomp.compiled.reduce_scatter_mean`."""
+    return reduce_scatter(tensor, spec, step, group_name, name, seed)
+
+
+@reduce_scatter_mean.register_fake
+def _(tensor: Tensor, spec: str, step: Tensor, group_name: str, name: str, seed: int) -> Tensor:
+    group = group_of(group_name)
+    check([tensor], None, [name], step)
+    check_scattered(tensor, name, group)
+    require_reduce_scatter(method_of(spec, residuals=False), info_of(name, tensor.shape, tensor.dtype))
+    return tensor.new_empty(tensor.shape[0] // group.size(), *tensor.shape[1:])
 
 
 def _apart(means: list[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:

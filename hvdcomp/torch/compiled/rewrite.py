@@ -1,12 +1,14 @@
-"""A pass over a graph of a training step that replaces its all-reduces of gradients by compressed means.
+"""A pass over a graph of a training step that replaces its all-reduces and reduce-scatters of gradients by compressed
+means.
 
 Tools that trace a training step, such as `make_fx` and `torch.compile`, write an all-reduce as two nodes:
-`_c10d_functional.all_reduce`, which begins it, and `wait_tensor`. A mean is a sum with a division by the number of
-ranks before or after it. The pass finds these nodes, and puts one node of `hvdcomp.torch.compiled.operators` in their
+`_c10d_functional.all_reduce`, which begins it, and `wait_tensor`. Reduce-scatters look the same. A collective that is
+coalesced begins several reductions in one node, and `getitem` picks each. A mean is a sum with a division by the number
+of ranks before or after it. The pass finds these nodes, and puts nodes of `hvdcomp.torch.compiled.operators` in their
 place.
 
-Tensors that are reduced one after the other share a node, and so their collectives, as long as nothing between them
-uses a mean or may change a tensor.
+Tensors that are all-reduced one after the other share a node, and so their collectives, as long as nothing between them
+uses a mean or may change a tensor. Each reduce-scatter has a node of its own, where the graph began it.
 """
 
 from __future__ import annotations
@@ -19,12 +21,15 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from hvdcomp.compressors import Compressor
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.torch.compiled.exchange import group_of, method_of
+from hvdcomp.torch.compiled.exchange import group_of, info_of, method_of, require_reduce_scatter
 
-NamesOfReduces = Callable[[Node], str | None]
-"""The name of the tensor that a node `all_reduce` gets, or None if it is to stay uncompressed."""
+NamesOfReductions = Callable[[Node], str | None]
+"""The name of the tensor that a node reduces, or None if it is to stay uncompressed."""
 
+_ALL_REDUCES = ("all_reduce", "all_reduce_coalesced")
+_REDUCE_SCATTERS = ("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced")
 _STEP = "hvdcomp_step"  # the buffer with the step
 _DIVISIONS = ("div", "true_divide", "truediv")
 _FACTORS = ("mul", "multiply")
@@ -32,60 +37,80 @@ _FOUND_BY = ("val", "example_value")  # what tracers call the example of a node'
 
 
 @dataclass
-class _Reduce:
-    """An all-reduce in a graph.
+class _Reduction:
+    """The reduction of one tensor in a graph.
 
     Attributes:
-        start: the node that begins it.
-        divides: whether the node before it divides by the number of ranks.
+        start: the node that begins it, maybe with others.
+        begun: the node whose result is waited for: `start`, or the node that picks this tensor's from several.
+        divides: whether `summand` divides by the number of ranks.
         result: the node whose value is replaced.
         factor: the number by which the mean is multiplied to get that value.
         name: name of the tensor.
     """
 
     start: Node
+    begun: Node
     divides: bool
     result: Node
     factor: int
     name: str
 
     @property
+    def summand(self) -> Node:
+        """The node of the tensor that is added up. It may be the result of a reduction that was replaced."""
+        return _summand(self.start, self.begun)
+
+    @property
+    def wait(self) -> Node:
+        return next(iter(self.begun.users))
+
+    @property
     def tensor(self) -> Node:
-        """The node of the tensor whose mean is computed. It may be the result of an all-reduce that was replaced."""
-        (summand,) = self.start.all_input_nodes
-        return summand.all_input_nodes[0] if self.divides else summand
+        """The node of the tensor whose mean is computed."""
+        return self.summand.all_input_nodes[0] if self.divides else self.summand
 
 
-def replace_reduces(
+def replace_reductions(
     module: GraphModule,
     spec: str,
     step: torch.Tensor | Node,
     group_name: str,
     seed: int,
     least: int,
-    name_of: NamesOfReduces,
+    name_of: NamesOfReductions,
 ) -> list[str]:
-    """Replaces the all-reduces of one process group; arguments as in `hvdcomp.compiled.compress_all_reduces`.
+    """Replaces the reductions of one process group; arguments as in `hvdcomp.compiled.compress_reductions`.
 
     Returns:
         The names of the tensors that are compressed, in the order of the graph.
     """
-    method_of(spec, residuals=False)
+    method = method_of(spec, residuals=False)
     graph, size = module.graph, group_of(group_name).size()
-    found: dict[Node, _Reduce] = {}
-    for node in graph.nodes:
-        if _calls(node, "all_reduce") and _may_replace(node, group_name, least) and (name := name_of(node)) is not None:
-            found[node] = _reduce(node, name, size, {reduce.result for reduce in found.values()})
-    names = [reduce.name for reduce in found.values()]
+    found: dict[Node, list[_Reduction]] = {}
+    results: set[Node] = set()
+    for start in graph.nodes:
+        for begun in _begun_by(start, group_name):
+            if _may_replace(begun, least, size) and (name := name_of(begun)) is not None:
+                reduction = _reduction(start, begun, name, size, results)
+                results.add(reduction.result)
+                found.setdefault(start, []).append(reduction)
+    names = [reduction.name for reductions in found.values() for reduction in reductions]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigurationError(f"several all-reduces got the name {', '.join(twice)}; give each a name of its own")
+        raise ConfigurationError(f"several tensors got the name {', '.join(twice)}; give each a name of its own")
+    scattered = {start: reductions for start, reductions in found.items() if _calls(start, *_REDUCE_SCATTERS)}
+    for reductions in scattered.values():
+        _require_reduce_scatter(method, reductions, size)
     if not found:
         return []
     step = step if isinstance(step, Node) else _node_of(module, step)
-    for reduces, place in _together(graph, found):
-        _put(graph, reduces, place, spec, step, group_name, seed)
-    for reduce in found.values():
-        _erase(graph, reduce)
+    arguments = spec, step, group_name
+    for together, place in _together(graph, {start: found[start] for start in found if start not in scattered}):
+        _put_all_reduces(graph, together, place, arguments, seed)
+    for start, reductions in scattered.items():
+        _put_reduce_scatters(graph, reductions, start, arguments, seed)
+    for start, reductions in found.items():
+        _erase(graph, start, reductions)
     graph.lint()
     module.recompile()
     return names
@@ -97,84 +122,147 @@ def compile_by(backend: str, module: GraphModule, inputs: Sequence[Any]) -> Call
     return compiled
 
 
-def _may_replace(node: Node, group_name: str, least: int) -> bool:
-    """Whether an all-reduce is a sum or a mean of this many numbers, or more, in this process group."""
-    _, kind, group = node.args
-    example, ends = _example(node), list(node.users)
-    if kind not in ("sum", "avg") or group != group_name or len(ends) != 1 or not _calls(ends[0], "wait_tensor"):
+def _begun_by(start: Node, group_name: str) -> list[Node]:
+    """The nodes with the results of what a node begins to add up in this process group; `wait_tensor` waits for them.
+    """
+    if not _calls(start, *_ALL_REDUCES, *_REDUCE_SCATTERS):
+        return []
+    given, kind, *_, group = start.args
+    if kind not in ("sum", "avg") or group != group_name:
+        return []
+    if isinstance(given, Node):
+        return [start]
+    picks = [pick for pick in start.users if pick.target is operator.getitem]
+    places = {pick.args[1] for pick in picks}
+    return picks if len(places) == len(start.users) else []  # none if something uses the whole list
+
+
+def _summand(start: Node, begun: Node) -> Node:
+    """The node of the tensor that is added up."""
+    given: Any = start.args[0]
+    summand: Node = given if begun is start else given[begun.args[1]]
+    return summand
+
+
+def _may_replace(begun: Node, least: int, size: int) -> bool:
+    """Whether a reduction adds up a tensor of this many numbers, or more."""
+    example, ends = _example(begun), list(begun.users)
+    if example is None or not example.dtype.is_floating_point or len(ends) != 1 or not _calls(ends[0], "wait_tensor"):
         return False
-    return example is not None and example.dtype.is_floating_point and example.numel() >= least
+    return example.numel() * (size if _scatters(begun) else 1) >= least
 
 
-def _reduce(start: Node, name: str, size: int, results: Set[Node]) -> _Reduce:
-    """The all-reduce that a node begins.
+def _reduction(start: Node, begun: Node, name: str, size: int, results: Set[Node]) -> _Reduction:
+    """The reduction of a tensor.
 
     Args:
         results: results of others, which may divide their own sums.
     """
-    (wait,) = start.users
+    (wait,), summand = begun.users, _summand(start, begun)
     if start.args[1] == "avg":
-        return _Reduce(start, False, wait, 1, name)
-    (summand,), after = start.all_input_nodes, list(wait.users)
+        return _Reduction(start, begun, False, wait, 1, name)
     if _is_division(summand, size) and summand not in results:
-        return _Reduce(start, True, wait, 1, name)
+        return _Reduction(start, begun, True, wait, 1, name)
+    after = list(wait.users)
     if len(after) == 1 and _is_division(after[0], size):
-        return _Reduce(start, False, after[0], 1, name)
-    return _Reduce(start, False, wait, size, name)
+        return _Reduction(start, begun, False, after[0], 1, name)
+    return _Reduction(start, begun, False, wait, size, name)
 
 
-def _together(graph: torch.fx.Graph, found: dict[Node, _Reduce]) -> Iterator[tuple[list[_Reduce], Node]]:
+def _require_reduce_scatter(method: Compressor, reductions: Sequence[_Reduction], size: int) -> None:
+    """Raises SpecError if a reduce-scatter cannot follow the method of its tensor."""
+    for reduction in reductions:
+        example = _example(reduction.begun)
+        assert example is not None
+        shape = (example.shape[0] * size, *example.shape[1:])
+        require_reduce_scatter(method, info_of(reduction.name, shape, example.dtype))
+
+
+def _together(graph: torch.fx.Graph, found: dict[Node, list[_Reduction]]) -> Iterator[tuple[list[_Reduction], Node]]:
     """The all-reduces that share a node, and the node before which it is put."""
-    waiting: list[_Reduce] = []
+    waiting: list[_Reduction] = []
     own: set[Node] = set()  # nodes that the pass replaces
     results: set[Node] = set()
     for node in list(graph.nodes):
         if waiting and node not in own and (results.intersection(node.all_input_nodes) or _ends_a_run(node)):
             yield waiting, node
             waiting, own, results = [], set(), set()
-        if (reduce := found.get(node)) is not None:
-            waiting.append(reduce)
-            own |= {node, *node.users, reduce.result}
-            results.add(reduce.result)
+        for reduction in found.get(node, ()):
+            waiting.append(reduction)
+            own |= {node, reduction.begun, reduction.wait, reduction.result}
+            results.add(reduction.result)
 
 
-def _put(
-    graph: torch.fx.Graph, reduces: list[_Reduce], place: Node, spec: str, step: Node, group_name: str, seed: int
+def _put_all_reduces(
+    graph: torch.fx.Graph, reductions: list[_Reduction], place: Node, arguments: tuple[Any, ...], seed: int
 ) -> None:
-    """Puts the means of some tensors before a node."""
+    """Puts the means of some tensors before a node, and uses them in place of the results of all-reduces."""
+    tensors, names = [one.tensor for one in reductions], [one.name for one in reductions]
     with graph.inserting_before(place):
-        means = graph.call_function(
-            torch.ops.hvdcomp.allreduce_means.default,
-            ([reduce.tensor for reduce in reduces], spec, step, group_name, [reduce.name for reduce in reduces], seed),
-        )
+        operation = torch.ops.hvdcomp.allreduce_means.default
+        means = graph.call_function(operation, (tensors, *arguments, names, seed))
         for key in _FOUND_BY:
-            if key in reduces[0].start.meta:
-                means.meta[key] = [reduce.start.meta[key] for reduce in reduces]
-        for number, reduce in enumerate(reduces):
-            found_by = {key: value for key, value in reduce.start.meta.items() if key in _FOUND_BY}
-            mean = graph.call_function(operator.getitem, (means, number))
-            mean.meta.update(found_by)
-            if reduce.factor != 1:
-                mean = graph.call_function(torch.ops.aten.mul.Tensor, (mean, reduce.factor))
-                mean.meta.update(found_by)
-            reduce.result.replace_all_uses_with(mean)
+            if key in reductions[0].begun.meta:
+                means.meta[key] = [one.begun.meta[key] for one in reductions]
+        for number, reduction in enumerate(reductions):
+            _use(graph, graph.call_function(operator.getitem, (means, number)), reduction)
 
 
-def _erase(graph: torch.fx.Graph, reduce: _Reduce) -> None:
-    """Takes the nodes of an all-reduce out of the graph, and its divisions if nothing else uses them."""
-    (wait,) = reduce.start.users
-    (summand,) = reduce.start.all_input_nodes
-    for node in dict.fromkeys((reduce.result, wait, reduce.start)):
-        graph.erase_node(node)
-    if reduce.divides and not summand.users:
-        graph.erase_node(summand)
+def _put_reduce_scatters(
+    graph: torch.fx.Graph, reductions: list[_Reduction], place: Node, arguments: tuple[Any, ...], seed: int
+) -> None:
+    """Puts this rank's parts of the means of some tensors before a node, and uses them in place of the results of
+    reduce-scatters."""
+    with graph.inserting_before(place):
+        for reduction in reductions:
+            operation = torch.ops.hvdcomp.reduce_scatter_mean.default
+            _use(graph, graph.call_function(operation, (reduction.tensor, *arguments, reduction.name, seed)), reduction)
+
+
+def _use(graph: torch.fx.Graph, mean: Node, reduction: _Reduction) -> None:
+    """Uses a mean in place of the result of a reduction."""
+    found_by = {key: value for key, value in reduction.begun.meta.items() if key in _FOUND_BY}
+    mean.meta.update(found_by)
+    if reduction.factor != 1:
+        mean = graph.call_function(torch.ops.aten.mul.Tensor, (mean, reduction.factor))
+        mean.meta.update(found_by)
+    reduction.result.replace_all_uses_with(mean)
+
+
+def _erase(graph: torch.fx.Graph, start: Node, reductions: Sequence[_Reduction]) -> None:
+    """Takes the nodes of replaced reductions out of the graph, and their divisions if nothing else uses them."""
+    divisions = dict.fromkeys(one.summand for one in reductions if one.divides)
+    for reduction in reductions:
+        for node in dict.fromkeys((reduction.result, reduction.wait, reduction.begun)):
+            if node is not start:
+                graph.erase_node(node)
+    if start.users:
+        _keep_used(start)
+    else:
+        graph.erase_node(start)
+    for division in divisions:
+        if not division.users:
+            graph.erase_node(division)
+
+
+def _keep_used(start: Node) -> None:
+    """Takes the tensors that nothing picks any more out of a collective of several."""
+    users: list[Any] = list(start.users)
+    picks = {pick.args[1]: pick for pick in users}
+    tensors: Any = start.args[0]
+    start.args = ([tensors[place] for place in sorted(picks)], *start.args[1:])
+    for key in _FOUND_BY:
+        if key in start.meta:
+            start.meta[key] = [start.meta[key][place] for place in sorted(picks)]
+    for number, place in enumerate(sorted(picks)):
+        picks[place].args = (start, number)
 
 
 def _node_of(module: GraphModule, step: torch.Tensor) -> Node:
     """A node that reads the step, which becomes a buffer of the module."""
     if getattr(module, _STEP, step) is not step:
         raise ConfigurationError(
-            "this graph has compressed all-reduces with another step; give the same tensor for all process groups"
+            "this graph has compressed reductions with another step; give the same tensor for all process groups"
         )
     module.register_buffer(_STEP, step, persistent=False)
     first = next(node for node in module.graph.nodes if node.op != "placeholder")
@@ -185,10 +273,16 @@ def _node_of(module: GraphModule, step: torch.Tensor) -> Node:
 # What nodes are.
 
 
-def _calls(node: Node, name: str) -> bool:
-    """Whether a node calls this functional collective, with or without the name of its overload."""
-    called = getattr(torch.ops._c10d_functional, name)
-    return node.op == "call_function" and node.target in (called, called.default)
+def _calls(node: Node, *names: str) -> bool:
+    """Whether a node calls one of these functional collectives, with or without the name of its overload."""
+    called = [getattr(torch.ops._c10d_functional, name) for name in names]
+    return node.op == "call_function" and any(node.target in (one, one.default) for one in called)
+
+
+def _scatters(begun: Node) -> bool:
+    """Whether the result of a reduction is a part of its tensor."""
+    (start,) = begun.all_input_nodes if begun.target is operator.getitem else (begun,)
+    return _calls(start, *_REDUCE_SCATTERS)
 
 
 def _is_division(node: Any, size: int) -> bool:
@@ -217,7 +311,7 @@ def _ends_a_run(node: Node) -> bool:
     """Whether a node may change a tensor that a node before it has made, or is the last."""
     if node.op in ("placeholder", "get_attr") or node.target is operator.getitem:
         return False
-    if _calls(node, "all_reduce") or _calls(node, "wait_tensor"):
+    if _calls(node, *_ALL_REDUCES, *_REDUCE_SCATTERS, "wait_tensor"):
         return False
     return not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable
 

@@ -22,7 +22,7 @@ from hvdcomp.bindings.base import PRESENCE_BYTES
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.bindings.state_check import parts_of
 from hvdcomp.communicators.torch_distributed import UNNAMED, TorchDistributedCommunicator
-from hvdcomp.errors import ConfigurationError, RankMismatchError, listed
+from hvdcomp.errors import ConfigurationError, RankMismatchError, listed, warn_alone
 from hvdcomp.exchange.agreement import gather_rows, refused_on_every_rank, require_agreement
 from hvdcomp.kernels import cuda
 from hvdcomp.policies import changes_batch_size
@@ -63,6 +63,12 @@ class FSDPBinding(TorchTraining):
         # process group, they could be matched with collectives of another model in the same backward pass.
         self._replicas = TorchDistributedCommunicator(group)
         communicator, like = self._replicas.duplicate(), torch.empty(0)
+        if self._replicas.world_size == 1 and dist.get_rank() == 0:
+            warn_alone(
+                "the mesh has a single replica of the model, so no other replica gets the gradients of a shard, and "
+                "hvdcomp.fsdp.register compresses nothing between replicas; give fully_shard a mesh with several "
+                "replicas, or no mesh"
+            )
         if dist.get_rank() != 0:  # every process group of replicas decides for itself, but only one writes the log
             setup.compression.decision_log = None
         # On a device, all ranks must start a bucket between the same two of FSDP's collectives, as in `DDPBinding`.
@@ -226,6 +232,10 @@ class FSDPBinding(TorchTraining):
 
     def facts(self) -> dict[str, Any]:
         return {}
+
+    def warm_up(self) -> str | None:
+        """The spec by which all tensors are compressed, whatever the plan: a single replica has nobody to send to."""
+        return "none" if self.communicator.world_size == 1 else None
 
     def trained(self) -> Set[str]:
         return self._sharded.keys()

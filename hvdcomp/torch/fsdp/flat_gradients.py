@@ -177,6 +177,6 @@ def _in_order(
 
 def _cut(parameter: DTensor, ranks: int) -> tuple[int, bool]:
     """The length of a parameter's part, and whether its first dimension is cut."""
-    if parameter.placements == (Shard(0),):
+    if Shard(0) in parameter.placements:
         return part_of(parameter.shape, ranks), True
     return parameter.numel() // ranks, False  # FSDP takes no other dimension that the ranks do not divide

@@ -55,6 +55,32 @@ def group_of_replicas(model: torch.nn.Module, mesh: DeviceMesh | None, caller: s
     return given
 
 
+def group_of_shards(model: torch.nn.Module) -> dist.ProcessGroup:
+    """The ranks over which FSDP shards one replica of a model.
+
+    Raises:
+        ConfigurationError: if each rank has a whole replica, or if modules are sharded over different ranks.
+    """
+    found: dict[tuple[int, ...], tuple[str, dist.ProcessGroup]] = {}
+    for name, groups in all_parameter_groups(model).items():
+        for group in groups:
+            if shards_of(group) == 1:
+                raise ConfigurationError(
+                    f"{REGISTER} was given shards, but FSDP does not shard {name or 'the model'}: each replica is on a "
+                    "single rank, so there is no reduce-scatter. Leave shards out, or give fully_shard a mesh on which "
+                    "several ranks share a replica"
+                )
+            own = group.mesh_info.shard_process_group
+            found.setdefault(_ranks_of(own), (name or "the model", own))
+    if len(found) > 1:
+        (ranks, (name, _)), (other_ranks, (other_name, _)), *_ = found.items()
+        raise ConfigurationError(
+            f"{REGISTER} was given shards, but FSDP shards {name} over the ranks {list(ranks)}, and {other_name} over "
+            f"the ranks {list(other_ranks)}. Leave shards out, or call fully_shard with the same mesh for all modules"
+        )
+    return next(group for _, group in found.values())
+
+
 def leave_to_nobody(model: torch.nn.Module) -> None:
     """Makes FSDP reduce the gradients of a model to this rank's shards only; replicas have different gradients then."""
     for groups in all_parameter_groups(model).values():

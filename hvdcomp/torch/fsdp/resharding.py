@@ -3,6 +3,9 @@
 With N nodes, the pending part of a row's mean is 1/N of the sum of its residuals on all nodes. This sum is cut by the
 new ranks' rows and shared equally by the ranks that send a row to its owner, one on each other node: with N' nodes
 there are N' - 1 of them, and each gets N' / (N' - 1) of the pending part.
+
+With R replicas, the mean lacks 1/R of what the means of all replicas lack. The pending parts of old replicas are dealt
+out to the R' new ones, which add R'/R of them up.
 """
 
 from __future__ import annotations
@@ -25,12 +28,20 @@ class OwnedRows(NamedTuple):
 
     Attributes:
         owners: the ranks that own the rows, in order.
-        ranks, nodes: numbers of ranks and nodes of the training.
+        ranks, nodes: numbers of ranks and nodes of a replica.
+        replica, replicas: the number of the replica, and the number of replicas.
     """
 
     owners: Sequence[int]
     ranks: int
     nodes: int
+    replica: int = 0
+    replicas: int = 1
+
+
+def replica_of(own: Mapping[str, Any]) -> tuple[int, int]:
+    """The replica in a rank's own part of a state, and the number of replicas; earlier versions had one."""
+    return own.get("replica", 0), own.get("replicas", 1)
 
 
 def length_of(layout: FlatLayout, ranks: int) -> int:
@@ -54,8 +65,10 @@ def resharded(
     residuals: dict[str, torch.Tensor] = {}
     for state in states:
         shared, own = parts_of(state)
-        old = OwnedRows(own["owners"], own["size"], shared["nodes"])
-        factor = new.nodes / (new.nodes - 1) / old.nodes
+        old = OwnedRows(own["owners"], own["size"], shared["nodes"], *replica_of(own))
+        if old.replica % new.replicas != new.replica:
+            continue
+        factor = new.nodes / (new.nodes - 1) / old.nodes * (new.replicas / old.replicas)
         for name, kept in own["residuals"].items():
             (array,) = kept["arrays"]
             layout = layouts.get(name, ())

@@ -1,4 +1,4 @@
-"""The binding of models in FSDP2 (`fully_shard`) without replicas, in place of FSDP's reduce-scatter.
+"""The binding of models in FSDP2 (`fully_shard`) in place of FSDP's reduce-scatter, over all ranks or in each replica.
 
 After the backward pass of a module, FSDP passes its flat gradient, with a row for each rank, and receives this rank's
 row of the mean. So the exchange overlaps with the rest of the backward pass, as FSDP's own reduce-scatter does.
@@ -21,14 +21,14 @@ from hvdcomp.communicators.nodes import RANKS_PER_NODE
 from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator, reduce_scatter
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.bucket import GATHERED_BYTES
-from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.memory import NoMemory
 from hvdcomp.errors import ConfigurationError, UnevenNodesError, warn_alone
 from hvdcomp.exchange.agreement import facts_of_kernels, refused_on_every_rank, require_agreement
 from hvdcomp.exchange.ledger import Cost, Sent
-from hvdcomp.exchange.shards import ShardReducer
+from hvdcomp.exchange.shards import ShardReducer, averages_vectors
 from hvdcomp.files import VERSION
 from hvdcomp.specs.levels import Level
+from hvdcomp.torch.fsdp.boxes import number_of_boxes
 from hvdcomp.torch.fsdp.checks import (
     before_forward_passes,
     check_divide_factors,
@@ -38,7 +38,7 @@ from hvdcomp.torch.fsdp.checks import (
     parameter_groups,
 )
 from hvdcomp.torch.fsdp.flat_gradients import FlatGradient
-from hvdcomp.torch.fsdp.resharding import FlatLayout, OwnedRows, resharded, with_plain_names
+from hvdcomp.torch.fsdp.resharding import FlatLayout, OwnedRows, replica_of, resharded, with_plain_names
 from hvdcomp.torch.fsdp.weight_changes import WeightChanges
 from hvdcomp.torch.parameters import plain_names
 from hvdcomp.torch.training import refuse_capture
@@ -51,8 +51,10 @@ class ShardsBinding:
 
     Args:
         setup: the user's settings and objects.
-        model: a model sharded by `fully_shard` over all ranks.
+        model: a model sharded by `fully_shard`.
         weights: the compressor of changes of weights; None for FSDP's own all-gather.
+        group: the ranks over which each replica is sharded; None for all ranks.
+        replica, replicas: the number of this rank's replica, from 0, and the number of replicas.
 
     Attributes:
         engine: the reducer that compresses.
@@ -62,14 +64,23 @@ class ShardsBinding:
     coordinator = None
     accumulation = 1
 
-    def __init__(self, setup: Setup, model: torch.nn.Module, weights: Compressor | None = None) -> None:
-        communicator, like = TorchDistributedCommunicator(), torch.empty(0)
+    def __init__(
+        self,
+        setup: Setup,
+        model: torch.nn.Module,
+        weights: Compressor | None = None,
+        group: dist.ProcessGroup | None = None,
+        replica: int = 0,
+        replicas: int = 1,
+    ) -> None:
+        communicator, like = TorchDistributedCommunicator(group), torch.empty(0)
+        self._replica, self._replicas = replica, replicas
         settings = setup.compression.settings
         with refused_on_every_rank(communicator, like):
             check_settings(setup)
             _check(setup)
             _check_weights(weights)
-            trained = _trained(model, communicator.world_size)
+            trained = _trained(model, dist.get_process_group_ranks(communicator.group), in_replica=group is not None)
             check_divide_factors(model)
         shapes = {
             f"parameter {name}": f"{parameter.dtype} {tuple(parameter.shape)}" for name, parameter in trained.items()
@@ -85,8 +96,9 @@ class ShardsBinding:
         self._device = next((parameter.device_mesh.device_type for parameter in trained.values()), "cpu")
         try:
             self.engine = ShardReducer(
-                communicator, settings.compressor, settings.memory, settings.seed, settings.min_numel,
-                setup.compression.ledger, like,
+                communicator, settings.compressor, settings.memory,
+                settings.seed + replica,  # with the same random numbers, the errors of replicas would be alike
+                settings.min_numel, setup.compression.ledger, like,
             )  # fmt: skip
         except UnevenNodesError:
             raise ConfigurationError(
@@ -94,10 +106,11 @@ class ShardsBinding:
                 f"same number of ranks on each node, or set {RANKS_PER_NODE}=1 on every rank, which makes each rank a "
                 "node"
             ) from None
-        if self.engine.levels.across.size == 1 and communicator.rank == 0 < communicator.world_size - 1:
+        if self.engine.levels.across.size == 1 < communicator.world_size and dist.get_rank() == 0:
+            whose = "" if group is None else " of a replica"
             warn_alone(
-                f"all {communicator.world_size} ranks are on one node, so hvdcomp.fsdp.register compresses nothing, "
-                f"and leaves FSDP's reduce-scatter as it is; set {RANKS_PER_NODE}=1 to count each rank as a node"
+                f"all {communicator.world_size} ranks{whose} are on one node, so hvdcomp.fsdp.register does not "
+                f"compress FSDP's reduce-scatter; set {RANKS_PER_NODE}=1 to count each rank as a node"
             )
         self._named = str(settings.compressor)
         self._method = f"{self._named}{_WITH_MEMORY}{self.engine.memory}"
@@ -256,6 +269,8 @@ class ShardsBinding:
         own = {
             "rank": engine.communicator.rank,
             "size": engine.communicator.world_size,
+            "replica": self._replica,
+            "replicas": self._replicas,
             "owners": engine.owners,
             "residuals": residuals,
             "coordinator": None,
@@ -294,18 +309,21 @@ class ShardsBinding:
                 "continue with the settings that the training was started with. The default memory depends on the "
                 'number of ranks on a node. Set memory= of hvdcomp.Compression, or residuals="drop" of hvdcomp.dcp.load'
             )
-        placed_as = shared.get("shards"), shared.get("order", engine.order), own["rank"]
-        if states and placed_as != (self._shards, engine.order, engine.communicator.rank):
+        placed_as = shared.get("shards"), shared.get("order", engine.order), own["rank"], *replica_of(own)
+        here = self._shards, engine.order, engine.communicator.rank, self._replica, self._replicas
+        if states and placed_as != here:
             every, nodes = state.get("every"), engine.levels.across.size
             if every is None or nodes == 1 or "layouts" not in shared:
                 raise ConfigurationError(
                     f"the state was saved by rank {own['rank']} of "
-                    f"{shared.get('shards', 'a model that was sharded differently')}, and was given to rank "
-                    f"{engine.communicator.rank} of {self._shards}, but the residual of a shard fits only the same "
+                    f"{shared.get('shards', 'a model that was sharded differently')}{_of_replica(*replica_of(own))}, "
+                    f"and was given to rank {engine.communicator.rank} of {self._shards}"
+                    f"{_of_replica(self._replica, self._replicas)}, but the residual of a shard fits only the same "
                     "rank of the same number of ranks and nodes. On several nodes, hvdcomp.dcp.load cuts residuals to "
                     "other ranks. Or load no state on any rank: then the residuals are lost"
                 )
-            states = resharded(every, self._layouts, OwnedRows(engine.owners, engine.communicator.world_size, nodes))
+            new = OwnedRows(engine.owners, engine.communicator.world_size, nodes, self._replica, self._replicas)
+            states = resharded(every, self._layouts, new)
         else:
             states = self._by_name(states, shared.get("layouts", {}))
         engine.set_level(shared["level"])
@@ -365,21 +383,21 @@ def _check(setup: Setup) -> None:
     """Raises ConfigurationError for settings that a reduce-scatter cannot follow."""
     settings = setup.compression.settings
     method, memory = settings.compressor, settings.memory
-    if not _is_of_vectors(method):
+    if not averages_vectors(method):
         raise ConfigurationError(
-            f"{method} does not work with FSDP without replicas, because FSDP's reduce-scatter passes flat gradients "
-            "of whole modules to hvdcomp. Use int8, int4, fp8, bf16 or another quantizer for all modules. Within a "
+            f"{method} does not work in FSDP's reduce-scatter, because FSDP passes flat gradients of whole modules to "
+            "hvdcomp. Use int8, int4, fp8, bf16 or another quantizer for all modules. Within a "
             "node, gradients are exchanged exactly anyway"
         )
     if memory is not None and (memory.is_momentum or memory.needs_all_gradients):
         raise ConfigurationError(
-            f"the memory {memory} needs the whole gradients of each rank, and FSDP without replicas does not have "
+            f"the memory {memory} needs the whole gradients of each rank, and FSDP's reduce-scatter does not have "
             "them; use error_feedback or none"
         )
     if settings.policy is not None:
         raise ConfigurationError(
-            f"the policy {settings.policy} does not work with FSDP without replicas, because FSDP reduces the "
-            "gradients of one module after the other; leave the policy out"
+            f"the policy {settings.policy} does not work in FSDP's reduce-scatter, because FSDP reduces the gradients "
+            "of one module after the other; leave the policy out"
         )
     if settings.overlap is True or settings.bucket_bytes or settings.gathered_bytes not in (None, GATHERED_BYTES):
         raise ConfigurationError(
@@ -388,14 +406,14 @@ def _check(setup: Setup) -> None:
         )
     if setup.grad_scaler is not None and setup.grad_scaler.is_enabled():
         raise ConfigurationError(
-            "a torch.amp.GradScaler does not work with FSDP without replicas, because residuals would have other "
+            "a torch.amp.GradScaler does not work in FSDP's reduce-scatter, because residuals would have other "
             "scales than the gradients to which they are added. Train in bfloat16, which needs no scaler"
         )
 
 
 def _check_weights(weights: Any) -> None:
     """Raises ConfigurationError unless changes of weights can be sent so."""
-    if weights is not None and not (isinstance(weights, Compressor) and _is_of_vectors(weights)):
+    if weights is not None and not (isinstance(weights, Compressor) and averages_vectors(weights)):
         raise ConfigurationError(
             f"weights={weights!r} does not work with hvdcomp.fsdp.register; give hvdcomp.Int8(), hvdcomp.Int4() or "
             "another quantizer, or None for FSDP's own all-gather"
@@ -406,15 +424,19 @@ def _without_memory(method: str) -> str:
     return method.partition(_WITH_MEMORY)[0]
 
 
-def _is_of_vectors(method: Compressor) -> bool:
-    return method.lossless or (isinstance(method, Gathering) and not method.of_matrices)
+def _of_replica(replica: int, replicas: int) -> str:
+    return f" in replica {replica} of {replicas}" if replicas > 1 else ""
 
 
-def _trained(model: torch.nn.Module, ranks: int) -> dict[str, DTensor]:
+def _trained(model: torch.nn.Module, ranks: list[int], in_replica: bool) -> dict[str, DTensor]:
     """The trained parameters, by name.
 
+    Args:
+        ranks: the ranks over which the model is sharded.
+        in_replica: whether these are the ranks of one replica, found by `group_of_shards`.
+
     Raises:
-        ConfigurationError: if a parameter is not sharded over exactly all ranks.
+        ConfigurationError: if a parameter is not sharded over exactly these ranks.
     """
     if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
         raise ConfigurationError(
@@ -423,6 +445,15 @@ def _trained(model: torch.nn.Module, ranks: int) -> dict[str, DTensor]:
     trained = check_sharding(model.named_parameters())
     for name, parameter in trained.items():
         mesh = parameter.device_mesh
+        if in_replica:
+            if number_of_boxes(parameter) != len(ranks) or mesh.ndim > 2:
+                raise ConfigurationError(
+                    f"parameter {name} is on a mesh of {mesh.ndim} dimensions, as with tensor parallelism, so several "
+                    "ranks of a replica may have copies of a shard. These copies would become different, because each "
+                    "rank compresses its copy together with other shards. Leave out the argument shards of "
+                    "hvdcomp.fsdp.register, or train without tensor parallelism"
+                )
+            continue
         if mesh.ndim != 1:
             raise ConfigurationError(
                 f"parameter {name} is sharded over a mesh of {mesh.ndim} dimensions, as with tensor parallelism, and "
@@ -431,10 +462,10 @@ def _trained(model: torch.nn.Module, ranks: int) -> dict[str, DTensor]:
                 "compresses between the replicas. Or train without tensor parallelism, and let fully_shard shard over "
                 "these ranks too"
             )
-        if mesh.mesh.tolist() != list(range(ranks)):
+        if mesh.mesh.tolist() != ranks:
             raise ConfigurationError(
-                f"parameter {name} is sharded over {mesh.size()} ranks, and not over all {ranks} ranks in order. If "
-                "the model has replicas, pass the dimension of the replicas, mesh['replicate'], to "
+                f"parameter {name} is sharded over {mesh.size()} ranks, and not over all {len(ranks)} ranks in order. "
+                "If the model has replicas, pass the dimension of the replicas, mesh['replicate'], to "
                 "hvdcomp.fsdp.register. Otherwise shard the model over all ranks"
             )
     return trained

@@ -33,6 +33,7 @@ def test_pytorch_finds_no_fault_with_an_operator(spec: str) -> None:
     opcheck(OP.allreduce_mean.default, (tensors()[1], spec, STEP, "0", "a", 0))
     if spec == "int8":
         opcheck(OP.allreduce_means.default, (tensors(), spec, STEP, "0", ["a", "b", "c"], 0))
+    opcheck(OP.reduce_scatter_mean.default, (tensors()[1], spec, STEP, "0", "a", 0))
 
 
 def test_pytorch_finds_no_fault_with_the_operator_that_changes_residuals() -> None:
@@ -127,6 +128,9 @@ WRONG: dict[str, Callable[[], object]] = {
             tensors()[0], "efsignsgd", 0, name="a", residual=torch.zeros(40, 50, dtype=torch.bfloat16)
         )
     ),
+    r"tensor 'a' has the shape \(\), but its first dimension is divided among 1 ranks": (
+        lambda: compiled.reduce_scatter_mean(torch.tensor(1.0), "int8", 0, name="a")
+    ),
     "no process group of the name 'elsewhere'": lambda: compiled.allreduce_mean(
         tensors()[0], "int8", 0, name="a", group="elsewhere"
     ),
@@ -152,7 +156,17 @@ def calls_of(module: Any) -> list[str]:
     return [str(node.target).removesuffix(".default") for node in nodes]
 
 
+# The newer names of two functions whose older ones warn.
+reduce_scatter = getattr(funcol, "reduce_scatter_single", funcol.reduce_scatter_tensor)
+reduce_scatters = getattr(funcol, "reduce_scatter_single_coalesced", funcol.reduce_scatter_tensor_coalesced)
+
+
+def scattered(tensor: Any, kind: str = "sum") -> Any:
+    return reduce_scatter(tensor, kind, 0, "0")
+
+
 ONE = "hvdcomp.allreduce_means"
+PART = "hvdcomp.reduce_scatter_mean"
 TWO = "_c10d_functional.all_reduce", "_c10d_functional.wait_tensor"
 MEANS: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
     "divided after": (lambda x: reduced(x) / 1, [ONE]),
@@ -164,6 +178,18 @@ MEANS: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
     "maximum": (lambda x: reduced(x, "max"), [*TWO]),
     "small": (lambda x: reduced(x[0]), ["aten.select.int", *TWO]),
     "whole numbers": (lambda x: reduced(x.int()), ["aten._to_copy", *TWO]),
+    "coalesced": (lambda x: [one / 1 for one in funcol.all_reduce_coalesced([x, x.t()], "sum", "0")], ["aten.t", ONE]),
+    "reduce-scatter": (lambda x: scattered(x) / 1, [PART]),
+    "reduce-scatter of a mean": (lambda x: scattered(reduced(x) / 1) / 3, [ONE, PART, "aten.div.Tensor"]),
+    "mean of a reduce-scatter": (lambda x: reduced(scattered(x, "avg") / 1), [PART, ONE]),
+    "small reduce-scatter": (
+        lambda x: scattered(x[0]),
+        ["aten.select.int", "_c10d_functional.reduce_scatter_tensor", "_c10d_functional.wait_tensor"],
+    ),
+    "reduce-scatters, coalesced": (
+        lambda x: reduce_scatters([x, x * 2], "sum", [0, 0], "0"),
+        ["aten.mul.Tensor", PART, PART],
+    ),
     "other group": (lambda x: funcol.all_reduce(x, "sum", torch.distributed.new_group([0])), [*TWO]),
 }
 
@@ -172,8 +198,8 @@ MEANS: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
 def test_the_pass_finds_means(case: str) -> None:
     function, expected = MEANS[case]
     traced = make_fx(function)(tensors()[0])
-    found = compiled.compress_all_reduces(traced, "int8", torch.tensor(0))
-    assert (calls_of(traced), bool(found)) == (expected, ONE in expected)
+    found = compiled.compress_reductions(traced, "int8", torch.tensor(0))
+    assert (calls_of(traced), bool(found)) == (expected, bool({ONE, PART}.intersection(expected)))
 
 
 def test_reduces_share_a_node_until_a_mean_is_used() -> None:
@@ -184,7 +210,7 @@ def test_reduces_share_a_node_until_a_mean_is_used() -> None:
 
     given = [torch.full((40, 50), value) for value in (1.0, 2.0, 4.0)]
     traced, step_number = make_fx(step)(*given), torch.tensor(0)
-    names = compiled.compress_all_reduces(traced, "int8", step_number, name_of=lambda node: f"tensor of {node.name}")
+    names = compiled.compress_reductions(traced, "int8", step_number, name_of=lambda node: f"tensor of {node.name}")
     assert names == [f"tensor of {name}" for name in ("all_reduce", "all_reduce_1", "all_reduce_2", "all_reduce_4")]
     calls = calls_of(traced)
     assert calls.count(ONE) == 2
@@ -203,15 +229,50 @@ def test_a_tensor_that_changes_afterwards_is_reduced_before() -> None:
         return mean * 5, tensor
 
     traced = make_fx(step)(torch.ones(40, 50))
-    compiled.compress_all_reduces(traced, "none", torch.tensor(0))
+    compiled.compress_reductions(traced, "none", torch.tensor(0))
     assert calls_of(traced) == [ONE, "aten.add_.Tensor", "aten.mul.Tensor"]
     assert traced(torch.ones(40, 50))[0].unique().tolist() == [5]
+
+
+def test_small_tensors_stay_in_a_coalesced_all_reduce() -> None:
+    """Also where the small tensors are the mean of another, or share a division with others."""
+
+    def step(large: Any, small: Any) -> Any:
+        divided = [small / 1, large / 1, small * 2, reduced(large)[:2]]
+        return funcol.all_reduce_coalesced(divided, "sum", "0"), divided[1] + 1
+
+    given = [torch.full((40, 50), 3.0), torch.full((7,), 5.0)]
+    traced = make_fx(step)(*given)
+    names = compiled.compress_reductions(traced, "none", torch.tensor(0))
+    assert names == ["all_reduce", "getitem_1"]
+    assert calls_of(traced).count("_c10d_functional.all_reduce_coalesced") == 1
+    (left,) = (node for node in traced.graph.nodes if "all_reduce_coalesced" in node.name)
+    assert [example.shape for example in left.meta["val"]] == [(7,), (7,), (2, 50)]
+    (small, large, doubled, mean), used = traced(*given)
+    assert [tensor.unique().tolist() for tensor in (small, large, doubled, mean, used)] == [[5], [3], [10], [3], [4]]
+
+
+def test_a_list_of_results_that_is_used_as_a_whole_stays() -> None:
+    traced = make_fx(lambda x: funcol.all_reduce_coalesced([x, x * 2], "sum", "0"))(tensors()[0])
+    start = next(node for node in traced.graph.nodes if "all_reduce_coalesced" in node.name)
+    output = traced.graph.output_node()
+    output.args = ([start, *output.all_input_nodes],)
+    assert compiled.compress_reductions(traced, "none", torch.tensor(0)) == []
+
+
+def test_a_reduce_scatter_needs_a_quantizer() -> None:
+    traced = make_fx(lambda x: (reduced(x), scattered(x * 2)))(tensors()[0])
+    for spec in ("signsgd", "two_level(int8)", '{"reduce*": "signsgd", "*": "int8"}'):
+        with pytest.raises(hvdcomp.SpecError, match=r"reduce-scatter of 'reduce_scatter_tensor', .*let name_of return"):
+            compiled.compress_reductions(traced, spec, torch.tensor(0))
+    names = compiled.compress_reductions(traced, '{"all*": "signsgd", "*": "int8"}', torch.tensor(0))
+    assert names == ["all_reduce", "reduce_scatter_tensor"]
 
 
 def test_the_step_may_be_a_node_of_the_graph() -> None:
     traced = make_fx(lambda tensor, step: reduced(tensor))(tensors()[0], STEP)
     placeholder = [node for node in traced.graph.nodes if node.op == "placeholder"][1]
-    compiled.compress_all_reduces(traced, "eden:bits=1", placeholder)
+    compiled.compress_reductions(traced, "eden:bits=1", placeholder)
     for step in (STEP, STEP + 1):
         expected = compiled.allreduce_mean(tensors()[0], "eden:bits=1", step, name="all_reduce")
         assert torch.equal(traced(tensors()[0], step), expected)
@@ -219,13 +280,13 @@ def test_the_step_may_be_a_node_of_the_graph() -> None:
 
 def test_what_the_pass_refuses() -> None:
     traced = make_fx(lambda x: (reduced(x), reduced(x * 2)))(tensors()[0])
-    with pytest.raises(hvdcomp.ConfigurationError, match="several all-reduces got the name same"):
-        compiled.compress_all_reduces(traced, "int8", torch.tensor(0), name_of=lambda node: "same")
+    with pytest.raises(hvdcomp.ConfigurationError, match="several tensors got the name same"):
+        compiled.compress_reductions(traced, "int8", torch.tensor(0), name_of=lambda node: "same")
     with pytest.raises(hvdcomp.SpecError, match="at first residual="):
-        compiled.compress_all_reduces(traced, "topk:ratio=0.1", torch.tensor(0))
-    assert compiled.compress_all_reduces(traced, "int8", torch.tensor(0), name_of=lambda node: None) == []
+        compiled.compress_reductions(traced, "topk:ratio=0.1", torch.tensor(0))
+    assert compiled.compress_reductions(traced, "int8", torch.tensor(0), name_of=lambda node: None) == []
     first = next(node for node in traced.graph.nodes if "all_reduce" in node.name)
     keep = lambda node: node.name if node is first else None  # noqa: E731
-    assert compiled.compress_all_reduces(traced, "int8", torch.tensor(0), name_of=keep) == [first.name]
+    assert compiled.compress_reductions(traced, "int8", torch.tensor(0), name_of=keep) == [first.name]
     with pytest.raises(hvdcomp.ConfigurationError, match="with another step; give the same tensor"):
-        compiled.compress_all_reduces(traced, "int8", torch.tensor(0))
+        compiled.compress_reductions(traced, "int8", torch.tensor(0))
