@@ -1,8 +1,8 @@
 """Additional process groups for collectives whose order may differ from the order of the user's own collectives.
 
-torch.distributed matches the collectives of a group by their order. A collective that starts in the backward pass, as
-soon as a rank knows that all ranks take part, could be matched with another collective of the user's group, such as one
-of another model in the same pass.
+torch.distributed matches the collectives of a group by their order. Some collectives start in the backward pass, as
+soon as a rank knows that all ranks take part. In the user's group, such a collective could be matched with a wrong
+collective, for example of another model in the same pass.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ import torch.distributed as dist
 
 from hvdcomp.communicators.torch_distributed import UNNAMED, TorchDistributedCommunicator
 
-_made: WeakKeyDictionary[dist.ProcessGroup, list[GroupBeside]] = WeakKeyDictionary()  # by the user's group
+# the additional groups, by the user's group
+_made: WeakKeyDictionary[dist.ProcessGroup, list[GroupBeside]] = WeakKeyDictionary()
 
 
 class GroupBeside:
     """A second process group with the same ranks as the user's group. Only one object uses it at a time.
 
-    Threads, connections and memory of a group stay as long as the process: torch.distributed numbers groups, and a
-    number that is free again on one rank only would give a later group two names. So a group is used again when its
-    user is freed.
+    A group keeps its threads, connections and memory until the process ends. It is never destroyed, because
+    torch.distributed numbers groups. If the number of a group were free on only one rank, a later group would have
+    different names on different ranks. Instead, a group is used again when the object that used it is freed.
 
     Attributes:
         ranks: the communicator of the group.
-        under_way: whether its user has collectives under way. A group that is left so is not used again, as ranks may
-            have started different numbers of them.
+        under_way: whether its user has unfinished collectives. If the user is freed with unfinished collectives, the
+            group is not used again, because ranks may have started different numbers of collectives.
     """
 
     def __init__(self, ranks: TorchDistributedCommunicator, user: Any) -> None:
@@ -38,11 +39,11 @@ class GroupBeside:
 
     @classmethod
     def of(cls, ranks: TorchDistributedCommunicator, user: Any) -> GroupBeside:
-        """One that no other object uses on any rank; all ranks call it at the same point.
+        """A group that no other object uses on any rank. All ranks must call this at the same point.
 
         Args:
             ranks: the communicator of the user's group.
-            user: the object that uses the group until it is freed.
+            user: the object that will use the group. The group is free again when this object is freed.
         """
         made = _made.setdefault(ranks.group, [])
         if made:

@@ -1,8 +1,8 @@
 """Finds out which parameters are in the flat gradients of FSDP, so that each parameter keeps its own residual.
 
-FSDP joins the gradients of those parameters of a module that have a gradient in this step, and does not say which
-parameters these are. The length of the flat gradient does not tell, because two experts of the same shape may train in
-turn. So each parameter has a hook.
+Not all parameters of a module need have a gradient in a step. FSDP joins the gradients that exist, and does not say
+which parameters have one. The length of the flat gradient is not enough to find out, because two experts of the same
+shape may be trained in different steps. So each parameter has a hook.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ class _Parameter(NamedTuple):
     """A parameter of a flat gradient.
 
     Attributes:
-        owner, attribute: the module and its attribute that hold the parameter, or during a pass its whole.
-        shape: the whole shape.
-        length: elements of a row of the flat gradient.
-        cut_first: whether the first dimension is cut, as resharding needs.
+        owner, attribute: the module and its attribute that contain the parameter. During a pass, the attribute contains
+            the whole parameter.
+        shape: the shape of the whole parameter.
+        length: the number of elements of this parameter in a row of the flat gradient.
+        cut_first: whether the first dimension is cut. Resharding requires this.
     """
 
     owner: torch.nn.Module
@@ -41,7 +42,7 @@ class _Parameter(NamedTuple):
 
 
 class FlatGradient:
-    """The flat gradient of modules that FSDP reduces together.
+    """The joined gradient of modules that FSDP reduces together.
 
     Args:
         name: name of the flat gradient.
