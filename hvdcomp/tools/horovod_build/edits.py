@@ -168,7 +168,8 @@ def apply_edits(root: Path, edits: Sequence[Edit]) -> None:
     """Apply the edits to the unpacked source in `root`.
 
     Raises:
-        BuildError: a file is missing, or does not contain the expected text exactly once; nothing is written.
+        BuildError: if a file is missing, or does not contain the expected text exactly once. In this case nothing is
+            written.
     """
     changed: dict[Path, str] = {}
     for edit in edits:
