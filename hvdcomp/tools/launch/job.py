@@ -135,11 +135,14 @@ def read_settings(
     `kind` is a dataclass with a field `job: Job`. The table `[job]` contains the fields of Job, and `[<section>]`
     contains the other fields of `kind`. A field without a default is required. Tables of other schedulers are ignored.
 
-    Arguments: path: the file; None if the flags give all settings. section: the name of the scheduler's table. kind:
-        the class of the settings. The types of its fields must be types that `typed` knows. flags: values by field
-        name, for fields of Job or of `kind`. None means "not given". Flags override the file. For a mapping, they
-        override single entries. ranks_of: a function that computes the number of ranks from the given fields of `kind`,
-        if `ranks` is not given. It returns None if these fields do not determine the number.
+    Args:
+        path: the file; None if the flags give all settings.
+        section: the name of the scheduler's table.
+        kind: the class of the settings. The types of its fields must be types that `typed` knows.
+        flags: values by field name, for fields of Job or of `kind`. None means "not given". Flags override the file.
+            For a mapping, they override single entries.
+        ranks_of: a function that computes the number of ranks from the given fields of `kind`, if `ranks` is not given.
+            It returns None if these fields do not determine the number.
 
     Raises:
         MissingSettingsError: if required settings are not given. The message names all of them.

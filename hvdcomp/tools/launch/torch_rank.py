@@ -36,8 +36,9 @@ def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
     TORCHELASTIC_RUN_ID is also set. Programs recognise torchrun by this variable, and everything that they then expect
     is true here, too.
 
-    Arguments: environment: environment of the rank. mpirun's variables come before srun's, which under Slurm belong to
-        mpirun's daemons.
+    Args:
+        environment: environment of the rank. mpirun's variables come before srun's, which under Slurm belong to
+            mpirun's daemons.
 
     Raises:
         ConfigurationError: neither mpirun nor srun started this process, the number of ranks is wrong, or the address

@@ -35,7 +35,8 @@ Call = Callable[..., Any]
 class Cluster:
     """One namespace of a cluster.
 
-    Arguments: namespace: the namespace; None for the namespace of the kubeconfig, or "default" if it names none.
+    Args:
+        namespace: the namespace; None for the namespace of the kubeconfig, or "default" if it names none.
         context: context of the kubeconfig; None for its current context.
 
     Raises:
@@ -69,8 +70,9 @@ class Cluster:
         The request contains the uid of the job that currently has this name. So if another job is created later with
         the same name, it is not deleted.
 
-        Arguments: name: name of the job. uid: the uid of the only job that may be deleted; None for any job with this
-            name.
+        Args:
+            name: name of the job.
+            uid: the uid of the only job that may be deleted; None for any job with this name.
         """
         jobs = [job["metadata"] for job in self.list_jobs(name)[1] if uid in (None, job["metadata"]["uid"])]
         if not jobs:
@@ -153,7 +155,9 @@ class Cluster:
 
         If a broken connection cuts off a line, the line is not returned.
 
-        Arguments: follow: whether to continue until the container ends. since: only lines of the last `since` seconds.
+        Args:
+            follow: whether to continue until the container ends.
+            since: only lines of the last `since` seconds.
         """
         options: dict[str, Any] = {"container": container, "follow": follow, "timestamps": True}
         if since is not None:

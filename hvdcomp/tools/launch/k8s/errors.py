@@ -45,8 +45,10 @@ class KubernetesError(SchedulerError):
 def explained(failed: str, server: str, namespace: str, creating: str | None = None) -> Iterator[None]:
     """A context manager that turns exceptions of the Kubernetes client into KubernetesError.
 
-    Arguments: failed: a sentence that says what failed. server: the API server's address. creating: the name of the job
-        that is being created, if any.
+    Args:
+        failed: a sentence that says what failed.
+        server: the API server's address.
+        creating: the name of the job that is being created, if any.
     """
     import kubernetes
     import urllib3

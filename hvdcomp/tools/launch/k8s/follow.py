@@ -42,11 +42,15 @@ def follow(
 ) -> MPIJobState:
     """Follows a job to its end, and returns its last state.
 
-    Arguments: cluster, name: the cluster and the name of the job. uid: uid of the MPIJob, to notice if another job of
-        the same name has replaced it. report: function that is called with each new state. lost: a function that is
-        called with the reason when the server no longer answers. It may be called in another thread. write: function
-        that is called with each line of the launcher's log, in another thread. remain: function that is called with the
-        names of the running pods if the job has failed. patience: the seconds for which the server may be silent.
+    Args:
+        cluster, name: the cluster and the name of the job.
+        uid: uid of the MPIJob, to notice if another job of the same name has replaced it.
+        report: function that is called with each new state.
+        lost: a function that is called with the reason when the server no longer answers. It may be called in another
+            thread.
+        write: function that is called with each line of the launcher's log, in another thread.
+        remain: function that is called with the names of the running pods if the job has failed.
+        patience: the seconds for which the server may be silent.
 
     Raises:
         KubernetesError: if the server refuses, or has not answered for `patience` seconds.

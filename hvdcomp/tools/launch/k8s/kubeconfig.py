@@ -15,7 +15,7 @@ _IN_CLUSTER = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 def connect(kubernetes: Any, context: str | None) -> tuple[Any, str]:
     """A client, and the default namespace. Nothing is sent yet.
 
-    Arguments:
+    Args:
         kubernetes: the module.
         context: context of the kubeconfig; None for its current context.
 

@@ -78,8 +78,9 @@ class Ranks:
     """The ranks of a command such as mpirun. `run` runs the command. If this process is told to end, `run` warns the
     ranks.
 
-    Arguments: warn: a function that gets the process of the command and warns its ranks. It may be called several
-        times, and must not wait.
+    Args:
+        warn: a function that gets the process of the command and warns its ranks. It may be called several times, and
+            must not wait.
     """
 
     def __init__(self, warn: Callable[[subprocess.Popen[bytes]], None] = _pass_on) -> None:

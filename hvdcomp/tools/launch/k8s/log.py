@@ -22,8 +22,11 @@ def pause(failures: int) -> float:
 class Log:
     """Reads the logs of the attempts of a job, one after the other, each to its end.
 
-    Arguments: cluster: the cluster of the job. write: function that is called with each line, in another thread. lost:
-        function that is called with the reason, in the same thread, if the log is denied; the request is repeated.
+    Args:
+        cluster: the cluster of the job.
+        write: function that is called with each line, in another thread.
+        lost: function that is called with the reason, in the same thread, if the log is denied; the request is
+            repeated.
         patience: seconds for which the request of a denied log is repeated.
 
     Attributes:
@@ -54,7 +57,8 @@ class Log:
     def finish(self, seconds: float | None = None) -> None:
         """Waits until all lines of the attempt have been written. Call it after the end of the attempt.
 
-        Arguments: seconds: the longest time to wait, in case the attempt has not ended; None for no limit.
+        Args:
+            seconds: the longest time to wait, in case the attempt has not ended; None for no limit.
         """
         self._ended.set()
         if self.thread is not None:
