@@ -278,9 +278,11 @@ class TensorFlowBinding(TensorFlowTraining):
 
     @property
     def steps_before_broadcast(self) -> int:
-        """The number of steps that may be made before weights are broadcast. Horovod's examples, and its Keras
-        callback, broadcast after the first batch. In Keras, this batch may consist of several steps: the steps of the
-        first call of the function that makes them. During this call, variables may change.
+        """The number of steps that may be made before weights are broadcast.
+
+        Horovod's examples, and its Keras callback, broadcast after the first batch. In Keras, this batch may consist of
+        several steps: the steps of the first call of the function that makes them. During this call, variables may
+        change.
         """
         return self._steps_per_call
 

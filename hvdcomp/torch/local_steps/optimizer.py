@@ -273,9 +273,10 @@ class LocalSteps(torch.optim.Optimizer):
         return loss
 
     def _unscaled(self) -> bool:
-        """Divides the gradients by the loss scale of a torch.amp.GradScaler. Returns whether no gradient has
-        overflowed. While a GradScaler steps an optimizer, it stores the scale and its check for overflows as attributes
-        of the optimizer. The scale is None if `unscale_` was called.
+        """Divides the gradients by the loss scale of a torch.amp.GradScaler.
+
+        Returns whether no gradient has overflowed. While a GradScaler steps an optimizer, it stores the scale and its
+        check for overflows as attributes of the optimizer. The scale is None if `unscale_` was called.
         """
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found_inf is not None and found_inf.item():
