@@ -41,8 +41,8 @@ def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
             mpirun's daemons.
 
     Raises:
-        ConfigurationError: neither mpirun nor srun started this process, the number of ranks is wrong, or the address
-            of rank 0 is unknown.
+        ConfigurationError: if neither mpirun nor srun started this process, if the number of ranks is wrong, or if the
+            address of rank 0 is unknown.
     """
     if _OPEN_MPI[0] in environment:
         rank, size, local_rank, local_size = _numbers(environment, _OPEN_MPI)

@@ -83,7 +83,7 @@ def load_decisions(path: Path) -> Decisions | None:
     Raises:
         DecisionLogError: if the file is damaged, or contains decisions that cannot be shown. The message names the
             line.
-        OSError: the file cannot be read.
+        OSError: if the file cannot be read.
     """
     try:
         return _read(path)

@@ -81,7 +81,7 @@ def replay(path: Path) -> Replay:
 
     Raises:
         DecisionLogError: if the file is not a decision log, or a line is damaged or names an unknown policy.
-        OSError: the file cannot be read.
+        OSError: if the file cannot be read.
     """
     result = Replay()
     policy: Policy[Any] | None = None

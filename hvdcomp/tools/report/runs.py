@@ -212,8 +212,8 @@ def as_number(value: Any) -> float:
     """A number from parsed JSON. null becomes NaN.
 
     Raises:
-        TypeError: the value is not a number.
-        ValueError: the number is too large.
+        TypeError: if the value is not a number.
+        ValueError: if the number is too large.
     """
     if value is None:
         return np.nan

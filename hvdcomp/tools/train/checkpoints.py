@@ -407,7 +407,7 @@ def _read_digests(place: Path) -> dict[str, str]:
     """The digests of the files of a checkpoint, by name. Empty if a version without digests has written the checkpoint.
 
     Raises:
-        OSError, ValueError: the digests cannot be read.
+        OSError, ValueError: if the digests cannot be read.
     """
     file = place / _DIGESTS
     if not file.exists():

@@ -72,7 +72,7 @@ def digits() -> DataSet:
     """The 1797 scanned 8x8 digits of scikit-learn. A fifth of each class is for testing.
 
     Raises:
-        SetupError: scikit-learn is not installed.
+        SetupError: if scikit-learn is not installed.
     """
     try:
         from sklearn.datasets import load_digits

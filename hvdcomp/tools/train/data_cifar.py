@@ -74,7 +74,7 @@ def load(folder: Path | None, name: str) -> DataSet:
         name: "cifar10" or "cifar100" (its 100 fine labels).
 
     Raises:
-        SetupError: a file is missing or damaged.
+        SetupError: if a file is missing or damaged.
     """
     assert folder is not None
     archive = _ARCHIVES[name]

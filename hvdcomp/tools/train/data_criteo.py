@@ -44,7 +44,7 @@ def load(folder: Path | None, rows: int, samples: int | None) -> DataSet:
         Samples (N, 13 + 26), float32, with the integers before the rows; and labels 0 or 1.
 
     Raises:
-        SetupError: the file is missing, damaged or has too few lines.
+        SetupError: if the file is missing, damaged or has too few lines.
     """
     assert folder is not None
     path = folder / _FILE

@@ -34,7 +34,7 @@ def load() -> DataSet:
     Generating takes some seconds, so the signals are kept in the cache folder.
 
     Raises:
-        SetupError: the package is not installed.
+        SetupError: if the package is not installed.
     """
     try:
         versions = "-".join(map(version, ("mnist1d", "numpy", "scipy")))

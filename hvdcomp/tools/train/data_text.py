@@ -91,7 +91,7 @@ def standard_library(size: int | None, unit: str, length: int | None) -> DataSet
         length: the number of tokens of a sequence.
 
     Raises:
-        SetupError: the source of this Python's standard library is shorter.
+        SetupError: if the source of this Python's standard library is shorter.
     """
     assert size is not None
     root = Path(sysconfig.get_path("stdlib"))
@@ -126,7 +126,7 @@ def bytes_of_standard_library(size: int | None, length: int | None) -> DataSet:
         length: the number of bytes of a sequence.
 
     Raises:
-        SetupError: the source of this Python's standard library is shorter.
+        SetupError: if the source of this Python's standard library is shorter.
     """
     assert size is not None
     assert length is not None

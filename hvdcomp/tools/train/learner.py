@@ -147,7 +147,7 @@ class Learner(ABC):
             The files that this rank wrote.
 
         Raises:
-            OSError: a file cannot be written.
+            OSError: if a file cannot be written.
         """
 
     @abstractmethod

@@ -172,7 +172,7 @@ class RunWriter:
         """Writes the files to the disk. Returns their sizes in bytes, and the number of older parts.
 
         Raises:
-            OSError: the files cannot be written to the disk.
+            OSError: if the files cannot be written to the disk.
         """
         sizes = {_ASIDE: max(put_aside_before(self._folder / DECISIONS), default=0)}
         for name in (*RECORDS, DECISIONS):

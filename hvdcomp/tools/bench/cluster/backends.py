@@ -74,7 +74,7 @@ def _free_port() -> int:
     """A free port of this host.
 
     Raises:
-        ClusterError: no port is free.
+        ClusterError: if no port is free.
     """
     for port in _STORE_PORTS:
         with contextlib.suppress(OSError), socket.socket() as probe:

@@ -58,7 +58,8 @@ class Cluster:
         """The standing cluster, for use in a `with` block.
 
         Raises:
-            ClusterError: there is no standing cluster. The `with` block raises it if another process uses the cluster.
+            ClusterError: if there is no standing cluster. The `with` block also raises this error if another process
+                uses the cluster.
         """
         facts = records.read(STANDING)
         if facts is None or not facts.standing:

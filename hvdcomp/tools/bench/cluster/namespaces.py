@@ -45,7 +45,7 @@ def become_root() -> None:
     in the new user namespace.
 
     Raises:
-        ClusterError: this kernel does not let users create user namespaces.
+        ClusterError: if this kernel does not let users create user namespaces.
     """
     if os.geteuid() == 0:
         return

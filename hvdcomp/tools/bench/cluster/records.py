@@ -44,7 +44,7 @@ class Record:
         """Creates the record, or locks the existing record.
 
         Raises:
-            ClusterError: another process holds the lock.
+            ClusterError: if another process holds the lock.
         """
         self.path = FOLDER / f"{name}.json"
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

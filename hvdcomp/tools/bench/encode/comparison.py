@@ -66,7 +66,7 @@ def earlier(text: str) -> Earlier:
     """Reads the JSON of an earlier comparison.
 
     Raises:
-        ValueError: the text has another form.
+        ValueError: if the text has another form.
     """
     try:
         # Earlier versions supported only one type, and only the default memory of each method.
