@@ -186,7 +186,7 @@ class _CandidateModel:
         return {name: method.wire_dtype(tensors[name].dtype) or method for name, method in plan.items()}
 
     def _cast_time(self, spec: str, plan: Plan) -> EncodeTime | None:
-        """The time to cast all tensors. It is an estimate if the framework casts, otherwise the measured time."""
+        """The time to cast all tensors. The time is an estimate if the framework casts, otherwise the measured time."""
         known = self._steps.facts.compute.encode
         if self._steps.carried(plan):
             return encode_time_of(parse_compressor(spec), known)
@@ -227,9 +227,9 @@ class _CandidateModel:
         return best
 
     def _choose_buckets(self, specs: Sequence[str]) -> None:
-        """Chooses the bucket size, if the user has left this choice to rank 0. The chosen size is best for the
-        compressor that is fastest by the model. The size changes only if the gain exceeds the noise of the
-        calibration."""
+        """Chooses the bucket size, if the user has left this choice to rank 0. The performance model finds the fastest
+        compressor, and then the best bucket size for this compressor. The size changes only if the gain exceeds the
+        noise of the calibration."""
         overlap = self.engine.overlap
         if overlap.least_bytes is None or not overlap.from_rank_0 or self._steps.facts.early_bytes is not None:
             return

@@ -39,7 +39,8 @@ class Coordinator:
     Args:
         policy: the policy, the same on all ranks.
         engine: the engine. Decisions change its plan.
-        make_broadcaster: a function that makes the broadcaster. It is called before the first decision is sent.
+        make_broadcaster: a function that makes the broadcaster. This function is called before the first decision is
+            sent.
         like: an array of the framework and device of the engine's communicator.
         steps_per_epoch: the number of steps of an epoch; None if the policy does not count epochs.
         log: rank 0's decision log; None for no log.
@@ -48,7 +49,7 @@ class Coordinator:
         exchange_seconds: on rank 0, `Statistics.exchange_seconds`, if the policy requests it.
 
     Attributes:
-        channel: the channel. It has the state of the policy that belongs to the current decision.
+        channel: the channel. The channel has the state of the policy that belongs to the current decision.
         decision: the current decision.
         progress: the numbers of steps and epochs that have ended.
         clock: the clock that times steps.
@@ -269,7 +270,7 @@ class Coordinator:
         return self.policy.lag == 0 and self._ended is not None
 
     def _period_statistics(self, steps: int) -> Statistics:
-        """The statistics of a period that ends. They have values only on rank 0."""
+        """The statistics of a period that ends. The statistics have values only on rank 0."""
         known: dict[str, Any] = {}
         if self.channel.decides:
             known = self.observers.statistics(self.channel.latest_request, steps * self.batch_size.accumulation)

@@ -1,4 +1,5 @@
-"""The decision log. It contains each decision of a policy with its statistics, so that the decisions can be replayed.
+"""The decision log. The log contains each decision of a policy with its statistics, so that the decisions can be
+replayed.
 
 Each line is one JSON object. There is a start line when a run begins or is resumed, and a line for each decision. The
 JSON is strict. Numbers that strict JSON cannot express are the texts "NaN", "Infinity" and "-Infinity", and numeric
@@ -74,8 +75,8 @@ class Start:
 
     Attributes:
         file, line: the file, and the line number, counted from 1.
-        step, epoch: the numbers of steps and epochs that ended before this line. They are 0 unless the run was resumed,
-            or continues in a new file.
+        step, epoch: the numbers of steps and epochs that ended before this line. These numbers are 0 unless the run was
+            resumed, or continues in a new file.
         policy, compressor: spec strings.
         tensors: the shapes of the compressed tensors, by name.
         steps_per_epoch: the number of steps of an epoch; None if epochs are not counted.

@@ -1,4 +1,4 @@
-"""Sums of squares (energies) of x, and of the compression error x - C(x). They stay on the device of the gradients
+"""Sums of squares (energies) of x, and of the compression error x - C(x). The sums stay on the device of the gradients
 until somebody reads them."""
 
 from __future__ import annotations

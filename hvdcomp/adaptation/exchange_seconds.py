@@ -25,9 +25,9 @@ def exchange_seconds_of(
     """Predicts the time of a step's exchange for several levels. At each level, all tensors have the same factor of
     their own levels.
 
-    The time is the difference between the step and a step without an exchange. It covers encoding, exchange and
-    decoding, as far as they do not overlap with the backward pass. If a tensor's method does not have a level, the
-    tensor gets the nearest level.
+    The time is the difference between the step and a step without an exchange. This difference covers encoding,
+    exchange and decoding, as far as they do not overlap with the backward pass. If a tensor's method does not have a
+    level, the tensor gets the nearest level.
 
     Args:
         around: the factors of the own levels. 1.0 is one of them.

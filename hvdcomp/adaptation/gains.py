@@ -2,7 +2,7 @@
 
 The energy of x = g + r is measured for every tensor before compression. If C(x) depends only on this rank's x, the
 residual at the end of the step gives the error of the C(x) that was sent. All other compressions are made only for the
-measurement. They run as if this rank were the only rank, so that no other rank takes part.
+measurement. These compressions run as if this rank were the only rank, so that no other rank takes part.
 """
 
 from __future__ import annotations

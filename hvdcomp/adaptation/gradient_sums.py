@@ -1,6 +1,6 @@
 """Sums of gradients for policies, on the gradients' device.
 
-Only the functions that return numbers wait for an accelerator. They are called once per decision.
+Only the functions that return numbers wait for an accelerator. These functions are called once per decision.
 """
 
 from __future__ import annotations

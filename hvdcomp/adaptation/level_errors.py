@@ -124,7 +124,8 @@ def _norms(sums: Mapping[str, Array], steps: int) -> dict[str, float]:
 def _root_mean_squares(norms: Mapping[str, float], like: Mapping[str, Array]) -> tuple[dict[str, float], float]:
     """The root mean square of each tensor's elements, and the sum of the tensors' 2-norms in these units.
 
-    The root mean square is 1 for a tensor of zeros, because its errors are 0 in any unit. It is NaN if the norm is NaN.
+    The root mean square is 1 for a tensor of zeros, because its errors are 0 in any unit. The root mean square is NaN
+    if the norm is NaN.
 
     Args:
         norms: the 2-norm of each tensor.

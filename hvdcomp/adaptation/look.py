@@ -20,7 +20,7 @@ class Look(Mapping[str, Array]):
     An array contains x only until the tensor is compressed. Do not change the arrays.
 
     Args:
-        engine: the engine. Its step must have begun.
+        engine: the engine. The engine's step must have begun.
         buckets: the buckets and groups of the step, before they are opened.
         factor: the number by which the memory multiplies gradients; None for 1.
 
@@ -62,8 +62,8 @@ class Look(Mapping[str, Array]):
         return energies
 
     def gradient_energies(self, names: Sequence[str]) -> Energies:
-        """||g||^2 of some tensors. g is this rank's gradient, without the residual or momentum. This reads all elements
-        of g."""
+        """||g||^2 of some tensors. g is this rank's gradient, without the residual or momentum. The function reads all
+        elements of g."""
         return of_arrays(self.xp, {name: self._bucket_of[name].gradient(name) for name in names}, self._factor)
 
     @property

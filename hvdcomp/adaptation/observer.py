@@ -26,7 +26,7 @@ class Observer:
         return {}
 
     def statistics(self, request: Request, batches: int) -> dict[str, Any]:
-        """The measurements, by the field names of `Statistics`. This may wait for the device.
+        """The measurements, by the field names of `Statistics`. The method may wait for the device.
 
         Args:
             request: the request of the policy, which names some of `measures`.

@@ -27,7 +27,7 @@ Kept = dict[str, Array | SparseVector]
 
 
 class Previews:
-    """Compresses tensors as if this rank were the only rank. This does not change anything that a step uses.
+    """Compresses tensors as if this rank were the only rank. The compression does not change anything that a step uses.
 
     Args:
         tensors: all tensors, by name.
@@ -81,7 +81,7 @@ class Previews:
         """C(x) of some arrays that do not belong to a step, by name.
 
         Args:
-            context: the context of the step. Its `name` is not used.
+            context: the context of the step. The `name` of the context is not used.
             lost: an `Energies` to which ||x - C(x)||^2 of each tensor is added.
         """
         addresses, _alive = self._addresses(xp, xs)

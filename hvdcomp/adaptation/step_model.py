@@ -1,4 +1,4 @@
-"""The performance model of one training. It predicts the time of a step for a plan, with a calibration.
+"""The performance model of one training. The model predicts the time of a step for a plan, with a calibration.
 
 Only rank 0 reads the calibration. The other ranks get the results.
 """

@@ -1,4 +1,4 @@
-"""Array operations in NumPy. They are the reference for the versions in other frameworks."""
+"""Array operations in NumPy. These operations are the reference for the versions in other frameworks."""
 
 from __future__ import annotations
 
@@ -250,8 +250,8 @@ def finite_or_zero(x: Array) -> Array:
 
 
 def aligned(x: Array) -> Array:
-    """The array in row-major order, in memory that begins at a cache line. It is copied unless it already meets both
-    conditions.
+    """The array in row-major order, in memory that begins at a cache line. The array is copied unless it already meets
+    both conditions.
 
     In some libraries, the order in which products of elements are added depends on the address of the array.
     """

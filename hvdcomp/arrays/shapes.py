@@ -55,7 +55,7 @@ class ShapeArray:
         )
 
     def itself(self, *_: Any, **__: Any) -> ShapeArray:
-        """This array. It is the result of all operations that keep shape and type."""
+        """This array. This array is the result of all operations that keep shape and type."""
         return self
 
     __neg__ = __invert__ = __abs__ = clip = cumsum = itself
@@ -66,7 +66,7 @@ class ShapeArray:
         return ShapeArray(self.shape[::-1], self.dtype)
 
     def sum(self, axis: int | None = None, keepdims: bool = False) -> ShapeArray:
-        """A sum. Its shape is () for all elements, or (r,) or (r, 1) for the rows of a matrix."""
+        """A sum. The shape of the sum is () for all elements, or (r,) or (r, 1) for the rows of a matrix."""
         shape = () if axis is None else (self.shape[0], 1) if keepdims else self.shape[:1]
         return ShapeArray(shape, self.dtype)
 

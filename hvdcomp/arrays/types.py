@@ -41,6 +41,6 @@ def wide_dtype(dtype: str) -> str:
 
 
 def allreduce_dtype(dtype: str) -> str:
-    """The element type in which to allreduce numbers of a type. This is the type itself, but float32 for bfloat16,
-    which Horovod cannot add."""
+    """The element type in which to allreduce numbers of a type. The result is the type itself, but float32 for
+    bfloat16, which Horovod cannot add."""
     return "float32" if dtype == "bfloat16" else dtype

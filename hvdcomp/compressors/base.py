@@ -1,4 +1,4 @@
-"""The base class of compressors. A compressor is a frozen description of a method and its level. Its generator
+"""The base class of compressors. A compressor is a frozen description of a method and its level. The generator
 `aggregate` runs one step.
 
 A compressor contains no tensors, so it may be shared, compared, hashed and printed. Arrays that a method needs in the
@@ -70,21 +70,21 @@ class Compressor(Described):
         has no such field. sends: a description, in words, of the payload that one rank sends for a tensor. biased:
         whether the expectation of the result over the method's random choices differs from the gradient. By default
         biased methods use error feedback. The rounding of a cast does not count as bias. lossless: whether the
-        receivers get the exact gradient. variance: a bound of E|x - C(x)|^2 / |x|^2 that holds for any tensor. It is
-        given for unbiased methods whose error can be larger than x itself, and is 0 for all other methods. Biased
-        methods leave out a part of x, so their error is not larger than x. In `terngrad`, `globalqsgd`, `natural`,
-        `int8`, `int4` and `fp8`, no element's error is larger than the largest element of x. The expected error of
-        `eden` is smaller than x (`known_error`). known_error: the expectation of |x - C(x)|^2 / |x|^2, if it is about
-        the same for every large x. Policies then need not compress x to measure the error. None for all other methods.
-        sent_is_own: whether C(x), the decoded form of this rank's payload, depends only on this rank's x. It is False
-        if ranks compress each other's chunks. In this case, a step does not show how much of x this rank's compressor
-        alone would have kept. in_units: whether the result is in the units of the gradient. Only then can an optimizer
-        compute momentum from the result. nested: whether two compressions, first at a milder level and then at a
-        stronger level, give the same result as one compression at the stronger level. This is true for methods that
-        keep elements of x unchanged. period: number of steps after which payload sizes repeat. keeps_state: whether the
-        method has a state from step to step. of_matrices: whether the method treats a tensor as a matrix whose rows are
-        the first dimension. form: the name of the class's method that implements its bucket form. reference: the
-        publication.
+        receivers get the exact gradient. variance: a bound of E|x - C(x)|^2 / |x|^2 that holds for any tensor. The
+        variance is given for unbiased methods whose error can be larger than x itself, and is 0 for all other methods.
+        Biased methods leave out a part of x, so their error is not larger than x. In `terngrad`, `globalqsgd`,
+        `natural`, `int8`, `int4` and `fp8`, no element's error is larger than the largest element of x. The expected
+        error of `eden` is smaller than x (`known_error`). known_error: the expectation of |x - C(x)|^2 / |x|^2, if it
+        is about the same for every large x. Policies then need not compress x to measure the error. None for all other
+        methods. sent_is_own: whether C(x), the decoded form of this rank's payload, depends only on this rank's x.
+        `sent_is_own` is False if ranks compress each other's chunks. In this case, a step does not show how much of x
+        this rank's compressor alone would have kept. in_units: whether the result is in the units of the gradient. Only
+        then can an optimizer compute momentum from the result. nested: whether two compressions, first at a milder
+        level and then at a stronger level, give the same result as one compression at the stronger level. `nested` is
+        true for methods that keep elements of x unchanged. period: number of steps after which payload sizes repeat.
+        keeps_state: whether the method has a state from step to step. of_matrices: whether the method treats a tensor
+        as a matrix whose rows are the first dimension. form: the name of the class's method that implements its bucket
+        form. reference: the publication.
     """
 
     name: ClassVar[str]
@@ -184,14 +184,14 @@ class Compressor(Described):
     ) -> int:
         """The bytes that one rank passes to the collectives for a tensor in one step, including indices and scales.
 
-        They are counted by running `aggregate` on arrays without values. If the bytes differ from step to step, this is
-        their mean over a period.
+        The bytes are counted by running `aggregate` on arrays without values. If the bytes differ from step to step,
+        this is their mean over a period.
 
         Args:
             shape: shape of the tensor.
             level: the level. Default: the compressor's own level.
             dtype: element type of the dense tensor.
-            ranks: the number of ranks. It matters only for exchange "scatter".
+            ranks: the number of ranks. The number of ranks matters only for exchange "scatter".
         """
         return int(sum(payload.bytes for payload in self.at_level(level).payloads(shape, dtype, ranks)))
 

@@ -1,9 +1,9 @@
 """Buckets. A bucket is a set of tensors that one method compresses together, in a few passes of compiled code.
 
-A compressor has `aggregate` for one tensor. It may also have `aggregate_bucket` for all tensors of a bucket. This
-second form is a generator, too, and yields one request per round for all tensors. Its kernels compute x from the
-gradients and the residuals, compress x in the same pass, and write the mean over the ranks to the results. If there are
-no kernels, or the compressor has no such form, tensors are not put in buckets (`exchange.tensor_group`).
+A compressor has `aggregate` for one tensor. A compressor may also have `aggregate_bucket` for all tensors of a bucket.
+This second form is a generator, too, and yields one request per round for all tensors. The kernels of this form compute
+x from the gradients and the residuals, compress x in the same pass, and write the mean over the ranks to the results.
+If there are no kernels, or the compressor has no such form, tensors are not put in buckets (`exchange.tensor_group`).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _QUICK = 1 << 20  # number of elements that a kernel processes in less than a mi
 
 
 def least_early_bytes(least: int, everything: int, on_device: bool) -> int:
-    """The fewest bytes of gradients in a bucket that starts during the backward pass. This is `least`, or, on a CUDA
-    device, at least a quarter of all bytes.
+    """The fewest bytes of gradients in a bucket that starts during the backward pass. The number is `least`, or, on a
+    CUDA device, at least a quarter of all bytes.
 
     On a CUDA device, the host launches the kernels of each bucket separately. Launching a small bucket takes about as
     long as launching one bucket with all tensors. In a measurement with a slow host, a step with thirteen buckets took
@@ -100,8 +100,8 @@ class Bucket:
         compressors: the compressor of each tensor. All are of the same class and differ only in their level.
         memory: the memory of all tensors.
         device: the device of the bucket's kernels; None for the host.
-        widens: whether gradients have a 16-bit type. They then become float32 in `x`, and the results are cast back in
-            `narrowed`. If False, gradients are float32.
+        widens: whether gradients have a 16-bit type. 16-bit gradients then become float32 in `x`, and the results are
+            cast back in `narrowed`. If False, gradients are float32.
         xp: the array functions for payloads. On the host, these are NumPy's.
         context: the context of the step; its name is empty.
         suffix: text that is appended to the tensors' names for random numbers.

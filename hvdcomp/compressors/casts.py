@@ -183,8 +183,8 @@ class BF16(_Cast):
 
 
 def _bfloat16_at_random(xp: ModuleType, vector: Array, nearest: Array, purpose: str, context: Context) -> Array:
-    """Rounds a vector at random to bfloat16, and returns the bit patterns, int16. It adds 16 random bits below the last
-    bit that is kept.
+    """Rounds a vector at random to bfloat16, and returns the bit patterns, int16. The function adds 16 random bits
+    below the last bit that is kept.
 
     Args:
         vector: the numbers to round.

@@ -25,7 +25,7 @@ class Chooser:
 
     Args:
         described: all tensors that may have a gradient; the same on all ranks.
-        compressor: the user's compressor. Its `route` returns the compressor of each tensor.
+        compressor: the user's compressor. The compressor's method `route` returns the compressor of each tensor.
         memory: the memory of all tensors, or None for the default. By default, biased compressors get error feedback,
             and other compressors get no memory. But if the default memory of any compressor is momentum correction, all
             tensors get momentum correction.

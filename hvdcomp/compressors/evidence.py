@@ -6,9 +6,9 @@ uncompressed training at the best learning rate of uncompressed training. `pytho
 writes this file, including the methods to try first.
 
 `evidence_one_rate.json` has the older training runs of docs/convergence.md, all of them at one learning rate. `python
--m benchmarks.quality.convergence --evidence hvdcomp/compressors/evidence_one_rate.json` writes this file. It leaves out
-methods that were trained with other settings: `dgc`, which has its own momentum, and `signsgd`, which had another
-learning rate. If `evidence.json` has the same method with the same optimizer on the same task, the figure of
+-m benchmarks.quality.convergence --evidence hvdcomp/compressors/evidence_one_rate.json` writes this file. The file
+leaves out methods that were trained with other settings: `dgc`, which has its own momentum, and `signsgd`, which had
+another learning rate. If `evidence.json` has the same method with the same optimizer on the same task, the figure of
 `evidence_one_rate.json` is ignored.
 
 The figures of both files are means over seeds. Every method had its default memory.

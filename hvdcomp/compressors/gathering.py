@@ -1,9 +1,10 @@
 """Methods whose payloads cannot be summed. Each payload is decoded, and the decoded values are averaged.
 
 There are two ways to exchange such payloads. With "gather", every rank receives and decodes the payloads of all ranks,
-so the work grows with the number of ranks. With "scatter", each rank averages one chunk of the tensor. It receives this
-chunk from every rank, decodes and averages the chunks, compresses the mean again, and sends the compressed mean to all
-ranks. With any number of ranks, a rank receives and decodes two payloads, and each element is rounded twice.
+so the work grows with the number of ranks. With "scatter", each rank averages one chunk of the tensor. The rank
+receives this chunk from every rank, decodes and averages the chunks, compresses the mean again, and sends the
+compressed mean to all ranks. With any number of ranks, a rank receives and decodes two payloads, and each element is
+rounded twice.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ class Gathering(Compressor):
 
     @property
     def of_means(self) -> Gathering:
-        """The compressor that compresses the mean of a chunk again. This is the same method with the same chunks,
-        possibly at another level."""
+        """The compressor that compresses the mean of a chunk again. The compressor of means is the same method with the
+        same chunks, possibly at another level."""
         return self
 
     def with_exchange(self, exchange: str) -> Gathering:

@@ -48,7 +48,7 @@ class PowerSGD(Compressor):
     ledger has the bytes of each step.
 
     Attributes:
-        rank: the number of columns of the factors P and Q. It is reduced if the gradient matrix has fewer rows or
+        rank: the number of columns of the factors P and Q. The rank is reduced if the gradient matrix has fewer rows or
             columns.
         min_rate: a tensor is sent uncompressed unless its factors P and Q together have fewer than rows * columns /
             min_rate elements.
@@ -157,8 +157,8 @@ class PowerSGD(Compressor):
 
 
 class LowRankBucket:
-    """The bucket form of PowerSGD. It has the shapes of a bucket's matrices and the storage of their factors, and is
-    made once.
+    """The bucket form of PowerSGD. The object has the shapes of a bucket's matrices and the storage of their factors,
+    and is made once.
 
     One vector contains all factors P of a bucket, and another vector all factors Q. Each factor is stored column by
     column, as in `isa_lowrank.c`.

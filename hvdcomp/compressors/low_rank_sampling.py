@@ -1,4 +1,4 @@
-"""Spectral ATOMO sends a random choice of singular triplets. They are scaled so that the expectation is the
+"""Spectral ATOMO sends a random choice of singular triplets. The triplets are scaled so that the expectation is the
 gradient."""
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class ATOMO(Compressor):
     The paper draws each triplet independently, so the number of triplets varies. This class uses systematic sampling,
     which draws exactly `rank` triplets. Imagine the p_i end to end on a line of length `rank`. One random offset is
     drawn, and every unit interval sends the triplet at this offset. The probability of a triplet is still p_i, so the
-    result is unbiased. Because triplets are orthogonal, the variance is the sum of sigma_i^2 (1 / p_i - 1). It depends
-    only on the p_i, so it is the same as in the paper.
+    result is unbiased. Because triplets are orthogonal, the variance is the sum of sigma_i^2 (1 / p_i - 1). The
+    variance depends only on the p_i, so it is the same as in the paper.
 
-    For speed, the method decomposes M M' (or M' M, if it is smaller) instead of M. This is still by far the slowest
+    For speed, the method decomposes M M' (or M' M, if it is smaller) instead of M. ATOMO is still by far the slowest
     compressor, and an accelerator waits for the decomposition.
 
     Attributes:
@@ -88,7 +88,7 @@ class ATOMO(Compressor):
 def atoms(xp: ModuleType, matrix: Array) -> tuple[Array, Array]:
     """Splits a matrix M (m, n), m <= n, into a sum of m atoms u_i (sigma_i v_i)', in descending order of sigma_i.
 
-    The u_i are eigenvectors of M M'. They need not be accurate, because the atoms u_i (M' u_i)' add up to M for any
+    The u_i are eigenvectors of M M'. The u_i need not be accurate, because the atoms u_i (M' u_i)' add up to M for any
     orthonormal basis. So the result is unbiased even if rounding changes small singular values, or if M M' overflows.
     (If it overflows, it is set to zero, because LAPACK needs finite numbers.)
 

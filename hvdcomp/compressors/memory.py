@@ -1,9 +1,10 @@
 """Memories, such as error feedback and momentum. A memory adds its state to a gradient before compression, and updates
 the state after compression.
 
-A memory is a frozen dataclass without arrays. Its state is a tuple of arrays in the gradient's shape, which the engine
-stores by parameter name. States have at least single precision. 16-bit gradients are cast to float32 before a memory
-gets them, so that residuals are not rounded in each step. With `ErrorFeedback.dtype`, you can choose rounded residuals.
+A memory is a frozen dataclass without arrays. The state of a memory is a tuple of arrays in the gradient's shape, which
+the engine stores by parameter name. States have at least single precision. 16-bit gradients are cast to float32 before
+a memory gets them, so that residuals are not rounded in each step. With `ErrorFeedback.dtype`, you can choose rounded
+residuals.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ _UNIT = 2.0**23  # one code step while rounding: values are in steps / _UNIT, an
 
 
 def steps_of(bits: int) -> int:
-    """The number of steps from the lowest to the highest code of `bits` bits. This is `2 * s` if `s` is the highest
-    code, or 1 for one bit."""
+    """The number of steps from the lowest to the highest code of `bits` bits. The number is `2 * s` if `s` is the
+    highest code, or 1 for one bit."""
     return max(1, 2**bits - 2)
 
 

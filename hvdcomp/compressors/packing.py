@@ -112,7 +112,8 @@ def average_decoded(
         context: the tensor's context.
 
     Returns:
-        The mean, and the decoded parts of this rank. Both are the same array if there is only one rank.
+        The mean, and the decoded parts of this rank. The mean and the decoded parts are the same array if there is only
+        one rank.
     """
     total = sent = decode(*ranks[0])
     for rank, parts in enumerate(ranks[1:], start=1):
@@ -129,7 +130,7 @@ def average_decoded(
 
 
 def outcome_like(xp: ModuleType, x: Array, mean: Array, sent: Array) -> Outcome:
-    """The outcome of a method that has no state. Both arrays get the shape of `x`, and `sent` gets the element type of
-    `x`, or float32 if this is wider."""
+    """The outcome of a method that has no state. The mean and `sent` get the shape of `x`, and `sent` gets the element
+    type of `x`, or float32 if this is wider."""
     sent = xp.astype(sent, wide_dtype(xp.dtype_name(x)))
     return Outcome(xp.reshape(mean, x.shape), xp.reshape(sent, x.shape))

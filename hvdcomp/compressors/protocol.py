@@ -1,8 +1,8 @@
 """The interface between compressors and the engine: requests for collectives, and the outcome of a step.
 
-The method `aggregate` of a compressor is a generator. It yields requests for collectives (`AllReduce`, `AllGather`,
-`AllToAll`, `ReduceScatter`), and the engine sends it the results. The engine fuses the requests of all tensors into a
-few collectives.
+The method `aggregate` of a compressor is a generator. The generator yields requests for collectives (`AllReduce`,
+`AllGather`, `AllToAll`, `ReduceScatter`), and the engine sends it the results. The engine fuses the requests of all
+tensors into a few collectives.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class AllReduce:
 class AllGather:
     """Asks for every rank's parts. The answer is one tuple of arrays for each rank, in rank order.
 
-    The parts may differ in dtype (values, indices, scales). They are sent packed in one byte buffer. Their shapes and
-    dtypes must be the same on all ranks.
+    The parts may differ in dtype (values, indices, scales). The parts are sent packed in one byte buffer. The parts'
+    shapes and dtypes must be the same on all ranks.
 
     Attributes:
         parts: the arrays to gather.
@@ -100,9 +100,9 @@ class Outcome(NamedTuple):
     """The result of a compressor's step.
 
     Attributes:
-        mean: the mean over the ranks, which the optimizer gets. It has the shape of the gradient and is not yet rounded
-            to the gradient's element type.
-        sent: C(x), this rank's contribution as receivers decode it, without further rounding. It is dense in the
+        mean: the mean over the ranks, which the optimizer gets. The mean has the shape of the gradient and is not yet
+            rounded to the gradient's element type.
+        sent: C(x), this rank's contribution as receivers decode it, without further rounding. `sent` is dense in the
             gradient's shape, or sparse with indices of the flat gradient. Error feedback keeps x - C(x).
         state: the compressor's state for the next step, a tuple of arrays of fixed shapes.
     """
@@ -166,8 +166,8 @@ def _alone(request: Request, ranks: int) -> Any:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """The description of a tensor before training. It is enough to choose a compressor and to count the bytes that it
-    sends.
+    """The description of a tensor before training. The description is enough to choose a compressor and to count the
+    bytes that it sends.
 
     Attributes:
         name: the parameter's name.
@@ -227,8 +227,9 @@ class Context:
         seed: the run's seed.
         rank: this rank's number.
         world_size: number of ranks.
-        node_places: a function that returns this rank's `NodePlaces` for a tensor's name. Its first call in a training
-            may run a collective, so all ranks must call it in the same step. None if every rank counts as a node.
+        node_places: a function that returns this rank's `NodePlaces` for a tensor's name. The first call of this
+            function in a training may run a collective, so all ranks must call it in the same step. None if every rank
+            counts as a node.
     """
 
     name: str

@@ -40,8 +40,8 @@ class QSGD(Multiples):
     3.1).
 
     A code has 2**bits - 1 values, the multiples -s ... s of norm / s with s = 2**(bits - 1) - 1. With one bit, the
-    values are + norm and - norm, and + is chosen with probability (1 + x / norm) / 2. This is unbiased, too, but has a
-    variance near bucket * norm**2.
+    values are + norm and - norm, and + is chosen with probability (1 + x / norm) / 2. This choice is unbiased, too, but
+    has a variance near bucket * norm**2.
 
     Attributes:
         bits: bits per element, including the sign, 1 to 8.
@@ -145,8 +145,8 @@ class Natural(Gathering):
     are 9 bits (Horvath et al. 2019, section 2).
 
     The method adds random bits to the mantissa of a float and keeps only the carry. So it rounds up to the next power
-    of two with exactly the right probability. This is also true for denormal numbers, which become 0 or 2**-126.
-    Magnitudes above 2**127, the highest power of two in float32, become 2**127. inf and NaN are kept.
+    of two with exactly the right probability. The rounding is also unbiased for denormal numbers, which become 0 or
+    2**-126. Magnitudes above 2**127, the highest power of two in float32, become 2**127. inf and NaN are kept.
 
     Example:
         >>> Natural().payload_bytes((1000, 1000))

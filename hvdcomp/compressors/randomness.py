@@ -1,10 +1,11 @@
-"""Reproducible random numbers from private generators. They are the same on every rank, unless ranks must differ.
+"""Reproducible random numbers from private generators. The numbers are the same on every rank, unless ranks must
+differ.
 
 The numbers depend on the run's seed, the tensor's name, the purpose, the step and, if ranks must differ, the rank. If a
 method needs only a few numbers, it uses a NumPy generator. If it needs one number for each element, it uses
 `random_words`. This function computes each word from a key and the word's index, without state, and gives the same
 result in every framework and in C. This module never reads or changes the global random state of Python, NumPy or a
-framework. It does not use Python's `hash`, which differs between processes.
+framework. The module does not use Python's `hash`, which differs between processes.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ _LEAST_BITS = 6  # fewest bits of the bijection's domain; with fewer bits, some 
 
 
 def shared_generator(context: Context, purpose: str) -> np.random.Generator:
-    """A random generator for this tensor, step and purpose. It gives the same numbers on every rank."""
+    """A random generator for this tensor, step and purpose. The generator gives the same numbers on every rank."""
     text = f"{context.seed}|{context.name}|{context.step}|{purpose}"
     key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
     return np.random.Generator(np.random.Philox(key=key))
 
 
 def rank_generator(context: Context, purpose: str) -> np.random.Generator:
-    """A random generator for this tensor, step, purpose and rank. It gives other numbers on each rank."""
+    """A random generator for this tensor, step, purpose and rank. The generator gives other numbers on each rank."""
     return shared_generator(context, f"{purpose}|rank {context.rank}")
 
 
@@ -48,13 +49,13 @@ def drawn(
 
 
 def distinct_indices(xp: ModuleType, key: int, count: int, size: int, like: Array) -> Array:
-    """Draws `count` different indices in [0, size). They are in ascending order and on the device of `like`.
+    """Draws `count` different indices in [0, size). The indices are in ascending order and on the device of `like`.
 
     A bijection, chosen by the key, maps 0, 1, 2, ... to the indices. The bijection is a Feistel network of eight
-    rounds. Its numbers have the bits that `size` needs, but at least six bits. If a result is not below `size`, the
-    bijection is applied again ("cycle walking", Black and Rogaway 2002, doi:10.1007/3-540-45760-7_9). Each half has at
-    most 32 bits, which is enough for sizes up to 2**63. At the end, all indices are shifted by `rotations`, so that
-    each index is equally likely for any bijection. `kernels/src/isa_sparse_random.c` does the same in C.
+    rounds. The numbers in the network have as many bits as `size` needs, but at least six. If a result is not below
+    `size`, the bijection is applied again ("cycle walking", Black and Rogaway 2002, doi:10.1007/3-540-45760-7_9). Each
+    half has at most 32 bits, which is enough for sizes up to 2**63. At the end, all indices are shifted by `rotations`,
+    so that each index is equally likely for any bijection. `kernels/src/isa_sparse_random.c` does the same in C.
 
     Args:
         xp: array functions.
@@ -153,7 +154,7 @@ def random_words(xp: ModuleType, key: int, count: int, like: Array) -> Array:
     kernels.
 
     Word i depends only on i and the key. The function takes term i of a Weyl sequence that starts at the low half of
-    the key. It applies the two rounds of Wellons's integer hash "lowbias32"
+    the key. The function applies the two rounds of Wellons's integer hash "lowbias32"
     (https://github.com/skeeto/hash-prospector), with an XOR of the key's high half between the rounds. Without the Weyl
     sequence, elements that are 1024 apart would be correlated. With an addition instead of the XOR, tensors whose keys
     have similar low halves would be correlated. `kernels/src/randomness.h` does the same in C.

@@ -1,8 +1,8 @@
 """A quantized reduce-scatter between nodes: each rank gets one row of the mean, and ranks send quantized rows.
 
-A rank has one row for each node. It encodes the rows of the other nodes and sends them. It receives payloads for its
-own row, decodes them, and adds them up. `reduce_scatter` does this with array functions, and `ShardKernels` does it
-with kernels, on the host or on a device. Both give the same bits.
+A rank has one row for each node. The rank encodes the rows of the other nodes and sends them. The rank receives
+payloads for its own row, decodes them, and adds them up. `reduce_scatter` does this with array functions, and
+`ShardKernels` does it with kernels, on the host or on a device. `reduce_scatter` and `ShardKernels` give the same bits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Codec(Protocol):
 
     Attributes:
         unit: chunks begin at multiples of this number of elements of a tensor.
-        of_means: the method that compresses the means of chunks. It is this method, possibly at another level.
+        of_means: the method that compresses the means of chunks. The compressor of means is this method, possibly at
+            another level.
     """
 
     @property
@@ -176,7 +177,7 @@ class ShardKernels:
         Args:
             rows: this rank's gradient, float32 (nodes, length).
             residual: the residuals of the rows of the other nodes, in the order of nodes, float32 (nodes - 1, length).
-                They are updated in place. None if there is no memory.
+                The residuals are updated in place. None if there is no memory.
             context: context of the step.
         """
         method, xp = self.method, self._xp

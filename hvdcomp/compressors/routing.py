@@ -1,7 +1,7 @@
 """Routing: different compressors for different tensors, chosen by name, by size or by number of dimensions.
 
 A router is itself a compressor. You can use it wherever a compressor is allowed, even inside another router. A router
-never compresses. Its method `route` returns the compressor of each tensor, and this compressor determines memory,
+never compresses. The method `route` returns the compressor of each tensor, and this compressor determines memory,
 payload and bias. All tensors share the fused collectives of a round, even if their compressors differ.
 """
 
@@ -319,8 +319,8 @@ def with_small(compressor: Compressor, small: Compressor) -> Router:
 
 
 def require_matches(compressor: Compressor, names: Collection[str]) -> None:
-    """Checks that each pattern of a compressor matches the name of at least one tensor. It is enough if the pattern
-    matches, even if an earlier rule decides for this tensor.
+    """Checks that each pattern of a compressor matches the name of at least one tensor. A match is enough, even if an
+    earlier rule decides for this tensor.
 
     If a pattern matches nothing, it has a typing error or is meant for another model. Without this check, its rule
     would be ignored silently. "*" needs no match.

@@ -200,8 +200,8 @@ class _OtherChunks(_Pieces):
 
 
 class _AllChunks(_Pieces):
-    """The chunks of all ranks, with the layout of the payloads of means. It is used if means are compressed at another
-    level."""
+    """The chunks of all ranks, with the layout of the payloads of means. This layout is used if means are compressed at
+    another level."""
 
     def decode(self, method: Codec, whole: Bucket, payloads: Sequence[Array]) -> bool | Array:
         """Decodes all payloads of means to the results."""
@@ -210,7 +210,7 @@ class _AllChunks(_Pieces):
 
 
 class _OwnChunk:
-    """The chunk that this rank averages. Its vectors contain the chunk's pieces one after the other.
+    """The chunk that this rank averages. The vectors of this object contain the chunk's pieces one after the other.
 
     Args:
         method: the method that encodes the chunk.
@@ -304,8 +304,8 @@ class _Layout:
     Attributes:
         own: the chunk that this rank averages.
         others: the chunks that the other ranks average.
-        decoders: the chunks that decode the payloads of means. These are `own` and `others`, if means have the same
-            layout as chunks.
+        decoders: the chunks that decode the payloads of means. The decoders are `own` and `others`, if means have the
+            same layout as chunks.
         rows: one payload for each rank, uint8 (ranks, length). This rank's own row is unused.
         sent: the payload of the mean, uint8 (length,).
         zeros: used on the host only: a vector of zeros, as long as the longest piece.

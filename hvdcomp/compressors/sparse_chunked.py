@@ -38,9 +38,9 @@ class ChunkedTopK(Compressor):
     2025, arXiv:2508.15706).
 
     An index within a chunk has as few bits as possible: 12 bits for 4096 elements. With two bits per value, float32
-    gradients need 4096 * 32 / (64 * (12 + 2)) = 146.3 times more bits. This is the published number, which leaves out
-    four float32 means for each tensor. The last chunk of a tensor may have fewer elements. It sends the same share of
-    its elements: ceil(k length / chunk).
+    gradients need 4096 * 32 / (64 * (12 + 2)) = 146.3 times more bits. 146.3 is the published number, which leaves out
+    four float32 means for each tensor. The last chunk of a tensor may have fewer elements. This last chunk sends the
+    same share of its elements: ceil(k length / chunk).
 
     Two bits say in which of four bins a value is. The value is decoded as the mean of the values in this bin:
 
@@ -57,9 +57,9 @@ class ChunkedTopK(Compressor):
     With `values=sign`, only the sign of a value is sent. The sign is decoded as plus or minus the mean magnitude of the
     values that are sent of the tensor. Zero counts as positive. For example, to send the largest of each 8 elements
     takes 4 bits: one sign, and 3 bits for the place. The mean magnitude is a float64 sum, multiplied by 1 / number in
-    float64. It is then rounded to float32, or to the gradient's type if this has 16 bits. NumPy, PyTorch and kernels
-    may add in different orders, but the error of a float64 sum hardly ever changes the float32 result. Ranks never
-    differ, because all ranks decode with the magnitude that was sent.
+    float64. The mean magnitude is then rounded to float32, or to the gradient's type if this has 16 bits. NumPy,
+    PyTorch and kernels may add in different orders, but the error of a float64 sum hardly ever changes the float32
+    result. Ranks never differ, because all ranks decode with the magnitude that was sent.
 
     Attributes:
         chunk: number of elements in a chunk.

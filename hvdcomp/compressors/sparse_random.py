@@ -48,7 +48,7 @@ class RandomK(ByRatio):
 
     @property
     def biased(self) -> bool:  # type: ignore[override]
-        """Whether the expectation of the decoded values differs from the gradient. This is True, unless `unbiased`
+        """Whether the expectation of the decoded values differs from the gradient. The value is True, unless `unbiased`
         multiplies the values by d / k (d: number of elements, k: number of sent elements)."""
         return not self.unbiased
 

@@ -173,7 +173,7 @@ class ARCTopK(BlocksTogether):
     """Sends the rows of the mean gradient matrix that have the largest norms. A sketch estimates the norms (Chen et al.
     2025, arXiv:2510.26709).
 
-    V is a matrix with `sketch` random columns. It is the same on all ranks and is drawn again in each step. The ranks
+    V is a matrix with `sketch` random columns. V is the same on all ranks and is drawn again in each step. The ranks
     average G V for their gradients G. The norm of a row of this average estimates the norm of the same row of the mean
     gradient. So gradients that cancel between ranks do not count. In sums of squares they would count.
 

@@ -283,7 +283,7 @@ class _Layout:
 
 
 class _DeviceLayout:
-    """The layout on a device. It has no storage for candidates, because kernels on a device have their own."""
+    """The layout on a device. This layout has no storage for candidates, because kernels on a device have their own."""
 
     def __init__(self, bucket: Bucket, values: str, method: int, room: int, rounds: int) -> None:
         self.places = SparsePlaces(bucket, values)

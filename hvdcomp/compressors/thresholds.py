@@ -1,7 +1,8 @@
-"""Threshold sparsifiers do not sort. They search for a threshold that the magnitudes of about k elements reach.
+"""Threshold sparsifiers do not sort. Threshold sparsifiers search for a threshold that the magnitudes of about k
+elements reach.
 
-All these methods use the counts and means of `Magnitudes` above a threshold. They choose exactly k elements, so that
-the payload has a fixed size. The methods differ in how they search for the threshold.
+All these methods use the counts and means of `Magnitudes` above a threshold. The methods choose exactly k elements, so
+that the payload has a fixed size. The methods differ in how they search for the threshold.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class Bracket:
         return too_few, too_many
 
     def choose(self) -> Array:
-        """The indices of the k largest among `most` elements. These are the elements that reach `high`, completed by
-        elements that reach `low`, in index order."""
+        """The indices of the k largest among `most` elements. The chosen elements are the elements that reach `high`,
+        completed by elements that reach `low`, in index order."""
         return self._magnitudes.pick(self.low, self.high, self._k, self._most)
 
 
@@ -106,8 +107,8 @@ class MSTopK(ThresholdSparsifier):
     """Sends about the k largest elements. A bisection finds a threshold for them (Shi et al. 2021, arXiv:2010.10458,
     algorithm 1).
 
-    The bisection starts between the mean and the largest magnitude. It ends when exactly k elements reach the
-    threshold, or after `rounds` rounds. All elements that reach the upper bound (at most k) are sent. To complete k
+    The bisection starts between the mean and the largest magnitude. The bisection ends when exactly k elements reach
+    the threshold, or after `rounds` rounds. All elements that reach the upper bound (at most k) are sent. To complete k
     elements, elements between the lower and the upper bound are sent in index order. (The paper chooses a random run of
     them.) An element that is not sent is larger than a sent element by at most the distance between the two bounds.
 
@@ -166,13 +167,13 @@ class DGC(ThresholdSparsifier):
 
     The first threshold is the magnitude that a share `ratio` of a strided 1 % sample reaches. While fewer than k
     elements reach the threshold, it is multiplied by 0.8. While more than 2 k elements reach it, it is multiplied by
-    1.3. This is repeated at most 10 times. If a product would pass a threshold that was already tested, the next
-    threshold is half-way to the tested one. When between k and 2 k elements reach the threshold, the k largest of them
-    are sent, which are the k largest of the tensor. If no such threshold is found, the k elements are chosen among 2 k
-    elements: those that reach the nearest tested thresholds, in index order.
+    1.3. The threshold is changed at most 10 times. If a product would pass a threshold that was already tested, the
+    next threshold is half-way to the tested one. When between k and 2 k elements reach the threshold, the k largest of
+    them are sent, which are the k largest of the tensor. If no such threshold is found, the k elements are chosen among
+    2 k elements: those that reach the nearest tested thresholds, in index order.
 
     The optimizer must have no momentum of its own. Momentum and clipping are settings of the default memory
-    (`MomentumCorrection`). They have no effect if you choose another memory.
+    (`MomentumCorrection`). These settings have no effect if you choose another memory.
 
     Attributes:
         momentum, nesterov, clip: settings of the default memory, `MomentumCorrection`.

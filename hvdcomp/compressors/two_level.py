@@ -70,7 +70,7 @@ class TwoLevel(Compressor):
     and any rank may own the matrix in the next step.
 
     Attributes:
-        compressor: the compressor of the shards. It must not have its own momentum (DGC has).
+        compressor: the compressor of the shards. This compressor must not have its own momentum (DGC has).
 
     Example:
         >>> from hvdcomp import TopK
@@ -281,7 +281,7 @@ def aggregate_two_levels(bucket: Bucket, places: NodePlaces) -> BucketAggregatio
 
 
 class _Shard:
-    """The shard that this rank exchanges with other nodes. It is a bucket of tensors, or of pieces of tensors.
+    """The shard that this rank exchanges with other nodes. A shard is a bucket of tensors, or of pieces of tensors.
 
     Args:
         whole: the bucket that the node's ranks share.
@@ -422,8 +422,8 @@ class _Layout:
     def begin(self, bucket: Bucket) -> Array:
         """Storage for x of all tensors, float32.
 
-        It has the shard of each rank of the node, padded with zeros. On a device this storage is freed after each step,
-        so that between steps a bucket uses memory only for residuals and states.
+        The storage has the shard of each rank of the node, padded with zeros. On a device this storage is freed after
+        each step, so that between steps a bucket uses memory only for residuals and states.
         """
         if bucket.device is None:
             return self._whole

@@ -57,8 +57,8 @@ class _Loaded:
 def library(*, release: bool = True) -> ctypes.CDLL | None:
     """The loaded shared object with the kernels; None if there are no kernels.
 
-    The shared object exports the functions of `src/hvdcomp.h` and `src/kernels.def`. Their types are declared for
-    ctypes.
+    The shared object exports the functions of `src/hvdcomp.h` and `src/kernels.def`. The types of these functions are
+    declared for ctypes.
 
     Args:
         release: whether a call releases the interpreter's lock. If a call releases the lock and another thread is busy,

@@ -189,8 +189,9 @@ def platform_tag(library: Path, otherwise: str) -> str:
     """The platform part of a wheel's name: `manylinux_2_X_<machine>`, with the newest glibc that the object needs.
 
     Args:
-        library: the shared object. Its symbols name the versions of glibc that they need. Its header names the machine,
-            which may differ from the machine that builds (cross compilation).
+        library: the shared object. The symbols of the shared object name the versions of glibc that they need. The
+            header of the shared object names the machine, which may differ from the machine that builds (cross
+            compilation).
         otherwise: the result for an object that needs no glibc, such as an object for musl.
     """
     content = library.read_bytes()

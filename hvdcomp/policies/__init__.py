@@ -1,5 +1,5 @@
-"""Policies decide in which steps gradients are compressed, and how strongly. They do not use a framework, Horovod or a
-clock, so the same input always gives the same decision.
+"""Policies decide in which steps gradients are compressed, and how strongly. Policies do not use a framework, Horovod
+or a clock, so the same input always gives the same decision.
 
 Each class in this folder that has a `name` is found automatically.
 """

@@ -1,7 +1,7 @@
 """Accordion compresses weakly in critical regimes of a training, and strongly in all other phases.
 
 A regime is critical if the norm of the gradient, accumulated over an epoch, has changed much since the last comparison.
-It is also critical if the learning rate falls. Each tensor has its own regime.
+The regime is also critical if the learning rate falls. Each tensor has its own regime.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Accordion(CriticalRegimes[AccordionState]):
     critical until the next comparison of norms. A rising learning rate changes nothing.
 
     Attributes:
-        low: the level (ratio, rank, bits) of weak compression. It is the larger number.
+        low: the level (ratio, rank, bits) of weak compression. `low` is the larger number.
         high: the level of strong compression.
 
     Example:

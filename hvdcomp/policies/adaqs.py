@@ -70,8 +70,8 @@ class AdaQS(AccumulatedGradientPolicy[AdaQSState]):
         return AdaQSState(dict.fromkeys(tensors, float(self.start)), dict.fromkeys(tensors))
 
     def request(self, state: AdaQSState) -> Request:
-        """The statistics that the policy needs next. It needs none if the factors of all tensors have reached their
-        minimum."""
+        """The statistics that the policy needs next. The policy needs none if the factors of all tensors have reached
+        their minimum."""
         ended = all(factor <= self.floor for factor in state.factors.values())
         ratios = {Statistic.MEAN_TO_STD}
         return self.request_after(self.interval, set() if ended else ratios, ever=ratios)

@@ -72,7 +72,7 @@ class Auto(Policy[AutoState]):
 
     Attributes:
         calibration: a calibration file, or the name of a preset of `hvdcomp.perfmodel`. Only rank 0 reads it.
-        compressors: further compressors, or their specs, from which to choose. They are stored as specs.
+        compressors: further compressors, or their specs, from which to choose. The compressors are stored as specs.
         loss: the policy also considers compressors that raised the loss by at most this share in our measurements
             (`hvdcomp.compressors.evidence`). 0 adds no compressors.
         model: the model in the calibration; empty for the model whose tensors have the same shapes as in this training.

@@ -173,8 +173,8 @@ class AutoState:
         )  # fmt: skip
 
     def best(self) -> str:
-        """The candidate that was measured to be fastest. It is the chosen candidate, unless another is faster by more
-        than the noise."""
+        """The candidate that was measured to be fastest. The fastest candidate is the chosen candidate, unless another
+        is faster by more than the noise."""
         best = min(self.measured, key=lambda name: self.measured[name].seconds)
         fastest, present = self.measured[best], self.measured[self.chosen]
         doubt = max(fastest.error, NOTICEABLE * fastest.seconds)

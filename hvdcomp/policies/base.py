@@ -1,8 +1,9 @@
 """The base class of policies. A policy has settings, a state, and a pure function from one state to the next.
 
-A policy is a frozen description. Its state is a separate, small, frozen dataclass that can be saved as JSON. To make a
-decision, a policy gets one `Statistics` with the statistics that its `request` names, and returns a decision. It does
-not read clocks, files or tensors. It only turns numbers into a decision, so any run can be replayed.
+A policy is a frozen description. The state of a policy is a separate, small, frozen dataclass that can be saved as
+JSON. To make a decision, a policy gets one `Statistics` with the statistics that its `request` names, and returns a
+decision. A policy does not read clocks, files or tensors. A policy only turns numbers into a decision, so any run can
+be replayed.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class Policy(Described, Generic[State]):
     state_growth: ClassVar[int] = 512
 
     def request(self, state: State) -> Request:
-        """The request of the policy in a state. It says when the policy decides next, and which statistics it needs for
-        this decision."""
+        """The request of the policy in a state. The request says when the policy decides next, and which statistics it
+        needs for this decision."""
         raise NotImplementedError
 
     @property
@@ -87,13 +88,14 @@ class Policy(Described, Generic[State]):
         raise NotImplementedError
 
     def decision(self, state: State) -> Decision:
-        """The decision that belongs to a state. It is used at the start, after each update, and after a restart."""
+        """The decision that belongs to a state. The decision is used at the start, after each update, and after a
+        restart."""
         raise NotImplementedError
 
     @property
     def first_decision(self) -> Decision:
-        """The decision that this policy makes for a model without tensors. It has the same kind as all other decisions
-        of the policy."""
+        """The decision that this policy makes for a model without tensors. This decision has the same kind as all other
+        decisions of the policy."""
         return self.decision(self.initial_state(()))
 
     @property
@@ -110,7 +112,7 @@ class Policy(Described, Generic[State]):
         """Makes one decision.
 
         Args:
-            state: the state that the last call returned, or `initial_state`. It is not changed.
+            state: the state that the last call returned, or `initial_state`. The given state is not changed.
             statistics: the statistics, with at least the fields that `request(state)` names.
 
         Returns:

@@ -1,4 +1,5 @@
-"""Policies that change the batch size. Larger batches need fewer exchanges. They are made by gradient accumulation.
+"""Policies that change the batch size. Larger batches need fewer exchanges. Larger batches are made by gradient
+accumulation.
 
 Both policies multiply the learning rate by the same factor as the batch size, so that the noise of the updates does not
 change (Goyal et al. 2017, arXiv:1706.02677; Smith et al. 2018, arXiv:1711.00489).

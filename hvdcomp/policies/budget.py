@@ -66,12 +66,12 @@ class Budget(OptimalLevels[BudgetState]):
 
     Attributes:
         factor: the uncompressed bytes / the sent bytes of a rank in a step, for the whole model.
-        error: the limit of the relative error. It is the sum of the tensors' errors over the sum of their norms ||G||,
-            in the same unit. This is the mean of ||G - C(G)|| / ||G||, weighted by sqrt(n).
+        error: the limit of the relative error. The relative error is the sum of the tensors' errors over the sum of
+            their norms ||G||, in the same unit. This quotient is the mean of ||G - C(G)|| / ||G||, weighted by sqrt(n).
         ms: the number of milliseconds by which the exchange may lengthen a step. Encoding, exchange and decoding count,
             as far as they do not overlap with the backward pass. Give exactly one of `factor`, `error` and `ms`.
-        critical: the limit in critical regimes; 0 for a single limit. It must lead to less compression: a smaller
-            factor, a smaller error, or more milliseconds.
+        critical: the limit in critical regimes; 0 for a single limit. The critical limit must lead to less compression:
+            a smaller factor, a smaller error, or more milliseconds.
         eta: for `critical`: a regime is critical if the norm changes by at least this share between two decisions.
         calibration: for `ms`: a calibration file, or the name of a preset of `hvdcomp.perfmodel`. Only rank 0 reads it.
         model: the model in the calibration; empty for the model whose tensors have the same shapes as in this training.

@@ -1,7 +1,7 @@
 """The decisions of policies. Each kind of decision has methods for its plan, for its JSON form, and for its row in a
 report.
 
-To add a kind of decision, write a subclass of `Decision`. It is found automatically.
+To add a kind of decision, write a subclass of `Decision`. hvdcomp finds the subclass automatically.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ def error_gain(energy: float, error_energy: float) -> float:
     """The compression gain 1 - ||x - C(x)||^2 / ||x||^2 within [0, 1].
 
     For methods that keep some elements and drop the others, this is the gain ||C(x)||^2 / ||x||^2 of Tyagi and Swany
-    (2023, arXiv:2305.12201, section III). Their definition is not meaningful for stochastic quantizers and for signs of
-    magnitude 1, because C(x) may have more energy than x.
+    (2023, arXiv:2305.12201, section III). The definition of Tyagi and Swany is not meaningful for stochastic quantizers
+    and for signs of magnitude 1, because C(x) may have more energy than x.
 
     Args:
         energy: the sum of ||x||^2 over all tensors of the model.
@@ -52,11 +52,11 @@ def error_gain(energy: float, error_energy: float) -> float:
 
 
 def raw_gain(energy: float, error_energy: float, gradient_energy: float) -> float:
-    """The energy of x = g + r that compression keeps, divided by the energy of the gradient g. This is `error_gain`
-    times ||x||^2 / ||g||^2.
+    """The energy of x = g + r that compression keeps, divided by the energy of the gradient g. The result is
+    `error_gain` times ||x||^2 / ||g||^2.
 
-    For methods that project x, or keep some elements and drop the others, this is ||C(x)||^2 / ||g||^2. It exceeds 1 if
-    the residual r adds more energy than compression loses.
+    For methods that project x, or keep some elements and drop the others, this is ||C(x)||^2 / ||g||^2. The result
+    exceeds 1 if the residual r adds more energy than compression loses.
 
     Args:
         energy, error_energy: as in `error_gain`.
@@ -156,7 +156,7 @@ class GraVAC(Policy[GraVACState]):
 
     @property
     def candidates(self) -> tuple[float, ...]:
-        """The factors to evaluate, in order. There are none if `min` equals `max`."""
+        """The factors to evaluate, in order. The function returns no factors if `min` equals `max`."""
         factors: list[float] = []
         exponent = 1
         while (factors or [self.min])[-1] < self.max:

@@ -1,5 +1,5 @@
-"""Finds the best levels of all tensors from measured errors and bytes, with dynamic programming. It also has the base
-class of the policies that do so.
+"""Finds the best levels of all tensors from measured errors and bytes, with dynamic programming. The module also has
+the base class of the policies that do so.
 
 The same level costs other bytes and another error in each tensor. At intervals, rank 0 measures both for a few levels
 of each tensor. Dynamic programming then finds the best choice. The choice is exact, except that the limited quantity is
@@ -47,7 +47,7 @@ def in_parts(values: Sequence[float], limit: float) -> np.ndarray:
 def least_cost(parts: Sequence[np.ndarray], costs: Sequence[np.ndarray]) -> list[int] | None:
     """The cheapest choice of one candidate for each tensor, with at most `PARTS` parts in total.
 
-    Let D[l][b] be the least cost of the first l tensors with at most b parts. It is the minimum of D[l - 1][b -
+    Let D[l][b] be the least cost of the first l tensors with at most b parts. D[l][b] is the minimum of D[l - 1][b -
     parts[c]] + costs[c] over the candidates c of tensor l. Among equal costs, the first candidate is taken.
 
     Args:
@@ -101,9 +101,9 @@ class OptimalLevels(Policy[Chosen]):
         interval: the number of steps between decisions.
         last: the gradients of this number of steps before a decision are accumulated; at most `interval`.
         least, most: the smallest and the largest level to choose from, as factors of a tensor's own level.
-        levels: the number of levels to choose from. They are a geometric sequence from `least` to `most`, and the own
-            level replaces the factor nearest to 1. Ranks and bits are rounded. Levels that a method does not have are
-            left out.
+        levels: the number of levels to choose from. The levels are a geometric sequence from `least` to `most`, and the
+            own level replaces the factor nearest to 1. Ranks and bits are rounded. Levels that a method does not have
+            are left out.
         statistic: which gradients are accumulated: "local" (those of rank 0) or "aggregated" (the means over the
             ranks).
     """

@@ -94,7 +94,8 @@ class Candidate:
 
     Attributes:
         seconds: the predicted time of a step.
-        compressed: the number of tensors that get `method`. These are the first tensors in the order of `Candidates`.
+        compressed: the number of tensors that get `method`. The compressed tensors are the first in the order of
+            `Candidates`.
         rest: the spec of the compressor of all other tensors; None for the compressor of the training.
         method: the spec of the compressor of the first tensors; None for the compressor of the training.
     """
@@ -169,9 +170,9 @@ class Statistics:
         mean_to_std: |mean| / standard deviation of the elements of the accumulated gradient, by tensor name.
         gains: the gains of the last step of a period that is counted in steps.
         timing: the samples and the time of all steps of a period that is counted in steps.
-        candidates: the candidates. They are given once, before the exchange of the first step. A policy that requests
-            them must have the settings `calibration`, `model` and `batch`, as in `Auto`. It may also have `compressors`
-            and `loss`.
+        candidates: the candidates. The candidates are given once, before the exchange of the first step. A policy that
+            requests them must have the settings `calibration`, `model` and `batch`, as in `Auto`. The policy may also
+            have `compressors` and `loss`.
         step_times: the seconds of each step since the last decision, in order, by rank 0's clock. A time is measured
             from the end of one step's exchange to the end of the next step's exchange. NaN for the first step after a
             start.

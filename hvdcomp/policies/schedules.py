@@ -137,8 +137,8 @@ class Schedule(ListedLevels):
 
 @dataclass(frozen=True, kw_only=True)
 class Legacy(ListedLevels):
-    """LEGACY (ICLR 2026): compresses less early in the training, or compresses small tensors less. It does not measure
-    anything.
+    """LEGACY (ICLR 2026): compresses less early in the training, or compresses small tensors less. This policy does not
+    measure anything.
 
     The compressor's own level is not used. The last level of the list is used for the last steps, or for the largest
     tensors.
@@ -248,7 +248,7 @@ class WarmUp(LevelSchedule):
         return _until(ends, (DENSE, *levels, None), step)
 
     def _sequence(self, own: Level | None) -> tuple[Level, ...]:
-        """The geometric sequence from `start`. It is empty if there is no `start`, or no level to reach."""
+        """The geometric sequence from `start`. The sequence is empty if there is no `start`, or no level to reach."""
         if own is None or self.start is None:
             return ()
         levels = [self.start * (own / self.start) ** (period / self.periods) for period in range(self.periods)]

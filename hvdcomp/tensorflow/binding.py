@@ -4,8 +4,8 @@ Horovod always traces its functions that average gradients. So it calls `compres
 made, not while the graph runs. Therefore the first `compress` of a list of gradients adds two operations to the graph.
 These operations call Python functions in each step:
 
-- The first operation begins a step: it sets the plan and starts the presence check. It needs no gradient, so it can run
-  before the backward pass.
+- The first operation begins a step: it sets the plan and starts the presence check. This operation needs no gradient,
+  so it can run before the backward pass.
 - The second operation gets all gradients of the list as arrays, runs the engine, and returns the means. The arrays are
   NumPy arrays or, on a GPU, PyTorch tensors.
 
@@ -325,14 +325,14 @@ def _reads(variables: Iterable[tf.Variable]) -> list[tf.Tensor]:
 
 
 def _graph_of_call() -> Any:
-    """The graph in which Horovod got the gradients. It contains the branch in which Horovod compresses this
+    """The graph in which Horovod got the gradients. This graph contains the branch in which Horovod compresses this
     gradient."""
     branch = tf.compat.v1.get_default_graph()
     return getattr(branch, "outer_graph", None) or branch
 
 
 def _outermost(graph: Any) -> Any:
-    """The graph of the function that the user calls. It contains the graphs of the functions that this function
-    calls."""
+    """The graph of the function that the user calls. The outermost graph contains the graphs of the functions that this
+    function calls."""
     outer = getattr(graph, "outer_graph", None)
     return _outermost(outer) if hasattr(outer, "outer_graph") else graph

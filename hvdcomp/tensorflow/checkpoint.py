@@ -39,7 +39,7 @@ class CompressionState(tf.train.experimental.PythonState):
         self._compression = compression
 
     def serialize(self) -> bytes:
-        """A zip archive. It contains the state in JSON, and each array in TensorFlow's own serialization."""
+        """A zip archive. The archive contains the state in JSON, and each array in TensorFlow's own serialization."""
         file = io.BytesIO()
         with zipfile.ZipFile(file, "w") as archive:
             archive.writestr(_STATE, json.dumps(_without_arrays(self._compression.state_dict(), archive)))

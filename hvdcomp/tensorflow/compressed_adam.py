@@ -19,7 +19,7 @@ class Momentum:
     """The momentum that is added to a variable's gradient before the exchange.
 
     Attributes:
-        mean: Adam's first moment, with the shape of the variable. It is the same on all ranks.
+        mean: Adam's first moment, with the shape of the variable. The moment is the same on all ranks.
         weight: the factor of `mean`.
     """
 

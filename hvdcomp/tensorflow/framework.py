@@ -36,7 +36,7 @@ def is_model(value: Any) -> bool:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Accepts any optimizer. Its learning rate is checked later, when it is read."""
+    """Accepts any optimizer. The optimizer's learning rate is checked later, when it is read."""
 
 
 def prepare(kind: type) -> None:

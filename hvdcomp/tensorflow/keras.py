@@ -1,4 +1,4 @@
-"""A callback for Keras `fit`. It checks a training, and records its compression in logs and TensorBoard."""
+"""A callback for Keras `fit`. The callback checks a training, and records its compression in logs and TensorBoard."""
 
 from __future__ import annotations
 

@@ -30,8 +30,9 @@ class RowExchange:
 
     Without RowExchange, Horovod gathers the slices of all ranks. A row that is looked up several times is sent several
     times. With RowExchange, each rank first adds up the slices of a row. The result is the same mean (or sum, with
-    op=hvd.Sum), except for rounding. It is a `tf.IndexedSlices` in which each row occurs once, sorted by id.
-    `hvdcomp.exchange.rows` describes the exchange. It runs on the host, after the exchange of dense gradients.
+    op=hvd.Sum), except for rounding. The result is a `tf.IndexedSlices` in which each row occurs once, sorted by id.
+    `hvdcomp.exchange.rows` describes the exchange. The exchange runs on the host, after the exchange of dense
+    gradients.
 
     Args:
         wire_dtype: the element type in which rows and means are sent: tf.bfloat16, tf.float16 or tf.int8. With tf.int8,
@@ -40,8 +41,8 @@ class RowExchange:
             gradient's own type.
 
     Attributes:
-        ledger: the bytes of each step, as in `Compression.ledger`, but without times. It is empty with one rank. Dense
-            bytes count whole tables.
+        ledger: the bytes of each step, as in `Compression.ledger`, but without times. The ledger is empty with one
+            rank. Dense bytes count whole tables.
 
     Raises:
         ConfigurationError: if wire_dtype is another type.

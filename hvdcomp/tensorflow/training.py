@@ -34,8 +34,8 @@ class TensorFlowTraining(Binding):
         communicator: the communicator of the ranks that exchange.
 
     Attributes:
-        steps_made: the number of steps that the optimizer has made before the current step. It is set only for a
-            `CompressedAdam`.
+        steps_made: the number of steps that the optimizer has made before the current step. The number is set only for
+            a `CompressedAdam`.
     """
 
     overlaps_with_policy = False

@@ -52,8 +52,9 @@ class TorchTraining(Binding):
         names: as in `Binding`.
         shared: the names of the parameters that are `TensorInfo.is_shared`.
 
-    Class attributes: optimizer_from: the code with which a user makes the optimizer known. It is shown in messages.
-        averaged_by: the name of the object that averages the model's gradients, if it is not Horovod's optimizer.
+    Class attributes: optimizer_from: the code with which a user makes the optimizer known. The code is shown in
+        messages. averaged_by: the name of the object that averages the model's gradients, if it is not Horovod's
+        optimizer.
     """
 
     results_in_place = True
@@ -265,6 +266,6 @@ def packed(state: Mapping[str, Any]) -> bytes:
 
 
 def unpacked(data: bytes) -> dict[str, Any]:
-    """Restores a state from the bytes of `packed`. Its tensors are on the host."""
+    """Restores a state from the bytes of `packed`. The tensors of the state are on the host."""
     state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     return state

@@ -1,4 +1,5 @@
-"""Finds trained parameters whose gradients are not averaged. Their weights would differ more and more between ranks."""
+"""Finds trained parameters whose gradients are not averaged. The weights of these parameters would differ more and more
+between ranks."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ class Unaveraged:
             finalize(model, optimizer.register_step_pre_hook(self._before_step).remove)
 
     def reason_to_refuse(self) -> str | None:
-        """The message that names parameters that are not averaged; None if there are none. It is called in each step.
+        """The message that names parameters that are not averaged; None if there are none. The method is called in each
+        step.
         """
         self._checked_in_step = True
         model = self._model()

@@ -1,5 +1,5 @@
-"""The kernels of buckets on CUDA devices, in Triton. They have the same names and the same arithmetic as the kernels in
-C.
+"""The kernels of buckets on CUDA devices, in Triton. The kernels have the same names and the same arithmetic as the
+kernels in C.
 
 Triton and PyTorch are imported at the first use of a kernel, not with hvdcomp. If TRITON_INTERPRET=1 is set at the
 first use, Triton's interpreter runs the same kernels on a CPU, for tests (`serving_host`).
@@ -126,8 +126,8 @@ def compiled_ahead() -> str:
 
 
 def described() -> str:
-    """A text that names the kernels for gradients on CUDA devices. It must be the same on all ranks, or payloads differ
-    in format."""
+    """A text that names the kernels for gradients on CUDA devices. The text must be the same on all ranks, or payloads
+    differ in format."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return "no CUDA"

@@ -1,4 +1,4 @@
-"""The side stream of a CUDA device. It runs kernels whose results are not sent."""
+"""The side stream of a CUDA device. The side stream runs kernels whose results are not sent."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Aside:
     Memory that the two streams share:
     - x, and the velocity if it is masked: the side stream writes them. The next call of the bucket on main joins before
       it reads them. Code that reads residuals between steps, or frees memory, runs after `settle`, which is a call on
-      main. If the collective fails, `settle` does not run. The residual is then still in the other place in flat
-      storage, and x remains for the next try.
+      main. If the collective fails, `settle` does not run. The place that contains x is then not freed, and x is kept
+      for the next try.
     - The payload: the side stream and the collective read it. The next step joins before it writes to the payload.
     - The table on the device: a call may replace it. Therefore the arguments of a launch are kept alive until main has
       joined. If main's allocator then reuses their memory, the side stream has finished with this memory.

@@ -191,7 +191,7 @@ class DeviceKernels:
         return torch.empty(count, dtype=getattr(torch, dtype), device=self.device)
 
     def static(self, name: str, make: Callable[[], np.ndarray]) -> torch.Tensor:
-        """An array on the device that depends only on the tensors and levels. It is made once, by `make`."""
+        """An array on the device that depends only on the tensors and levels. The array is made once, by `make`."""
         array = self._memory.get(name)
         if array is None:
             array = self._memory[name] = brought(make(), self.device)

@@ -1,6 +1,6 @@
 """PowerSGD approximates each tensor, as a matrix M with `columns` columns, by P Q'. `factors` describes P and Q.
 
-To sum over a matrix, kernels sum over tiles, and then add the tiles' sums in a fixed order. They use no atomic
+To sum over a matrix, kernels sum over tiles, and then add the tiles' sums in a fixed order. The kernels use no atomic
 additions, so that every run gives the same bits.
 """
 

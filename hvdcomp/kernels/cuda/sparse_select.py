@@ -298,8 +298,8 @@ def _narrowed(threshold, low, high, goes_on, least, beyond):
 
 @triton.jit
 def decide(table, segments, choices, state, histograms, sums, largest, rounds, METHOD: tl.constexpr):
-    """Sets `LOW` and `HIGH` of each tensor. They select exactly the k largest elements. If the search found no good
-    threshold, they are the nearest thresholds that select more and fewer than k elements."""
+    """Sets `LOW` and `HIGH` of each tensor. The thresholds select exactly the k largest elements. If the search found
+    no good threshold, they are the nearest thresholds that select more and fewer than k elements."""
     segment = tl.program_id(0)
     least = digits_of(state, histograms, segment, 0, False, 0, 4)
     lowest = least

@@ -1,4 +1,5 @@
-"""A training with the policy `auto`. Its steps alternate with the steps of trainings with fixed methods."""
+"""A training with the policy `auto`. The steps of this training alternate with the steps of trainings with fixed
+methods."""
 
 from __future__ import annotations
 

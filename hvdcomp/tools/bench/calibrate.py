@@ -1,5 +1,5 @@
-"""Makes a calibration. It measures the network and then each model, and lists measurements that are too noisy. It needs
-PyTorch."""
+"""Makes a calibration. The function measures the network and then each model, and lists measurements that are too
+noisy. It needs PyTorch."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def calibrate(
         seed: seed of weights and data.
         seconds: approximate time to measure.
         device: device of the model and of the sent tensors.
-        known_network: a calibration. Its network is used, and the network is not measured. It is required if there is
-            only one rank.
+        known_network: a calibration. The network of this calibration is used, and the network is not measured. This
+            calibration is required if there is only one rank.
         show: a function that is called with the name of each measurement before it starts.
-        beside: a function that is called on every rank after each round of steps. It can make measurements to compare
-            with the calibration. They are made at the same time because the speed of the machine changes. Its time is
-            not part of `seconds`.
+        beside: a function that is called on every rank after each round of steps. The function can make measurements to
+            compare with the calibration. Such measurements are made at the same time because the speed of the machine
+            changes. The time of this function is not part of `seconds`.
 
     Raises:
         SpecError: if a compressor is two-level but the run does not have two levels.

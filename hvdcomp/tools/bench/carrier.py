@@ -61,11 +61,12 @@ class Carrier(ABC):
         warm_up: the number of first steps of a training that differ from later steps.
 
     Attributes:
-        start_s: the seconds after which the idle library starts a collective. They do not depend on the number of
-            ranks.
+        start_s: the seconds after which the idle library starts a collective. These seconds do not depend on the number
+            of ranks.
         bucket_bytes: the largest buffer that the library sends at a time. Only a single larger gradient may exceed it.
         early_bytes: the smallest bucket of gradients that hvdcomp sends during the backward pass.
-        own_buckets: whether hvdcomp uses the library's buckets. Their size is then an option of the library.
+        own_buckets: whether hvdcomp uses the library's buckets. The size of the buckets is then an option of the
+            library.
     """
 
     title: ClassVar[str]
@@ -109,8 +110,8 @@ class Carrier(ABC):
 
     @abstractmethod
     def with_one_number(self, workload: Workload, name: str) -> Distributed:
-        """A training that exchanges only the numbers with which hvdcomp controls a step. It does not use the engine or
-        send gradients."""
+        """A training that exchanges only the numbers with which hvdcomp controls a step. Such a training does not use
+        the engine or send gradients."""
 
     @abstractmethod
     def with_cast(self, workload: Workload, compressor: Compressor, name: str) -> Distributed:

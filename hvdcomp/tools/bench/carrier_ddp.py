@@ -108,7 +108,7 @@ class _OneNumber:
 
 
 def _hooked(state, bucket):
-    """The hook. It has no annotations, because DistributedDataParallel compares them with types, but they are
+    """The hook. The hook has no annotations, because DistributedDataParallel compares them with types, but they are
     strings."""
     return state.reduce(bucket)
 

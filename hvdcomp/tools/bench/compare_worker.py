@@ -170,8 +170,8 @@ def main(
 def _measure_auto(
     carrier: Carrier, auto: AutoTraining, trainings: Sequence[Training], seconds: float, show: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The step times of `auto`. Its steps alternate with steps of its rivals. On rank 0, the result also has its
-    choice."""
+    """The step times of `auto`. The steps of `auto` alternate with steps of its rivals. On rank 0, the result also has
+    its choice."""
     ranks = carrier.ranks
     best, *slower = ranks.broadcast(_rivals(trainings), "rivals")
     show("begins")
@@ -191,8 +191,8 @@ def _measure_auto(
 
 
 def _candidates(specs: Sequence[str], trainings: Sequence[Training], ranks: Ranks) -> list[str]:
-    """The compressors that `auto` may choose. These are the compressors that can be combined with faster ones. The
-    result is the same on all ranks."""
+    """The compressors that `auto` may choose. The function returns the compressors that can be combined with faster
+    ones. The result is the same on all ranks."""
     trained = [(training.times.method, training.times.as_json()["median_ms"]) for training in trainings]
     times = {spec: [median for method, median in trained if method == spec] for spec in specs}
     fastest_first = sorted(specs, key=lambda spec: min(times[spec]))

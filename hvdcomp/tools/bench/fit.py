@@ -1,5 +1,5 @@
-"""Computes medians and their spread from noisy times, and fits the cost of a collective to its size. It needs only
-NumPy."""
+"""Computes medians and their spread from noisy times, and fits the cost of a collective to its size. This file needs
+only NumPy."""
 
 from __future__ import annotations
 
@@ -55,10 +55,11 @@ def fit_collective(
 ) -> CollectiveCost:
     """Computes the cost of a collective from its times for several sizes.
 
-    The time of the smallest size is the latency. It consists of Horovod's cycle, which does not depend on the number of
-    ranks, and of the latency of the algorithm's messages. The other times, minus this latency, are the table of
-    transfer times. They are adjusted so that they increase with size (least squares, pool adjacent violators). The
-    bandwidth is the median slope between all pairs of larger sizes (Theil and Sen), so a few outliers do not change it.
+    The time of the smallest size is the latency. The latency consists of Horovod's cycle, which does not depend on the
+    number of ranks, and of the latency of the algorithm's messages. The other times, minus this latency, are the table
+    of transfer times. These times are adjusted so that they increase with size (least squares, pool adjacent
+    violators). The bandwidth is the median slope between all pairs of larger sizes (Theil and Sen), so a few outliers
+    do not change it.
 
     Args:
         kind, algorithm: keys of `ALGORITHMS`.

@@ -14,7 +14,7 @@ class Levels:
     """The levels of a run.
 
     Attributes:
-        ranks: the communicator of all ranks. Its `part` gives the groups.
+        ranks: the communicator of all ranks. The method `part` of the communicator gives the groups.
         ranks_per_node: the number of ranks of a node; None if there are not two levels.
         why_not: the reason why there are no two levels; empty with two levels.
     """

@@ -21,7 +21,7 @@ def mark(device: torch.device) -> Any:
 
 
 def seconds_between(start: Any, end: Any) -> float:
-    """The seconds from one mark to a later mark. It waits for the later mark."""
+    """The seconds from one mark to a later mark. The method waits for the later mark."""
     if isinstance(start, float):
         return float(end - start)
     end.synchronize()

@@ -47,13 +47,13 @@ def encode_time(
     """The time of encoding and decoding with this number of ranks, and the part of it that grows with the number of
     decoded payloads.
 
-    It is at least the time of encoding and decoding alone. The time to decode a payload is measured with exchange
+    The time is at least the time of encoding and decoding alone. The time to decode a payload is measured with exchange
     "gather", because there the number of payloads grows with the number of ranks. With "scatter", the same code decodes
     the payloads.
 
     Args:
-        measured: the seconds of a step for encoding and decoding. They include the time in which ranks wait for each
-            other.
+        measured: the seconds of a step for encoding and decoding. The seconds include the time in which ranks wait for
+            each other.
     """
     ranks, inside = all_ranks.size, exchange.ranks_per_node
     first, then = _alone(compressor, workload, all_ranks, ranks, inside)
@@ -79,7 +79,8 @@ def _gathered(compressor: Compressor) -> Compressor:
 
 
 def _decoding(compressor: Compressor, workload: Workload, all_ranks: Ranks, ranks: int, ranks_per_node: int) -> float:
-    """The seconds of decoding for this number of payloads. They include work that does not grow with the number."""
+    """The seconds of decoding for this number of payloads. The seconds include work that does not grow with the
+    number."""
     first, then = _alone(compressor, workload, all_ranks, ranks, ranks_per_node)
     # In two levels, the payloads of other nodes are decoded before the last collective, which is within the node.
     return first + then if isinstance(compressor, TwoLevel) else then
@@ -88,8 +89,8 @@ def _decoding(compressor: Compressor, workload: Workload, all_ranks: Ranks, rank
 def _alone(
     compressor: Compressor, workload: Workload, all_ranks: Ranks, ranks: int, ranks_per_node: int
 ) -> tuple[float, float]:
-    """The seconds before and after the last collective of a step with the payloads of `ranks` ranks. They are means
-    over all ranks."""
+    """The seconds before and after the last collective of a step with the payloads of `ranks` ranks. The seconds are
+    means over all ranks."""
     engine = Engine(LoopbackCommunicator(ranks, ranks_per_node), workload.tensors(), compressor)
     originals = gradients(workload)
     copies = {name: gradient.clone() for name, gradient in originals.items()}

@@ -80,7 +80,7 @@ def probe_network(
 
     Args:
         largest: for each kind, in the order of measurement, the bytes that a rank sends in the largest collective that
-            is needed. It has each kind among all ranks and, in two levels, `IN_LEVELS`.
+            is needed. `largest` has each kind among all ranks and, in two levels, `IN_LEVELS`.
         carrier: the library that exchanges the gradients.
         levels: the nodes of the ranks.
         device: device of the arrays that are sent.
@@ -204,8 +204,8 @@ class _Measuring:
         return self._agreed([self._timed(carry_out) for _ in range(count)]), first
 
     def _collective(self, ranks: Communicator, kind: str, size: int) -> Callable[[], Any]:
-        """Returns a function that runs one collective, which has its own name. It computes a mean, like the exchange of
-        gradients.
+        """Returns a function that runs one collective, which has its own name. The collective computes a mean, like the
+        exchange of gradients.
 
         Args:
             ranks: the communicator.
@@ -236,7 +236,7 @@ class _Measuring:
         return time.perf_counter() - begin
 
     def _agreed(self, seconds: list[float]) -> list[float]:
-        """The means over the ranks. They are equal on each rank, so that all ranks make the same decisions."""
+        """The means over the ranks. The means are equal on each rank, so that all ranks make the same decisions."""
         return (self._carrier.ranks.sum(np.array(seconds), "agreed") / self._carrier.ranks.size).tolist()
 
 

@@ -1,5 +1,5 @@
 """Measures how much time a training saves by sending during the backward pass, as a share of the largest possible
-saving. It trains with one compressor, with and without overlap."""
+saving. The measurement trains with one compressor, with and without overlap."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class OverlapTrial:
         """`Compute.hides`, or None if it cannot be measured here. The second result is a text with the reason.
 
         Args:
-            network, compute: the measurements. They include the encode time of the compressor, and the time at which
-                each gradient is ready.
+            network, compute: the measurements. The measurements include the encode time of the compressor, and the time
+                at which each gradient is ready.
             tensors: the tensors of the model.
             at_end, early: the measured steps of both ways.
         """

@@ -1,9 +1,9 @@
-"""Profiles a user's training. It measures the time of the training's steps, and predicts their time with each method.
-It needs PyTorch.
+"""Profiles a user's training. The profile measures the time of the training's steps, and predicts their time with each
+method. It needs PyTorch.
 
 The training's own steps show how long it computes, and when each gradient is ready. Then all ranks stop in the same
-step. They measure the network, and the time that each method needs to encode and decode copies of the gradients of this
-step. The training itself does not change.
+step. The ranks measure the network, and the time that each method needs to encode and decode copies of the gradients of
+this step. The training itself does not change.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def profile(
         compressors: the compressors to time.
         name: name of the calibration.
         seconds: approximate duration.
-        known_network: a calibration. Its network is used, and the network is not measured. It is required if there is
-            only one rank.
+        known_network: a calibration. The network of this calibration is used, and the network is not measured. This
+            calibration is required if there is only one rank.
         show: function that is called with the name of the next measurement.
 
     Raises:

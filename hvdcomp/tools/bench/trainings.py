@@ -176,7 +176,7 @@ class Turns:
 
     Args:
         carrier: the library that exchanges the gradients.
-        trainings: the trainings. Their earlier results are dropped.
+        trainings: the trainings. The earlier results of these trainings are dropped.
         show: a function that is called on every rank with the name of the next measurement.
 
     Attributes:

@@ -38,7 +38,8 @@ class Watched:
         ready: the time at which the gradient of each parameter was computed, as a share of the backward pass, (steps,
             parameters).
         backward_passes: the number of backward passes in a step. All passes except the last count as FORWARD.
-        more_optimizers: the names of further optimizers that made steps. Their parameters were not watched.
+        more_optimizers: the names of further optimizers that made steps. The parameters of these optimizers were not
+            watched.
     """
 
     workload: Workload

@@ -1,9 +1,9 @@
 """Times the parts of the steps of a user's training in TensorFlow.
 
-Gradients are the results of `tf.GradientTape.gradient` and the arguments of an optimizer's `apply_gradients`. This is
-also true in Keras `fit`, and with Horovod's tape and optimizer. TensorFlow traces both functions once, and then runs a
-graph. So this module adds operations to the graph. Some of them read the clock as soon as certain tensors are computed.
-One operation at the end of a step passes the times to Python. The results of the training do not change.
+Gradients are the results of `tf.GradientTape.gradient` and the arguments of an optimizer's `apply_gradients`. Gradients
+are also found in Keras `fit`, and with Horovod's tape and optimizer. TensorFlow traces both functions once, and then
+runs a graph. So this module adds operations to the graph. Some of them read the clock as soon as certain tensors are
+computed. One operation at the end of a step passes the times to Python. The results of the training do not change.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class KerasWatch:
 
     Attributes:
         seen, done: attributes of `hvdcomp.tools.bench.watched.Watch`.
-        ended: the exception that a step has raised; None if there is none. It is stored because TensorFlow turns it
-            into an error of its own.
+        ended: the exception that a step has raised; None if there is none. The exception is stored because TensorFlow
+            turns it into an error of its own.
     """
 
     def __init__(self, steps: int, warm_up: int, then: Callable[[Watched], None]) -> None:
@@ -224,7 +224,7 @@ def _end_program() -> None:
 
 
 def _parameter(gradient: np.ndarray) -> torch.nn.Parameter:
-    """A parameter of PyTorch with a copy of a gradient. It has the shape that compressors get."""
+    """A parameter of PyTorch with a copy of a gradient. The copy has the shape that compressors get."""
     copy = torch.tensor(gradient.astype(np.float32)).to(getattr(torch, gradient.dtype.name))
     parameter = torch.nn.Parameter(torch.zeros_like(copy).reshape(matrix_of(gradient.shape)))
     parameter.grad = copy.reshape(parameter.shape)

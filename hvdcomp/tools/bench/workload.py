@@ -79,9 +79,9 @@ def build(model: str, batch_size: int, seed: int, rank: int, device: torch.devic
     Args:
         model: one of `hvdcomp.tools.bench.models.TIMED`, with random images of the shape of CIFAR-10; "model@data" for
             random images with the shape of another data set, such as "cnn@digits"; or "package.module:function". The
-            function gets the batch size. It returns the model, and a function without arguments that computes the
-            model's loss on a batch. It is called several times, and must create a new model each time. During the call,
-            `device` is the default device.
+            function gets the batch size. The function returns the model, and a function without arguments that computes
+            the model's loss on a batch. The function is called several times, and must create a new model each time.
+            During the call, `device` is the default device.
         batch_size: the batch size of one rank.
         seed: seed of weights and data.
         rank: rank of this process.

@@ -389,11 +389,11 @@ def _report(
 
 
 def to_begin_with(adviser: Adviser, advice: Advice) -> list[str]:
-    """Sentences that name the method to use first. It is the fastest method that lost almost no quality in hvdcomp's
-    own trainings.
+    """Sentences that name the method to use first. This method is the fastest method that lost almost no quality in
+    hvdcomp's own trainings.
 
     Args:
-        adviser: the adviser. It knows the compressors and the optimizer of the training.
+        adviser: the adviser. The adviser knows the compressors and the optimizer of the training.
         advice: the advice of this adviser for several ranks.
     """
     optimizer = None if adviser.facts.optimizer == OTHER else adviser.facts.optimizer
@@ -460,7 +460,8 @@ def _add_local_steps(report: dict[str, Any], adviser: Adviser, setting: Setting,
 
 
 def _compressed_steps(report: dict[str, Any], adviser: Adviser, setting: Setting, every: int) -> list[str]:
-    """Sentences about the time that `LocalSteps.compressed` would save. There are none if this cannot be predicted.
+    """Sentences about the time that `LocalSteps.compressed` would save. The result has no sentences if the time cannot
+    be predicted.
 
     The sentences give no recommendation. hvdcomp's own trainings have not compared compressed steps with dense training
     when both use their best learning rates.
@@ -493,8 +494,8 @@ def _every(steps: int) -> str:
 
 
 def lines_to_type(spec: str | None, backend: str | None) -> dict[str, str]:
-    """The line of code that makes a training use a compressor, for each library. It is empty for dense, which needs no
-    line.
+    """The line of code that makes a training use a compressor, for each library. The line is empty for dense, which
+    needs no line.
 
     Args:
         spec: the compressor.

@@ -71,7 +71,7 @@ def _parse_architectures(_context: click.Context, _option: click.Parameter, valu
 def command(gpu: bool, cuda_arch: tuple[int, ...], jobs: int | None, force: bool, check: bool, dry_run: bool) -> None:
     """Build Horovod for the PyTorch, TensorFlow and MPI of this environment, and install it.
 
-    The wheel is kept in the cache folder ($HVDCOMP_CACHE, or else ~/.cache/hvdcomp). It is used again for the same
+    The wheel is kept in the cache folder ($HVDCOMP_CACHE, or else ~/.cache/hvdcomp). A wheel is used again for the same
     versions of Python, frameworks, MPI and compiler.
     """
     end_with_make()

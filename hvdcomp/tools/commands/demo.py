@@ -79,9 +79,9 @@ _ENVIRONMENT = {
 def command(backend: str, seconds: float, output: Path) -> None:
     """Train with several compressors on two ranks, and compare the results in a table and a web page.
 
-    A small CNN learns images of digits. This takes a minute, or two minutes with Horovod. The ranks share this machine,
-    so compression gains little. Steps are therefore also timed between two emulated hosts with links of 100 Mb/s. If
-    this machine cannot emulate hosts, these steps are predicted.
+    A small CNN learns images of digits. The demonstration takes a minute, or two minutes with Horovod. The ranks share
+    this machine, so compression gains little. Steps are therefore also timed between two emulated hosts with links of
+    100 Mb/s. If this machine cannot emulate hosts, these steps are predicted.
     """
     for module, extra in (("torch", "torch"), ("sklearn", "train"), ("matplotlib", "train")):
         if importlib.util.find_spec(module) is None:

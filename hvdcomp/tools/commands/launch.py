@@ -19,7 +19,7 @@ _SCHEDULERS = {
 
 
 class NotLaunchedError(click.ClickException):
-    """A failure of `hvdcomp launch` itself. Its exit code is one that programs seldom return.
+    """A failure of `hvdcomp launch` itself. The exit code of this failure is one that programs seldom return.
 
     If the command line or the settings are wrong, the command raises click.UsageError instead, with exit code 2.
     """
@@ -65,8 +65,8 @@ def _with_flag(error: ConfigurationError, context: click.Context) -> str:
 class ProgramGroup(Group):
     """A group of commands. If it is called as `group [OPTIONS] -- PROGRAM [ARGUMENT]...`, it runs the program.
 
-    All words after the first `--` are the program. They are a tuple in `ctx.meta[PROGRAM]`, which is None if there is
-    no `--`. The group needs `invoke_without_command=True`.
+    All words after the first `--` are the program. These words are a tuple in `ctx.meta[PROGRAM]`, which is None if
+    there is no `--`. The group needs `invoke_without_command=True`.
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

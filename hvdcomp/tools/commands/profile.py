@@ -96,9 +96,9 @@ def command(
 
     PROGRAM is your unchanged training program. You may write the word python before PROGRAM. The program may use
     PyTorch, with DistributedDataParallel or Horovod, or TensorFlow, with Horovod's tape or optimizer. The command times
-    the program's steps. It measures the network, and each compressor on copies of the program's own gradients, and
-    carries out the exchanges of the best compressors. Then it prints the advice of `hvdcomp advise`, and the lines to
-    add to the program. The training's weights do not change.
+    the program's steps. The command measures the network, and each compressor on copies of the program's own gradients,
+    and carries out the exchanges of the best compressors. Then it prints the advice of `hvdcomp advise`, and the lines
+    to add to the program. The training's weights do not change.
     """
     # the user has also written the command that starts the program
     if re.fullmatch(r"python[\d.]*", Path(program).name):
@@ -170,8 +170,8 @@ def command(
 
 
 class _BeforeImport(MetaPathFinder):
-    """Calls a function before a module is imported for the first time. It is a finder on sys.meta_path that never finds
-    anything."""
+    """Calls a function before a module is imported for the first time. The object is a finder on sys.meta_path that
+    never finds anything."""
 
     def __init__(self, module: str, call: Callable[[], None]) -> None:
         self._module, self._call = module, call
@@ -196,7 +196,7 @@ def _run(program: str, arguments: tuple[str, ...], as_module: bool) -> None:
 def _measure(
     watched: Watched, compressors: list[Any], known: Calibration | None, seconds: float, output: Path, go_on: bool
 ) -> None:
-    """Measures, prints and saves. It is called in a step of the training, on every rank."""
+    """Measures, prints and saves. The method is called in a step of the training, on every rank."""
     from hvdcomp.perfmodel import Adviser, Setting, save
     from hvdcomp.tools.bench.carriers import carrier_on
     from hvdcomp.tools.bench.profile import profile

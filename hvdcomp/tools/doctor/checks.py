@@ -249,8 +249,8 @@ def check_gpu(facts: Facts) -> Iterator[Problem]:
 
 
 def check_toolkit(facts: Facts) -> Iterator[Problem]:
-    """Checks the CUDA toolkit. It is needed only to build Horovod for GPUs. With a CPU build of PyTorch it is not
-    needed."""
+    """Checks the CUDA toolkit. The toolkit is needed only to build Horovod for GPUs. With a CPU build of PyTorch it is
+    not needed."""
     toolkit, cuda = facts.toolkit, None if facts.torch is None else facts.torch.cuda
     if toolkit is None or cuda is None:
         return

@@ -1,5 +1,5 @@
-"""The facts that `hvdcomp doctor` collects about an environment. They are plain values, so that tests can invent any
-facts."""
+"""The facts that `hvdcomp doctor` collects about an environment. The facts are plain values, so that tests can invent
+any facts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Gathers the facts of the environment for `hvdcomp doctor`.
 
-Some actions could crash, hang or print, such as importing a framework or initialising MPI. They run in a separate
-process with a time limit. This process answers with one line of JSON.
+Some actions could crash, hang or print, such as importing a framework or initialising MPI. Such actions run in a
+separate process with a time limit. This process answers with one line of JSON.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ def find_infiniband(devices: Path = Path("/sys/class/infiniband")) -> InfiniBand
 
 
 def gather() -> Facts:
-    """Gathers all facts. This takes 5 to 20 seconds if both frameworks are installed."""
+    """Gathers all facts. The function takes 5 to 20 seconds if both frameworks are installed."""
     torch, tensorflow = _torch(), _tensorflow()
     horovod = installed_version("horovod")
     importable = [name for name, facts in (("torch", torch), ("tensorflow", tensorflow)) if facts and not facts.error]

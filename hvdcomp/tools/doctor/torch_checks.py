@@ -82,6 +82,6 @@ def _names(text: str) -> list[str]:
 
 
 def _stops(facts: Facts) -> bool:
-    """Whether a failure of torch.distributed prevents training. It does not if Horovod is installed and the launcher's
-    variables do not name torch.distributed."""
+    """Whether a failure of torch.distributed prevents training. The failure does not prevent training if Horovod is
+    installed and the launcher's variables do not name torch.distributed."""
     return facts.horovod is None or facts.by_torch

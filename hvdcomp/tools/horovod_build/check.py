@@ -1,4 +1,4 @@
-"""Checks an installed Horovod. Its extensions must load, and two real ranks must run on this machine."""
+"""Checks an installed Horovod. The extensions of Horovod must load, and two real ranks must run on this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TIMEOUT = 180.0  # seconds; a check takes 3 to 15 s
 
 
 def load_extension(framework: str) -> None:
-    """Imports Horovod for a framework, and resolves all symbols of its extension. This needs no GPU.
+    """Imports Horovod for a framework, and resolves all symbols of its extension. This check needs no GPU.
 
     Args:
         framework: "torch" or "tensorflow".

@@ -1,7 +1,7 @@
 """The edits that the sources of Horovod 0.28.1 need to work with current frameworks. Each edit has a condition and a
 reason.
 
-The edits do not change Horovod's behaviour. They set the C++ standard, replace functions that newer frameworks and
+The edits do not change Horovod's behaviour. The edits set the C++ standard, replace functions that newer frameworks and
 Python versions no longer have, make the Keras callbacks use tf_keras, and disable the search for CUDA in a build for
 CPU.
 """
@@ -159,7 +159,7 @@ def applicable_edits(environment: Environment, gpu: bool) -> list[Edit]:
 
 
 def digest(edits: Sequence[Edit]) -> str:
-    """A short hash of the edits. It is part of the wheel's key in the cache."""
+    """A short hash of the edits. The hash is part of the wheel's key in the cache."""
     changes = json.dumps([astuple(edit)[:3] for edit in edits])
     return hashlib.sha256(changes.encode()).hexdigest()[:12]
 

@@ -174,7 +174,8 @@ def find_torch_cuda() -> str | None:
 
 
 def find_cuda_toolkit() -> CudaToolkit | None:
-    """The CUDA toolkit. It is searched in $HOROVOD_CUDA_HOME, $CUDA_HOME, $CUDA_PATH, PATH and /usr/local/cuda."""
+    """The CUDA toolkit. The toolkit is searched in $HOROVOD_CUDA_HOME, $CUDA_HOME, $CUDA_PATH, PATH and
+    /usr/local/cuda."""
     homes = [os.environ.get(name) for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")]
     named = [f"{home}/bin/nvcc" for home in homes if home]
     for nvcc in (*named, shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"):
@@ -208,7 +209,7 @@ def _find_cpu_flags() -> tuple[str, ...]:
 
 
 def find_environment() -> Environment:
-    """Collects the environment. This takes a fraction of a second."""
+    """Collects the environment. The function takes a fraction of a second."""
     toolkit = find_cuda_toolkit()
     return Environment(
         python=platform.python_version(),

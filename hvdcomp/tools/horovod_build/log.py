@@ -1,4 +1,5 @@
-"""Reads the output of a build. It finds the progress and, after a failure, the first relevant error and a hint."""
+"""Reads the output of a build. This module finds the progress and, after a failure, the first relevant error and a
+hint."""
 
 from __future__ import annotations
 

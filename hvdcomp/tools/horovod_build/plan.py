@@ -1,5 +1,5 @@
-"""Plans the build of Horovod. It refuses unsuitable environments, and determines the variables of the build and the
-name of the cache entry.
+"""Plans the build of Horovod. The plan refuses unsuitable environments, and determines the variables of the build and
+the name of the cache entry.
 
 The plan depends only on an `Environment` and `Options`. Nothing is run or written, so `--dry-run` can print the plan,
 and tests can check it.
@@ -68,7 +68,7 @@ class Plan:
         return ["mpi", "gloo"] if self.variables.get("HOROVOD_WITH_MPI") == "1" else ["gloo"]
 
     def record(self) -> dict[str, object]:
-        """The record of the build. It is stored next to the wheel, and in the wheel."""
+        """The record of the build. The record is stored next to the wheel, and in the wheel."""
         return {
             "key": self.key,
             "horovod": HOROVOD_VERSION,

@@ -93,7 +93,7 @@ def build_wheel(cache: Path, plan: Plan, jobs: int, report: Callable[[Progress],
 
 
 def _publish(result: Path, entry: Path) -> None:
-    """Moves the finished folder into the cache. It replaces an earlier build with the same key."""
+    """Moves the finished folder into the cache. The moved folder replaces an earlier build with the same key."""
     if entry.exists():
         entry.rename(result.parent / "replaced")
     result.rename(entry)

@@ -1,5 +1,5 @@
-"""Runs a training program on a cluster through the cluster's scheduler. It reads settings, submits a job, and follows
-the job.
+"""Runs a training program on a cluster through the cluster's scheduler. `hvdcomp launch` reads settings, submits a job,
+and follows the job.
 
 `job` has the settings that all schedulers share, and reads the settings file. `scheduler` is the protocol of a
 scheduler. Kubernetes and Slurm each have their own package. `promise` is the agreement between a launcher and a

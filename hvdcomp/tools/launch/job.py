@@ -99,7 +99,7 @@ def check_name(name: str) -> None:
 
 
 def _check_text(setting: str, text: str) -> None:
-    """Checks text that is passed to a process. It must not contain NUL, because arguments and variables end with
+    """Checks text that is passed to a process. The text must not contain NUL, because arguments and variables end with
     NUL."""
     if "\0" in text:
         raise ConfigurationError(f"{setting}: {text!r} has a NUL character, which no process can receive: remove it")
@@ -142,7 +142,7 @@ def read_settings(
         flags: values by field name, for fields of Job or of `kind`. None means "not given". Flags override the file.
             For a mapping, they override single entries.
         ranks_of: a function that computes the number of ranks from the given fields of `kind`, if `ranks` is not given.
-            It returns None if these fields do not determine the number.
+            The function returns None if these fields do not determine the number.
 
     Raises:
         MissingSettingsError: if required settings are not given. The message names all of them.

@@ -1,8 +1,9 @@
 """The program that starts each rank of a launched job: `python3 -m hvdcomp.tools.launch.rank`.
 
-The training program and its arguments are a JSON list in HVDCOMP_COMMAND. They are not on the command line of `mpirun`,
-because `mpirun` interprets arguments of the program as its own options. It splits arguments at ":", and puts `--mca
-NAME VALUE` on a command line that a shell interprets on every host. Environment variables reach the ranks unchanged.
+The training program and its arguments are a JSON list in HVDCOMP_COMMAND. The program and its arguments are not on the
+command line of `mpirun`, because `mpirun` interprets arguments of the program as its own options. `mpirun` splits
+arguments at ":", and puts `--mca NAME VALUE` on a command line that a shell interprets on every host. Environment
+variables reach the ranks unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ COMMAND = "HVDCOMP_COMMAND"
 
 
 def to_variable(command: Sequence[str]) -> str:
-    """The command as a value of HVDCOMP_COMMAND. It is in ASCII, so that it does not depend on the locale."""
+    """The command as a value of HVDCOMP_COMMAND. The value is in ASCII, so that it does not depend on the locale."""
     return json.dumps(list(command))
 
 

@@ -1,7 +1,7 @@
 """The protocol of a scheduler. Slurm and Kubernetes implement it.
 
-To add a scheduler, write a package next to the existing ones. It has settings, which `job.read_settings` reads from the
-table with the name of the scheduler, a `Scheduler`, and commands.
+To add a scheduler, write a package next to the existing ones. The package has settings, which `job.read_settings` reads
+from the table with the name of the scheduler, a `Scheduler`, and commands.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class JobState(Protocol):
 
 
 class Scheduler(Protocol[Settings, Job]):
-    """A scheduler. It is generic in the type of the settings, and in the type of a reference to a submitted job.
+    """A scheduler. The class is generic in the type of the settings, and in the type of a reference to a submitted job.
 
     Every method may raise SchedulerError.
     """

@@ -185,7 +185,7 @@ def _styled(section: Section) -> Iterator[tuple[Group, dict[str, Any]]]:
 
 
 def _figure(section: Section) -> tuple[Figure, Axes]:
-    """A figure with the legend of all series below it. It is not wider than a phone can show."""
+    """A figure with the legend of all series below it. The figure is not wider than a phone can show."""
     labels = [_legend_label(group) for group in section.groups]
     columns = max(1, min(3, _LEGEND_WIDTH // (max(map(len, labels)) + 8)))
     figure = Figure(figsize=(HALF_WIDTH, 3.8 + 0.22 * (len(labels) // columns)), layout="constrained")
@@ -272,8 +272,8 @@ def _draw_times(section: Section) -> Figure:
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """The centred running mean over a fiftieth of the steps (fewer at both ends). It is NaN at steps with a missing
-    value."""
+    """The centred running mean over a fiftieth of the steps (fewer at both ends). The mean is NaN at steps with a
+    missing value."""
     is_finite = np.isfinite(values)
     sums = np.cumsum(np.concatenate([[0.0], np.where(is_finite, values, 0.0)]))
     counts = np.cumsum(np.concatenate([[0], is_finite]))

@@ -19,7 +19,7 @@ _MORE = 1.1  # a sentence is written only if the bytes differ by at least this f
 
 
 def headline(section: Section) -> list[str]:
-    """The sentences that summarize a section. There are none for a single run.
+    """The sentences that summarize a section. The result is empty for a single run.
 
     The first sentences name the series that reached the target first, and the series that sent the fewest bytes to
     reach the target. Without targets, they name the series that sent the fewest bytes, and the series with the best
@@ -36,7 +36,7 @@ def headline(section: Section) -> list[str]:
 
 def _at_target(section: Section) -> Iterator[str]:
     """The sentences that name the series that reached the target first, and the series that reached it with the fewest
-    bytes. There are none unless all series have the same work and target."""
+    bytes. The result is empty unless all series have the same work and target."""
     groups = [group for group in section.groups if group.target is not None]
     reached = [group for group in groups if group.always_reached]
     if len({(group.work, group.target) for group in groups}) != 1 or len(reached) < 2:

@@ -1,5 +1,5 @@
-"""Writes a report to a folder. It consists of report.html, which needs no other files and no network, of report.json,
-report.csv and series.csv, and of each figure as PNG and SVG."""
+"""Writes a report to a folder. A report consists of report.html, which needs no other files and no network, of
+report.json, report.csv and series.csv, and of each figure as PNG and SVG."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ _AVERAGED = (
 
 @dataclass(eq=False)
 class Section:
-    """The groups with the same model and data. They share a table and curves. The speed of each group is compared with
-    the group `reference`. Default: dense training."""
+    """The groups with the same model and data. The groups of a section share a table and curves. The speed of each
+    group is compared with the group `reference`. Default: dense training."""
 
     model: str | None
     data: str | None
@@ -179,7 +179,7 @@ def make_sections(runs: Iterable[Run], baseline: str | None = None, turns: Turns
         runs: runs of any models and data.
         baseline: the name or the spec of the run with which the speed of the others is compared. Default: the spec
             "none".
-        turns: steps that were measured alternately. They replace the step times of matching runs.
+        turns: steps that were measured alternately. These steps replace the step times of matching runs.
 
     Raises:
         RunError: if no run is called `baseline`, or `turns` matches no run.

@@ -1,8 +1,8 @@
 """Step times that were measured in alternating steps, and the predictions of the performance model for other networks.
 
-`python -m hvdcomp.tools.bench.compare_worker` writes the file. It has a calibration of a model, and real steps of this
-model with several compressors. The compressors alternate after a few steps, so other programs on the machine disturb
-all of them equally. Step times of trainings that ran one after the other cannot be compared.
+`python -m hvdcomp.tools.bench.compare_worker` writes the file. The file has a calibration of a model, and real steps of
+this model with several compressors. The compressors alternate after a few steps, so other programs on the machine
+disturb all of them equally. Step times of trainings that ran one after the other cannot be compared.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Turns:
     Attributes:
         model, data, world_size, batch_size: the training to which the steps belong.
         ms: the measured median step time, by spec.
-        predicted_ms: the reliable predictions, by spec and then by key of RATES. They are medians over all
+        predicted_ms: the reliable predictions, by spec and then by key of RATES. The predictions are medians over all
             calibrations.
         calibrations: the number of successive calibrations.
         noise: the relative error of the reliable predictions. Smaller differences have no meaning.

@@ -1,4 +1,5 @@
-"""The reference training program, `hvdcomp train`. It trains known models on known data with compressed gradients.
+"""The reference training program, `hvdcomp train`. The program trains known models on known data with compressed
+gradients.
 
 `options` describes a run. `frameworks` and `data` create the model and the data, `trainer` prepares the run on all
 ranks, and `run` has the training loop. `outputs` writes the files, and `reporter` shows the progress. Programs that use

@@ -1,7 +1,7 @@
 """Checks a run before its framework is imported and its ranks are connected, because both take long.
 
-If an error does not depend on the rank, each rank raises it. Only rank 0 uses the files. It checks them here only if
-the launcher ends the other ranks after an error. Otherwise the files are checked after the ranks are connected.
+If an error does not depend on the rank, each rank raises it. Only rank 0 uses the files. Rank 0 checks the files here
+only if the launcher ends the other ranks after an error. Otherwise the files are checked after the ranks are connected.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SECONDS = 10.0  # how long other ranks wait for rank 0 to start
 def check(options: TrainingOptions) -> None:
     """Checks the options with their specs, and on rank 0 the output and the policy's calibration.
 
-    It does nothing if the ranks are already connected, because they then check everything together.
+    The function does nothing if the ranks are already connected, because the ranks then check everything together.
 
     Raises:
         SetupError, SpecError, ConfigurationError: if an option, a spec or a file is wrong.
@@ -54,8 +54,8 @@ def let_rank_0_speak() -> None:
     """Makes sure that only rank 0 prints an error that all ranks have found. Call it before the error is raised.
 
     Most launchers end all ranks when the first rank ends. So the other ranks wait some seconds until rank 0 ends. If
-    the launcher does not end them, they also print the error. Elastic Horovod does not end ranks. It waits for all of
-    them.
+    the launcher does not end them, they also print the error. Elastic Horovod does not end ranks. Elastic Horovod waits
+    for all ranks.
     """
     if rank_so_far() == 0:
         return

@@ -3,8 +3,8 @@
 A checkpoint is a folder `step-N` with files from all ranks. The files contain the model, the optimizer, the
 compression, and the position of the run. The folder is first written with another name. When all ranks have written
 their part, it is renamed, so a folder `step-N` is always complete. Only then are older checkpoints removed, except the
-previous one. The file SHA256SUMS, in the format of `sha256sum`, contains the digests of all other files. They are
-checked before a run resumes. If the newest checkpoint is damaged, all ranks use the previous one.
+previous one. The file SHA256SUMS, in the format of `sha256sum`, contains the digests of all other files. The digests
+are checked before a run resumes. If the newest checkpoint is damaged, all ranks use the previous one.
 
 A run may resume with another number of ranks. Each rank then uses the files of several old ranks (`sources`).
 """
@@ -83,12 +83,13 @@ class Checkpoints:
     """The checkpoints of a run.
 
     Args:
-        options: the options. They name the folder, which all hosts must share.
+        options: the options. The options name the folder, which all hosts must share.
         facts: values, as JSON data, that must be the same in a resumed run and in the saved run.
         ranks: the ranks of the run.
 
     Attributes:
-        damaged: the errors of checkpoints that are newer than the one that was found. They are the same on all ranks.
+        damaged: the errors of checkpoints that are newer than the one that was found. The errors are the same on all
+            ranks.
         old_ranks: the number of ranks that have saved the checkpoint that was found.
     """
 

@@ -128,7 +128,8 @@ def _noisy(data: DataSet, fraction: float, seed: int) -> np.ndarray:
 
 
 def steps_per_epoch(samples: int, world_size: int, batch_size: int, passes: int) -> int:
-    """The number of optimizer steps of an epoch. It is the same on every rank. An incomplete last step is left out.
+    """The number of optimizer steps of an epoch. The number is the same on every rank. An incomplete last step is left
+    out.
 
     Raises:
         SetupError: if there are not enough samples for a step.
@@ -159,8 +160,8 @@ def evaluation_shard(samples: int, world_size: int, rank: int) -> np.ndarray:
 
 
 def _shuffle(count: int, seed: int, stream: int) -> np.ndarray:
-    """The numbers below `count` in a random order. It is the order of `torch.randperm`, which the published results
-    used.
+    """The numbers below `count` in a random order. The order is the order of `torch.randperm`, which the published
+    results used.
 
     References: Durstenfeld, Algorithm 235: Random permutation, 1964, with the 32-bit numbers of a Mersenne twister.
     """

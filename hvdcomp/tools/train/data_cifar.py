@@ -1,7 +1,7 @@
 """Reads CIFAR-10 and CIFAR-100 from a folder, in the published Python or binary form.
 
-The Python form is a set of pickles. They are read with an unpickler that only accepts NumPy arrays and bytes, so a
-malicious file cannot run code.
+The Python form is a set of pickles. The pickles are read with an unpickler that only accepts NumPy arrays and bytes, so
+a malicious file cannot run code.
 
 References: Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009.
 """
@@ -162,8 +162,8 @@ def _encode(text: str, encoding: str) -> bytes:
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """An unpickler that only reads plain Python values, bytes and NumPy arrays. It refuses all other functions and
-    classes."""
+    """An unpickler that only reads plain Python values, bytes and NumPy arrays. The unpickler refuses all other
+    functions and classes."""
 
     _ALLOWED = {  # noqa: RUF012 - a constant
         ("numpy.core.multiarray", "_reconstruct"): _reconstruct,

@@ -2,9 +2,9 @@
 Challenge.
 
 A line has 40 fields, which are separated by tabs: the label (0 or 1), 13 integers, and 26 categories as hexadecimal
-numbers of 32 bits. All fields except the label may be missing. An integer n becomes log(1 + n). It becomes 0 if it is
-negative or missing. A category becomes the row 1 + category mod (rows - 1) of its table. A missing category becomes row
-0.
+numbers of 32 bits. All fields except the label may be missing. An integer n becomes log(1 + n). An integer becomes 0 if
+it is negative or missing. A category becomes the row 1 + category mod (rows - 1) of its table. A missing category
+becomes row 0.
 
 References: Naumov et al., Deep Learning Recommendation Model for Personalization and Recommendation Systems, 2019,
 section 5.
@@ -31,8 +31,8 @@ _HELD_BACK = 7  # the file has seven days
 
 
 def load(folder: Path | None, rows: int, samples: int | None) -> DataSet:
-    """Reads the file. Its lines are in the order of time. The last seventh is held back, and its lines are used
-    alternately for validation and for testing.
+    """Reads the file. The lines of the file are in the order of time. The last seventh is held back, and its lines are
+    used alternately for validation and for testing.
 
     Args:
         folder: the value of --data-dir.

@@ -38,7 +38,8 @@ def load() -> DataSet:
 
 
 def _smooth_function(z: np.ndarray, draws: np.random.Generator) -> np.ndarray:
-    """The outputs (N,) of a network with random weights and two hidden layers. Their standard deviation is 1."""
+    """The outputs (N,) of a network with random weights and two hidden layers. The standard deviation of the outputs is
+    1."""
     hidden = z
     for gain, width in ((1.5, 32), (2.0, 16)):
         weights = draws.standard_normal((hidden.shape[1], width)) / np.sqrt(hidden.shape[1])

@@ -1,8 +1,8 @@
 """Text for language models: WikiText-2 or the Penn Treebank from a folder, or the source of Python's standard library.
 
-The vocabulary comes from the training part. It turns a text into token ids, and unknown tokens become `<unk>`. The ids
-are cut into sequences of equal length. The targets of a sequence are the ids one position further. Every sequence is a
-sample, so sequences are shuffled and distributed to the ranks like images.
+The vocabulary comes from the training part. The vocabulary turns a text into token ids, and unknown tokens become
+`<unk>`. The ids are cut into sequences of equal length. The targets of a sequence are the ids one position further.
+Every sequence is a sample, so sequences are shuffled and distributed to the ranks like images.
 
 References: Merity et al., Pointer Sentinel Mixture Models, 2017 (WikiText-2); Mikolov et al., Recurrent
 neural network based language model, 2010 (the Penn Treebank as prepared there).
@@ -79,7 +79,7 @@ def _read_words(path: Path, title: str, files: list[str]) -> list[str]:
 
 
 def standard_library(size: int | None, unit: str, length: int | None) -> DataSet:
-    """The source of the standard library of the running Python. It is real text that needs no download.
+    """The source of the standard library of the running Python. The source is real text that needs no download.
 
     Files are read in the order of their names, up to `size` characters in total. The last tenth of each file is for
     testing. The text depends on the version of Python, and so does every result.

@@ -1,10 +1,10 @@
-"""A data set in memory. It consists of NumPy arrays of training, validation and test samples, and of properties that
-models need.
+"""A data set in memory. A data set consists of NumPy arrays of training, validation and test samples, and of properties
+that models need.
 
-Images have the shape (N, channels, size, size), signals (N, channels, size), and rows of features (N, channels). Their
-labels are integers (N,), or, in a regression, their targets are floats (N,). Text consists of token ids (N, length),
-and its targets are the ids one position further, (N, length). Numbers to sort are also token ids, and their targets are
-the sorted ids.
+Images have the shape (N, channels, size, size), signals (N, channels, size), and rows of features (N, channels). The
+labels of the samples are integers (N,), or, in a regression, their targets are floats (N,). Text consists of token ids
+(N, length), and its targets are the ids one position further, (N, length). Numbers to sort are also token ids, and
+their targets are the sorted ids.
 """
 
 from __future__ import annotations

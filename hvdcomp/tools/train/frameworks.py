@@ -9,7 +9,7 @@ from hvdcomp.tools.train.options import SIMULATED
 
 
 def learner_class(framework: str, backend: str = "horovod", fsdp: bool = False) -> type[Learner]:
-    """The learner class for a framework and a backend. Both are imported only here.
+    """The learner class for a framework and a backend. The framework and the backend are imported only here.
 
     Args:
         framework: one of `options.FRAMEWORKS`.
@@ -45,7 +45,7 @@ def learner_class(framework: str, backend: str = "horovod", fsdp: bool = False) 
 
 
 def build_model(name: str, *, channels: int, size: int, classes: int, framework: str = "torch") -> Any:
-    """Creates a model for data of this shape. It is a `torch.nn.Module` or a `tf_keras.Model`.
+    """Creates a model for data of this shape. The model is a `torch.nn.Module` or a `tf_keras.Model`.
 
     Args:
         name: one of `options.MODELS`. Models in `options.TORCH_MODELS` exist only in PyTorch.

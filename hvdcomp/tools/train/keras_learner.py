@@ -34,10 +34,10 @@ _ADAM_EPSILON = 1e-8  # the value in PyTorch
 class KerasLearner(Learner):
     """See `Learner`. If there are GPUs, each rank of a host uses a different GPU.
 
-    It differs from the learner for PyTorch in two ways. Keras's SGD multiplies gradients by the learning rate before
-    momentum accumulates them. So after a change of the rate, earlier gradients keep their old rate. And if a policy
-    makes the batch larger, there is still one backward pass, with a larger batch, instead of several backward passes.
-    This changes the results of normalization layers.
+    This learner differs from the learner for PyTorch in two ways. Keras's SGD multiplies gradients by the learning rate
+    before momentum accumulates them. So after a change of the rate, earlier gradients keep their old rate. And if a
+    policy makes the batch larger, there is still one backward pass, with a larger batch, instead of several backward
+    passes. A single pass with a larger batch changes the results of normalization layers.
     """
 
     first_step = "tracing the graph, which takes some seconds, or more on a busy machine ..."
@@ -141,8 +141,8 @@ class KerasLearner(Learner):
         self._compression.load_state_dict(state)
 
     def _checkpoint(self, **more: Any) -> tf.train.Checkpoint:
-        """A checkpoint. It does not contain the random state of dropout, because TensorFlow does not expose this
-        state."""
+        """A checkpoint. The checkpoint does not contain the random state of dropout, because TensorFlow does not expose
+        this state."""
         return tf.train.Checkpoint(model=self._model, optimizer=self._optimizer, **more)
 
     # Traced functions.

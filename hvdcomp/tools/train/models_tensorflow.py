@@ -1,8 +1,8 @@
 """The models of the reference training program in TensorFlow (tf_keras). `models` describes them.
 
-They compute the same as the models in PyTorch. Layers have the names of PyTorch's modules, so `stem.0/kernel:0` is
-`stem.0.weight` transposed. Images have the shape (N, channels, size, size). Inside the models, their shape is (N, size,
-size, channels), because TensorFlow's convolutions need this shape on a CPU. Initial weights have the same
+The models compute the same as the models in PyTorch. Layers have the names of PyTorch's modules, so `stem.0/kernel:0`
+is `stem.0.weight` transposed. Images have the shape (N, channels, size, size). Inside the models, their shape is (N,
+size, size, channels), because TensorFlow's convolutions need this shape on a CPU. Initial weights have the same
 distributions.
 """
 
@@ -79,7 +79,7 @@ def cnn1d(signals: Any, classes: int) -> Any:
 
 
 def gpt(tokens: Any, classes: int, length: int, size: TransformerSize) -> Any:
-    """A decoder. Its token embedding also computes the logits (`models_torch.GPT`)."""
+    """A decoder. The token embedding of the decoder also computes the logits (`models_torch.GPT`)."""
     embedding = TokenEmbedding(classes, size.width)
     x = PositionEmbedding(length, size.width)(embedding(tokens))
     for number in range(size.layers):

@@ -302,7 +302,8 @@ class Encoder(nn.Module):
 
 
 class DLRM(nn.Module):
-    """A click model. It uses the products of all pairs of vectors: one row of each table, and the dense features.
+    """A click model. The model uses the products of all pairs of vectors: one row of each table, and the dense
+    features.
 
     Inputs have the shape (N, dense + tables): the dense features, and an id for each table.
 

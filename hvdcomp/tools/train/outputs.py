@@ -88,7 +88,7 @@ def check_tensorboard() -> None:
 
 
 class RunWriter:
-    """Writes a run to a folder. It replaces an earlier run, or continues it.
+    """Writes a run to a folder. The new run replaces an earlier run, or continues it.
 
     If writing fails during the run, no exception is raised, because the other ranks would wait for this rank. The error
     is stored in `problem`, which all ranks check. Nothing is written after an error.

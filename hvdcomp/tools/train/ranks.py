@@ -89,8 +89,8 @@ class Ranks(ABC):
         self.barrier()
 
     def sum(self, values: Any, name: str) -> np.ndarray:
-        """The sum of the arrays of all ranks, which have the same shape. It has the precision of the arrays, and is
-        identical on every rank."""
+        """The sum of the arrays of all ranks, which have the same shape. The sum has the precision of the arrays, and
+        is identical on every rank."""
         return np.sum(self.gather(values, name), axis=0)
 
     def together(self, build: Callable[[], Built]) -> Built:

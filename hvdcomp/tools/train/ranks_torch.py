@@ -19,8 +19,8 @@ _PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 class TorchRanks(Ranks):
     """All ranks of torchrun, or of another launcher that sets the same variables. Without a launcher, this process is
-    the only rank. torch.distributed is initialized if necessary. It uses Gloo, and NCCL for CUDA devices unless several
-    ranks share a device.
+    the only rank. torch.distributed is initialized if necessary. torch.distributed uses Gloo, and NCCL for CUDA devices
+    unless several ranks share a device.
 
     Args:
         timeout: seconds that a rank waits for another; None for PyTorch's default.
@@ -75,7 +75,7 @@ def _libraries(store: dist.Store, size: int) -> str:
 
 
 def _start(timeout: timedelta | None) -> None:
-    """Calls `init_process_group`. This also works after a restart by torchrun."""
+    """Calls `init_process_group`. The call also works after a restart by torchrun."""
     present = [name for name in _PLACE if name in os.environ]
     if not present:
         _connect(dist.HashStore(), 0, 1, timeout)

@@ -1,4 +1,5 @@
-"""The training loop. It is the same for all frameworks and backends. A `Learner` implements the parts that differ.
+"""The training loop. The loop is the same for all frameworks and backends. A `Learner` implements the parts that
+differ.
 
 Every rank starts with the weights of rank 0, and trains on its part of the shuffled data of each epoch. All ranks end
 with the same weights. As a check, the summary has the digest of each rank's weights.
@@ -262,7 +263,7 @@ class Run:
         return (self._epoch - 1) * self._steps_per_epoch + self._taken
 
     def _next_accumulation(self) -> int:
-        """The number of batches of the next step. It is above 1 only if a policy has increased it.
+        """The number of batches of the next step. The number is above 1 only if a policy has increased it.
 
         The learning rate is set first, like a scheduler would do, because policies use it.
         """

@@ -1,4 +1,4 @@
-"""Simulated ranks (`hvdcomp train --simulate-ranks`). They are threads of one process."""
+"""Simulated ranks (`hvdcomp train --simulate-ranks`). The ranks are threads of one process."""
 
 from __future__ import annotations
 

@@ -67,7 +67,8 @@ class TorchLearner(Learner):
         torch.manual_seed(self._options.seed + self._rank * 2**31)
 
     def _new_optimizer(self) -> torch.optim.Optimizer:
-        """An optimizer for all parameters, without state. Its learning rate is set before each step."""
+        """An optimizer for all parameters, without state. The learning rate of the optimizer is set before each
+        step."""
         options, model = self._options, self._model
         decay = options.weight_decay or 0.0
         if options.optimizer == "sgd":
@@ -180,8 +181,8 @@ class TorchLearner(Learner):
 
     @property
     def _clips(self) -> bool:
-        """Whether the norm of the averaged gradient is limited. It is not limited if compressed momenta have added
-        noise."""
+        """Whether the norm of the averaged gradient is limited. The norm is not limited if compressed momenta have
+        added noise."""
         optimizer = self._optimizer
         noisy = isinstance(optimizer, CompressedAdam) and optimizer.frozen and not optimizer.refreshes
         return bool(self._options.clip_norm) and not noisy

@@ -31,8 +31,8 @@ def train(options: TrainingOptions, ranks: Ranks | None = None, warnings: Warnin
             checkpoints.
 
     Returns:
-        The summary, as in summary.json. It is the same on every rank, except for the loss and the times of the rank.
-        Its status is "finished", "diverged", or "stopped" (if a rank was told to save and stop).
+        The summary, as in summary.json. The summary is the same on every rank, except for the loss and the times of the
+        rank. The status in the summary is "finished", "diverged", or "stopped" (if a rank was told to save and stop).
 
     Raises:
         RunRefused: on every rank, if the run cannot start.
@@ -110,7 +110,7 @@ def _data(options: TrainingOptions, ranks: Ranks) -> tuple[DataSet, int]:
 
 
 def _comparable(options: TrainingOptions) -> dict[str, Any]:
-    """The options that must be the same on all ranks. These are all options except paths, which may differ between
+    """The options that must be the same on all ranks. The result has all options except paths, which may differ between
     hosts."""
     places = ("data_dir", "output", "checkpoint_folder")
     return {key: value for key, value in options.as_json().items() if key not in places}

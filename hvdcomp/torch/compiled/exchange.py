@@ -73,7 +73,7 @@ def method_of(spec: str, residuals: bool) -> Compressor:
 def check(
     tensors: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor] | None, names: Sequence[str], step: torch.Tensor
 ) -> None:
-    """Raises ConfigurationError if the arguments of a node cannot be exchanged. It does not read the values of
+    """Raises ConfigurationError if the arguments of a node cannot be exchanged. The check does not read the values of
     tensors."""
     if not len(set(names)) == len(names) == len(tensors):
         raise ConfigurationError(
@@ -209,7 +209,7 @@ _nodes: dict[tuple[Any, ...], _Node] = {}  # by everything in which nodes differ
 
 
 def _node(tensors: Mapping[str, torch.Tensor], residuals: bool, spec: str, group_name: str, seed: int) -> _Node:
-    """The node for these arguments. It is made again if the tensors or the process group have changed."""
+    """The node for these arguments. The node is made again if the tensors or the process group have changed."""
     group, key = group_of(group_name), (spec, residuals, group_name, seed, *tensors)
     known = _nodes.get(key)
     if known is None or known.group is not group or known.signature != _signature(tensors):

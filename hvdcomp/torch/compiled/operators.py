@@ -1,8 +1,8 @@
 """The operators of compiled graphs: `torch.ops.hvdcomp.allreduce_mean` and its forms for several tensors.
 
-An operator is opaque to the compiler. Its fake kernel tells the compiler the shapes of the results, and refuses invalid
-arguments when the graph is made. An operator is registered with an effect, so that the compiler keeps the operators in
-the order of the program. This order is the same on all ranks.
+An operator is opaque to the compiler. The fake kernel of an operator tells the compiler the shapes of the results, and
+refuses invalid arguments when the graph is made. An operator is registered with an effect, so that the compiler keeps
+the operators in the order of the program. This order is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def allreduce_means_with_residuals(
     names: Sequence[str],
     seed: int,
 ) -> None:
-    """Computes the means of several tensors with error feedback, and writes them to `means`. It replaces the values of
-    the residuals.
+    """Computes the means of several tensors with error feedback, and writes them to `means`. The operator replaces the
+    values of the residuals.
 
     The means are an argument because PyTorch does not functionalize an operator that changes a list of tensors and also
     returns a list.

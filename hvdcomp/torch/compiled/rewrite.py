@@ -1,12 +1,12 @@
-"""A pass over the graph of a training step. It replaces the all-reduces of gradients by compressed means.
+"""A pass over the graph of a training step. The pass replaces the all-reduces of gradients by compressed means.
 
 Tools that trace a training step, such as `make_fx` and `torch.compile`, write an all-reduce as two nodes:
 `_c10d_functional.all_reduce` begins it, and `wait_tensor` ends it. A mean is a sum with a division by the number of
 ranks before or after the sum. The pass finds these nodes, and replaces them by one node of
 `hvdcomp.torch.compiled.operators`.
 
-Tensors that are reduced one after the other share a node, so their collectives are fused. This is possible if no node
-between them uses a mean or may change a tensor.
+Tensors that are reduced one after the other share a node, so their collectives are fused. Tensors can share a node if
+no node between them uses a mean or may change a tensor.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Reduce:
 
     @property
     def tensor(self) -> Node:
-        """The node of the tensor whose mean is computed. This may be the result of another all-reduce, which was
+        """The node of the tensor whose mean is computed. The tensor may be the result of another all-reduce, which was
         replaced."""
         (summand,) = self.start.all_input_nodes
         return summand.all_input_nodes[0] if self.divides else summand

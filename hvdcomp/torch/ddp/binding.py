@@ -1,4 +1,4 @@
-"""The binding of `torch.nn.parallel.DistributedDataParallel` (DDP). It is a communication hook of DDP.
+"""The binding of `torch.nn.parallel.DistributedDataParallel` (DDP). The binding is a communication hook of DDP.
 
 When all gradients of a bucket are ready, DDP calls the hook with the bucket, and gets a future. The order of the
 buckets is the same on all ranks. A step ends when DDP has passed all trained parameters. DDP also marks one bucket as
@@ -146,7 +146,7 @@ class DDPBinding(TorchTraining):
         """Receives a bucket of DDP whose gradients are ready.
 
         Returns:
-            A future of the means. They are in the storage of the bucket.
+            A future of the means. The means are in the storage of the bucket.
         """
         names = [self._names[parameter] for parameter in bucket.parameters()]
         if self._awaited.isdisjoint(names):
@@ -224,7 +224,7 @@ class DDPBinding(TorchTraining):
 
     @torch.no_grad()
     def _end(self) -> None:
-        """Ends a step. It is called in the hook of the last bucket."""
+        """Ends a step. The method is called in the hook of the last bucket."""
         if self._checks_presence:
             self.check_presence(self._presence_check.end())
         self.refuse()
@@ -302,7 +302,7 @@ class DDPBinding(TorchTraining):
 
 @not_compiled
 def compressed_hook(binding, bucket):
-    """The hook that DDP calls. It has no annotations: DDP would compare them with types, but they are strings."""
+    """The hook that DDP calls. The hook has no annotations: DDP would compare them with types, but they are strings."""
     return binding.reduce(bucket)
 
 

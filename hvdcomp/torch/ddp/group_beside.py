@@ -22,7 +22,7 @@ _made: WeakKeyDictionary[dist.ProcessGroup, list[GroupBeside]] = WeakKeyDictiona
 class GroupBeside:
     """A second process group with the same ranks as the user's group. Only one object uses it at a time.
 
-    A group keeps its threads, connections and memory until the process ends. It is never destroyed, because
+    A group keeps its threads, connections and memory until the process ends. A group is never destroyed, because
     torch.distributed numbers groups. If the number of a group were free on only one rank, a later group would have
     different names on different ranks. Instead, a group is used again when the object that used it is freed.
 

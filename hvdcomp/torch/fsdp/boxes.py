@@ -98,7 +98,7 @@ def on_other_mesh(
 
     Args:
         states: the states that all ranks saved, read one by one.
-        own: the own part of any of these states. Its counts are continued.
+        own: the own part of any of these states. The counts in this part continue.
         boxes: the boxes that this rank has now, by parameter name.
         rank, ranks: this rank's number among the replicas, and the number of replicas.
 

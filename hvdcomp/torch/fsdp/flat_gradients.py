@@ -52,8 +52,8 @@ class FlatGradient:
     Attributes:
         name: name of the flat gradient.
         modules: the modules.
-        held: the names of the parameters in a residual, in order. These are the parameters that are trained at the
-            start, or have had a gradient since then.
+        held: the names of the parameters in a residual, in order. The names are those of the parameters that are
+            trained at the start, or have had a gradient since then.
     """
 
     def __init__(self, name: str, modules: Mapping[str, Any], ranks: int) -> None:

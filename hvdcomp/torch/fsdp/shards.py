@@ -1,4 +1,4 @@
-"""The binding of models in FSDP2 (`fully_shard`) without replicas. It replaces FSDP's reduce-scatter.
+"""The binding of models in FSDP2 (`fully_shard`) without replicas. The binding replaces FSDP's reduce-scatter.
 
 After the backward pass of a module, FSDP passes the module's flat gradient, which has one row for each rank, and gets
 this rank's row of the mean. So the exchange overlaps with the rest of the backward pass, like FSDP's own

@@ -1,10 +1,11 @@
-"""Replaces FSDP's all-gather of weights. It sends only the quantized change of the weights since the last all-gather.
+"""Replaces FSDP's all-gather of weights. This object sends only the quantized change of the weights since the last
+all-gather.
 
 Every rank keeps the result of the last all-gather. The owner of a row quantizes the difference between its weights and
 this result. All ranks, including the owner, add the decoded difference. So all ranks compute with the same bits. The
 rounding error of one gather is part of the next difference, so errors do not accumulate. The owner's shard, which the
-optimizer updates, is not rounded. These are the weight differences of SDP4Bit (Jia et al. 2024, arXiv:2410.15526,
-section 3.1).
+optimizer updates, is not rounded. The changes of the weights are the weight differences of SDP4Bit (Jia et al. 2024,
+arXiv:2410.15526, section 3.1).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class WeightChanges:
     """The all-gather of one module. FSDP calls it instead of its own all-gather.
 
     Args:
-        reducer: the `ShardReducer` of the same ranks. It has the seed, the step and the ledger.
+        reducer: the `ShardReducer` of the same ranks. The reducer has the seed, the step and the ledger.
         compressor: the compressor for changes: a `Gathering`, or a lossless compressor.
         name: name of the module.
         min_numel: modules with fewer elements are gathered uncompressed.
@@ -79,8 +80,8 @@ class WeightChanges:
 
         Args:
             row: this rank's weights (length,), of a floating-point type.
-            changed: whether the weights of any rank may have changed since the last gather. It must be the same on all
-                ranks.
+            changed: whether the weights of any rank may have changed since the last gather. The value must be the same
+                on all ranks.
         """
         own = self._reducer.communicator.rank
         if not self._gathered or (self._last.shape, self._last.dtype) != (row.shape, row.dtype):

@@ -1,13 +1,13 @@
 """The binding of the unmodified `hvd.DistributedOptimizer` of horovod.torch.
 
-Horovod calls `compress` for every gradient when the gradient becomes ready, in any order. It calls `decompress` for
-every gradient after all gradients were compressed. There are two kinds of steps, and all ranks choose the same:
+Horovod calls `compress` for every gradient when the gradient becomes ready, in any order. Horovod calls `decompress`
+for every gradient after all gradients were compressed. There are two kinds of steps, and all ranks choose the same:
 
 - cast: the plan only casts gradients. Horovod itself allreduces them, overlapped with the backward pass
   (`hvdcomp.torch.horovod.passthrough`).
-- engine: `compress` keeps the gradient, and gives Horovod a single number to allreduce. It may start collectives of the
-  engine, and never waits. The first `decompress` runs the engine. At this time it is safe to wait for the engine's
-  collectives, because every rank has already submitted all of Horovod's own collectives.
+- engine: `compress` keeps the gradient, and gives Horovod a single number to allreduce. `compress` may start
+  collectives of the engine, and never waits. The first `decompress` runs the engine. At this time it is safe to wait
+  for the engine's collectives, because every rank has already submitted all of Horovod's own collectives.
 """
 
 from __future__ import annotations

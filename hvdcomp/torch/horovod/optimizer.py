@@ -166,8 +166,8 @@ def _clash(optimizer: Any, current: int) -> str | None:
 
 
 def _is_under_way(optimizer: Any) -> bool:
-    """Whether Horovod has gradients of this optimizer for which nobody has waited. It does not matter whether their
-    exchange is complete, because ranks may see completion at different times."""
+    """Whether Horovod has gradients of this optimizer for which nobody has waited. The result does not depend on
+    whether the exchange of these gradients is complete, because ranks may see completion at different times."""
     return any(map(_is_open, (handle for handle, _ in optimizer._handles.values())))
 
 

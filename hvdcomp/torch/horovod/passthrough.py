@@ -37,7 +37,7 @@ class Passthrough:
     """The part of a binding that handles steps in which gradients are only cast.
 
     Args:
-        engine: the engine. Its plan says how each gradient is cast.
+        engine: the engine. The plan of the engine says how each gradient is cast.
         parameters: the parameters by name.
         names: finds the names of gradients.
         optimizer: Horovod's optimizer; None for another caller.

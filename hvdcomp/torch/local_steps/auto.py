@@ -105,7 +105,7 @@ def sketch(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     and Szegedy 1996; for local steps Theologitis et al. 2024, arXiv:2405.20988, section 3).
 
     Args:
-        tensors: the tensors that form the vector. They may have any shapes.
+        tensors: the tensors that form the vector. The tensors may have any shapes.
     """
     total = torch.zeros(WIDTH, dtype=torch.float64)
     for place, tensor in enumerate(tensors):

@@ -40,7 +40,7 @@ class LocalStepsBinding(TorchTraining):
         inner: the optimizer that makes local steps.
         anchors: the weights at the latest exchange, one for each parameter, in the order of the groups.
         settings: further settings that must be the same on all ranks, in addition to the settings of the compression.
-            They are read in the first step.
+            These settings are read in the first step.
         every: the number of steps between exchanges, or the spec of the rule that decides this number.
         communicator: the communicator.
     """
@@ -207,7 +207,7 @@ class LocalStepsBinding(TorchTraining):
 
 
 def local_part(tensor: Any) -> torch.Tensor:
-    """The tensor detached from autograd; for a DTensor, the part on this rank. It shares the storage."""
+    """The tensor detached from autograd; for a DTensor, the part on this rank. The result shares the storage."""
     tensor = tensor.detach()
     part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part

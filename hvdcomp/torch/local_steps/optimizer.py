@@ -97,7 +97,8 @@ class LocalSteps(torch.optim.Optimizer):
     Attributes:
         inner, outer: the two optimizers.
         every: the number of steps of the current round.
-        compression: the compression. Its ledger counts only exchanges, because local steps send nothing.
+        compression: the compression. The ledger of this compression counts only exchanges, because local steps send
+            nothing.
         in_sync: whether all ranks have the same weights now. With several fragments, a delay or a local share, this is
             true only after `exchange`.
 
@@ -191,7 +192,7 @@ class LocalSteps(torch.optim.Optimizer):
         cls, optimizer: torch.optim.Optimizer, every: int = 30, named_parameters: Any = None, **options: Any
     ) -> LocalSteps:
         """SparseLoCo (Sarfi et al. 2025, arXiv:2508.15706): sends the largest 64 of each 4096 elements with 2 bits
-        each. It uses error feedback with a decay of 0.95, and an outer SGD at rate 1 without momentum.
+        each. SparseLoCo uses error feedback with a decay of 0.95, and an outer SGD at rate 1 without momentum.
 
         Args:
             optimizer: the inner optimizer, AdamW with betas (0.9, 0.95) in the paper.
@@ -222,7 +223,7 @@ class LocalSteps(torch.optim.Optimizer):
         weights.
 
         Args:
-            optimizer: the inner optimizer. It is best to use Muon, such as `MuonWithAdamW`.
+            optimizer: the inner optimizer. The best choice is Muon, such as `MuonWithAdamW`.
             every: the number of steps between exchanges. With 1, all ranks have the same weights after every step.
             compressor: the compressor of all other tensors. Default: `EFSignSGD()`.
             named_parameters: as in `Compression`.
@@ -405,9 +406,9 @@ class LocalSteps(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the inner optimizer, with an additional key "local_steps". It contains the weights at the latest
-        exchange, the outer momentum, the number of steps since the latest exchange, an exchange that has not ended yet,
-        and the state of the compression.
+        """The state of the inner optimizer, with an additional key "local_steps". The state contains the weights at the
+        latest exchange, the outer momentum, the number of steps since the latest exchange, an exchange that has not
+        ended yet, and the state of the compression.
 
         Between two exchanges, this state and the state of the model differ between ranks. To continue bit for bit, save
         both states on every rank.
@@ -468,17 +469,17 @@ class LocalSteps(torch.optim.Optimizer):
                 optimizer.change_ranks(group)
 
         A rank that has made steps keeps its weights, its moments and its residuals. The residuals are multiplied by a
-        factor, so that they have the same weight in the mean as before. A rank that has made no step is new. It begins
-        with the outer weights and the outer momentum, with the moments of the group's first rank, and at the same step
-        of the round. A rank that is not in the new group loses its steps since its latest exchanges. If an exchange has
-        not ended, it is sent again in the new group.
+        factor, so that they have the same weight in the mean as before. A rank that has made no step is new. A new rank
+        begins with the outer weights and the outer momentum, with the moments of the group's first rank, and at the
+        same step of the round. A rank that is not in the new group loses its steps since its latest exchanges. If an
+        exchange has not ended, it is sent again in the new group.
 
         A rank that has made fewer steps than the group's first rank continues at the step number of the first rank. If
         both ranks are in the same round, the rank keeps its steps. If the first rank has made an exchange without this
         rank, this rank begins like a new rank, but keeps its residuals.
 
         Args:
-            group: the process group. Its first rank must have made a step.
+            group: the process group. The first rank of the group must have made a step.
 
         Raises:
             ConfigurationError: on every rank, if the group's first rank has not made a step.
@@ -595,6 +596,7 @@ def _require_whole(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _compression_of(compressor: Compressor, **options: Any) -> UsedCompression:
-    """Creates a `hvdcomp.Compression`. It is imported late, because this layer must not import a higher layer."""
+    """Creates a `hvdcomp.Compression`. The class is imported late, because this layer must not import a higher
+    layer."""
     compression: UsedCompression = import_module("hvdcomp").Compression(compressor, **options)
     return compression

@@ -32,7 +32,7 @@ def replicas_of(
         parameters: all parameters of the optimizer.
         mesh: the dimension of the replicas; None if the model's own mesh has this dimension.
         model: the model, if its own mesh has a dimension of replicas; otherwise None.
-        communicator: the communicator that the user has passed to `LocalSteps`. It must be None.
+        communicator: the communicator that the user has passed to `LocalSteps`. The communicator must be None.
 
     Raises:
         ConfigurationError: if `mesh` is not a single dimension of replicas, or its ranks have different shards; if FSDP

@@ -1,4 +1,4 @@
-"""The schedule of `LocalSteps`. It says after which step which parameters are exchanged."""
+"""The schedule of `LocalSteps`. The schedule says after which step which parameters are exchanged."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class Rounds(NamedTuple):
 
 
 def grouped(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Divides parameters into groups of about equal size, and returns the places of each group's parameters. It begins
-    with the largest parameter, and puts each parameter into the group that is smallest so far."""
+    """Divides parameters into groups of about equal size, and returns the places of each group's parameters. The
+    function begins with the largest parameter, and puts each parameter into the group that is smallest so far."""
     groups: list[list[int]] = [[] for _ in range(count)]
     filled = [0] * count
     for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):

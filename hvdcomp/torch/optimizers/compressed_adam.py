@@ -22,7 +22,7 @@ class Momentum:
     divided by 1 - b1.
 
     Attributes:
-        mean: m, the first moment before this step. It is the same on all ranks.
+        mean: m, the first moment before this step. The mean is the same on all ranks.
         weight: b1 / (1 - b1).
 
     Class attributes: sent_always: whether the momentum is added even if the exchange is lossless.
@@ -43,9 +43,9 @@ class Momentum:
 
 @dataclass(frozen=True)
 class LocalMomenta:
-    """The tensor that is sent instead of a gradient after local steps. It is the mean of the momenta since the last
-    exchange, weighted by their learning rates and divided by 1 - b1. The optimizer gets the mean of these tensors over
-    the ranks.
+    """The tensor that is sent instead of a gradient after local steps. The tensor is the mean of the momenta since the
+    last exchange, weighted by their learning rates and divided by 1 - b1. The optimizer gets the mean of these tensors
+    over the ranks.
 
     Attributes:
         mean: m of this rank before this step.
@@ -93,8 +93,8 @@ class CompressedAdam(torch.optim.AdamW):
     After that, `clip_grad_norm_` would see the noise of the compression, which is larger than the gradient.
 
     With `local_steps` above 1, each rank makes this number of steps with its own momentum. Then the ranks exchange the
-    mean of the momenta since the last exchange, and all ranks apply this mean to the weights of the last exchange.
-    These are the local steps of 0/1 Adam (Lu et al. 2023, arXiv:2202.06009, algorithm 1), with a fixed number of local
+    mean of the momenta since the last exchange, and all ranks apply this mean to the weights of the last exchange. Such
+    steps are the local steps of 0/1 Adam (Lu et al. 2023, arXiv:2202.06009, algorithm 1), with a fixed number of local
     steps between exchanges. Between two exchanges, weights differ between ranks. Therefore save and evaluate when
     `in_sync` is true. To accumulate the gradients of several backward passes, run all passes except the last inside
     DistributedDataParallel's `no_sync()`.
@@ -248,7 +248,7 @@ class CompressedAdam(torch.optim.AdamW):
         return max((int(state["step"]) for state in self.state.values()), default=0)
 
     def at_latest_exchange(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The value of a parameter at the latest exchange. It is the same on all ranks."""
+        """The value of a parameter at the latest exchange. The value is the same on all ranks."""
         return self.state[parameter].get("anchor", parameter) if self._is_frozen(parameter) else parameter
 
     def momenta(self) -> dict[torch.Tensor, Momentum | LocalMomenta]:

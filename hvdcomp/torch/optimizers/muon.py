@@ -21,8 +21,8 @@ _WAYS = (
 
 
 def hidden_matrices(model: nn.Module, head: nn.Module | Iterable[nn.Module] | None = None) -> dict[str, nn.Parameter]:
-    """The hidden matrices of a model, which Muon should train. These are the two-dimensional parameters of all layers
-    of the kinds `Linear`, `LSTM` (`GRU`, `RNN`) and `MultiheadAttention`, except the head.
+    """The hidden matrices of a model, which Muon should train. The hidden matrices are the two-dimensional parameters
+    of all layers of the kinds `Linear`, `LSTM` (`GRU`, `RNN`) and `MultiheadAttention`, except the head.
 
     AdamW should train all other parameters: the head, embeddings (even if a linear layer shares the weight), kernels of
     convolutions, norms, biases, and parameters of other kinds of modules.
@@ -68,9 +68,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
         optimizer = hvdcomp.torch.MuonWithAdamW(model, lr=8e-3)
 
-    It is a single optimizer, because Horovod, `LocalSteps`, schedulers, a GradScaler and checkpoints expect a single
-    optimizer. Inside, PyTorch's two optimizers share its parameter groups and its state. So the weights are the same,
-    bit for bit, as with two separate optimizers. Muon's steps are scaled to the size of AdamW's steps
+    `MuonWithAdamW` is a single optimizer, because Horovod, `LocalSteps`, schedulers, a GradScaler and checkpoints
+    expect a single optimizer. Inside, PyTorch's two optimizers share its parameter groups and its state. So the weights
+    are the same, bit for bit, as with two separate optimizers. Muon's steps are scaled to the size of AdamW's steps
     (`adjust_lr_fn="match_rms_adamw"`; Liu et al. 2025, arXiv:2502.16982, section 2.2), so that both can use the same
     learning rate.
 

@@ -23,8 +23,8 @@ class Share(NamedTuple):
 
     Attributes:
         keys: the keys of the rows that this rank updates.
-        start: a function that starts the exchange. Its arguments are this rank's rows of each table, the ranks, and the
-            name of a collective. It returns a function that waits for the means.
+        start: a function that starts the exchange. The arguments of this function are this rank's rows of each table,
+            the ranks, and the name of a collective. `start` returns a function that waits for the means.
     """
 
     keys: torch.Tensor

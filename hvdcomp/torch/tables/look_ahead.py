@@ -62,8 +62,8 @@ class LookAhead:
     has a position, the position is ahead of the training. So save the number of steps instead of the position.
 
     Args:
-        loader: an iterable of batches. It must have the same number of batches on each rank. Each iteration starts the
-            loader again.
+        loader: an iterable of batches. The loader must have the same number of batches on each rank. Each iteration
+            starts the loader again.
         rows: the `RowExchange` or `ShardedTables`, all in the host's memory and with sparse=True.
         optimizer: an optimizer that has only these tables. Use `torch.optim.SGD` without momentum,
             `torch.optim.Adagrad` without lr_decay (both without weight_decay), or `RowWiseAdagrad`.
@@ -255,8 +255,8 @@ class LookAhead:
             self._defer(fetched.keys, fetched.install)
 
     def _turn(self, what: str) -> str:
-        """A name for a collective of this step. It differs from the names of earlier steps, whose collectives may still
-        run."""
+        """A name for a collective of this step. The name differs from the names of earlier steps, whose collectives may
+        still run."""
         return f"{self._name}.{what}.{self._steps % (self.batches + 2)}"
 
     def _defer(self, keys: torch.Tensor, update: Callable[[], None]) -> None:

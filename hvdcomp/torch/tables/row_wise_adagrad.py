@@ -12,8 +12,8 @@ from hvdcomp.torch.tables.rows import rows_of
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):
-    """Adagrad for embedding tables. It keeps one sum of squares for each row, and `torch.optim.Adagrad` keeps one for
-    each weight (Mudigere et al. 2022, arXiv:2104.05158). The rule is the same as in FBGEMM and TorchRec:
+    """Adagrad for embedding tables. This optimizer keeps one sum of squares for each row, and `torch.optim.Adagrad`
+    keeps one for each weight (Mudigere et al. 2022, arXiv:2104.05158). The rule is the same as in FBGEMM and TorchRec:
 
         sum of the row += mean of the squares of its gradient
         row -= lr * gradient / (sqrt(sum of the row) + eps)

@@ -48,10 +48,10 @@ class RowExchange:
             this magnitude. The mean is rounded in the same way a second time. Rounding errors are not kept. Default:
             the table's own type.
         ratio: the share of a gradient's rows, above 0, that a rank sends, rounded up. The rank sends the rows with the
-            largest norms. It keeps the other rows in float32, and adds them to its next gradients (error feedback, as
-            with `TopK`). The kept rows can take as much memory as the table in float32. Do not use `ratio` with a
-            `torch.amp.GradScaler`. The kept rows have the scale of their step, and if the scaler skips a step, the rows
-            that were sent in this step are lost. Default: all rows.
+            largest norms. The rank keeps the other rows in float32, and adds them to its next gradients (error
+            feedback, as with `TopK`). The kept rows can take as much memory as the table in float32. Do not use `ratio`
+            with a `torch.amp.GradScaler`. The kept rows have the scale of their step, and if the scaler skips a step,
+            the rows that were sent in this step are lost. Default: all rows.
         communicator: the communicator of the ranks. Default: all ranks of torch.distributed, or all ranks of Horovod if
             torch.distributed was not started.
 

@@ -118,8 +118,8 @@ class ShardedTables:
                 this rank owns.
 
         Returns:
-            A function that waits for the rows. It returns a list for each table. For each array of the table, the list
-            has the entries of the ids that this rank wants.
+            A function that waits for the rows. This function returns a list for each table. For each array of the
+            table, the list has the entries of the ids that this rank wants.
         """
         size, rank = ranks.world_size, ranks.rank
         row_bytes = [sum(array.new_empty(1, *array.shape[1:]).nbytes for array in arrays) for arrays in owned]
@@ -160,8 +160,8 @@ class ShardedTables:
 
         Args:
             states: the states of the old ranks, in the order of the ranks. A state is a dictionary, which may be
-                nested, of tensors with an entry for each owned row. It can be `{name: state[name] for name in
-                rows.tables}` from a state of the model, or the state of the optimizer.
+                nested, of tensors with an entry for each owned row. Such a dictionary can be `{name: state[name] for
+                name in rows.tables}` from a state of the model, or the state of the optimizer.
 
         Example:
             >>> old = [{"items.weight": torch.tensor([[0.0], [2.0]])}, {"items.weight": torch.tensor([[1.0], [3.0]])}]

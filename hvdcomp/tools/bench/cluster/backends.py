@@ -1,8 +1,8 @@
 """The environment variables that the ranks of a run need to find each other, as the launcher of each backend sets them.
 
-A backend is a function that is called on host0. It may start a server there to which the ranks connect. Its arguments
-are the number of hosts and the number of ranks on each host. It returns the variables of every rank, in the order of
-ranks. The ranks of a host are consecutive.
+A backend is a function that is called on host0. A backend may start a server there to which the ranks connect. The
+arguments of a backend are the number of hosts and the number of ranks on each host. A backend returns the variables of
+every rank, in the order of ranks. The ranks of a host are consecutive.
 """
 
 from __future__ import annotations

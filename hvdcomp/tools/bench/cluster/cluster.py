@@ -24,9 +24,9 @@ _numbers = itertools.count(1)  # numbers for the names of this process's cluster
 class Cluster:
     """Emulated hosts, which exist from `with` to the end of its block.
 
-    At the end of the block, the processes of the hosts are ended, and the hosts are removed. This also happens after an
-    exception, Ctrl-C, SIGTERM or SIGHUP, because these signals raise SystemExit in the block (in the main thread of a
-    program). If the process is killed, the next cluster removes the remains.
+    At the end of the block, the processes of the hosts are ended, and the hosts are removed. The hosts are also removed
+    after an exception, Ctrl-C, SIGTERM or SIGHUP, because these signals raise SystemExit in the block (in the main
+    thread of a program). If the process is killed, the next cluster removes the remains.
 
     Args:
         hosts: the number of hosts, 2 to 64.

@@ -1,9 +1,9 @@
 """Starts a program under Horovod or torch.distributed on the hosts of a cluster, with Gloo.
 
-Horovod can use Gloo or MPI between hosts. This module uses Gloo for two reasons. Its allreduce is the usual ring (each
-host sends 2(n-1)/n times the gradient). And a waiting rank sleeps instead of spinning, which is important if all ranks
-share a few cores. horovodrun would need an ssh server on every host, and torchrun a process on every host. Instead,
-`ranks` runs on host0 and starts the ranks.
+Horovod can use Gloo or MPI between hosts. This module uses Gloo for two reasons. Gloo's allreduce is the usual ring
+(each host sends 2(n-1)/n times the gradient). And a waiting rank sleeps instead of spinning, which is important if all
+ranks share a few cores. horovodrun would need an ssh server on every host, and torchrun a process on every host.
+Instead, `ranks` runs on host0 and starts the ranks.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _VARIABLES = {
 
 
 def variables(extra: Mapping[str, str] | None) -> dict[str, str]:
-    """The environment of the ranks. It is the environment of this process, with the folder of this Python first in
-    PATH, with defaults, and with `extra`."""
+    """The environment of the ranks. The result is the environment of this process, with the folder of this Python first
+    in PATH, with defaults, and with `extra`."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return {**_VARIABLES, **os.environ, "PATH": path, **(extra or {})}
 

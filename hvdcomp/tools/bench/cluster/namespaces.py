@@ -77,7 +77,7 @@ def namespace(cluster: str, host: int) -> str:
 
 
 def address(host: int) -> str:
-    """The IPv4 address of a host. It is the same in every cluster, because clusters are separate networks."""
+    """The IPv4 address of a host. The address is the same in every cluster, because clusters are separate networks."""
     return f"10.77.0.{host + 1}"
 
 
@@ -115,7 +115,7 @@ def _shape(name: str, interface: str, rate: str) -> None:
 
 
 def remove(cluster: str) -> None:
-    """Ends the processes of a cluster's hosts, and removes the hosts. This also works if the cluster is not
+    """Ends the processes of a cluster's hosts, and removes the hosts. The function also works if the cluster is not
     complete."""
     stop_processes(cluster)
     for name in existing(cluster):

@@ -1,4 +1,5 @@
-"""A program that runs on host0. It starts the ranks of a training on all hosts, connects them, and waits for them.
+"""A program that runs on host0. The program starts the ranks of a training on all hosts, connects them, and waits for
+them.
 
     python -m hvdcomp.tools.bench.cluster.ranks BACKEND CLUSTER HOSTS RANKS_PER_HOST COMMAND...
 

@@ -1,4 +1,4 @@
-"""Records of the clusters of this machine. They show whether a process uses a cluster.
+"""Records of the clusters of this machine. The records show whether a process uses a cluster.
 
 Each cluster has a record in /run. The record is created before the first namespace of the cluster, and removed after
 the last. A process that creates or uses a cluster locks the record. When the process ends in any way, the kernel

@@ -141,7 +141,7 @@ def unsteady(measurements: Sequence[Measurement]) -> list[int]:
 
 
 def check_steady(measurements: Sequence[Measurement]) -> None:
-    """Checks that the machine was equally fast for all methods. It compares the times of the copies.
+    """Checks that the machine was equally fast for all methods. The check compares the times of the copies.
 
     Raises:
         UnsteadyError: if the slowest copy took more than `MOST_SPREAD` longer than the fastest copy.

@@ -1,4 +1,4 @@
-"""The gradients of a model in each framework. They are made once, restored before each step, and copied."""
+"""The gradients of a model in each framework. The gradients are made once, restored before each step, and copied."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Work = Callable[[Mapping[str, Any], bool], Mapping[str, Any]]
 
 
 class Gradients(ABC):
-    """The gradients of one model. They are normally distributed, and have the same values in each framework.
+    """The gradients of one model. The gradients are normally distributed, and have the same values in each framework.
 
     Attributes:
         arrays: the gradients that a step gets, by tensor name. A step may write to them.
@@ -194,8 +194,8 @@ def _entered_by_callbacks(mode: Any) -> Iterator[None]:
 
 
 class TensorFlowGradients(NumpyGradients):
-    """Gradients in TensorFlow. Its tensors cannot be changed, so `restore` creates new ones, as a backward pass does. A
-    step takes the tensors out of a graph, and returns the results to the graph.
+    """Gradients in TensorFlow. TensorFlow's tensors cannot be changed, so `restore` creates new ones, as a backward
+    pass does. A step takes the tensors out of a graph, and returns the results to the graph.
 
     NumPy makes the copies, on one thread, because TensorFlow has no operation that copies into existing memory.
     Operations are not counted, because the step is a single operation of TensorFlow.

@@ -94,8 +94,8 @@ class Measurement:
         turns: the number of timed pairs of a copy and a step.
         step_ms, copy_ms: the times of steps and copies.
         ratio_to_copy: step / copy, for each pair.
-        cpu_ms: the processor time of all threads of the process in a step. It is more reliable than `step_ms` if other
-            programs use the cores.
+        cpu_ms: the processor time of all threads of the process in a step. The processor time is more reliable than
+            `step_ms` if other programs use the cores.
         encode_ms, decode_ms: the median times of compressors and memories; None for a peer.
         peak_mb: the peak memory of the process in MiB, minus the memory of the process with the gradients and two
             copies of them.

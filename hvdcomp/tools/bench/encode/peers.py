@@ -13,7 +13,8 @@ PEERS = (POWERSGD, FP16)
 
 
 class _Bucket:
-    """The gradients as one bucket. It has the methods of DistributedDataParallel's buckets that the hooks call."""
+    """The gradients as one bucket. The bucket has the methods of DistributedDataParallel's buckets that the hooks
+    call."""
 
     def __init__(self, gradients: TorchGradients) -> None:
         self._flat = gradients.join()
@@ -40,7 +41,7 @@ def peer(name: str, gradients: TorchGradients, device: str) -> Callable[[], Any]
 
     Args:
         name: one of `PEERS`.
-        gradients: the gradients. They become parts of one bucket.
+        gradients: the gradients. The gradients become parts of one bucket.
     """
     import torch.distributed as dist
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook

@@ -173,8 +173,8 @@ class Cluster:
 
     @contextlib.contextmanager
     def _answer(self, call: Call, **arguments: Any) -> Iterator[Any]:
-        """The raw answer. It is not parsed with the client's models, because they refuse fields of other versions of
-        the API."""
+        """The raw answer. The answer is not parsed with the client's models, because they refuse fields of other
+        versions of the API."""
         response = call(**arguments, _preload_content=False)
         try:
             if not 200 <= response.status <= 299:

@@ -1,8 +1,8 @@
 """Ending threads that wait for the API server.
 
-Python cannot end a thread that waits in C code. It also must not exit while such a thread exists. The Kubernetes client
-runs inside Rust code (pydantic), and if a thread ends there, the process is aborted. If the connection is closed, the
-thread stops waiting.
+Python cannot end a thread that waits in C code. Python also must not exit while such a thread exists. The Kubernetes
+client runs inside Rust code (pydantic), and if a thread ends there, the process is aborted. If the connection is
+closed, the thread stops waiting.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Connections:
     def end(self, threads: Iterable[threading.Thread]) -> None:
         """Closes all connections, and returns when their threads have ended.
 
-        The threads stop waiting with an error. They must not retry without limit. A thread that is just connecting may
-        continue until its timeout.
+        The threads stop waiting with an error. The threads must not retry without limit. A thread that is just
+        connecting may continue until its timeout.
         """
         with self._lock:
             self._refusing = True

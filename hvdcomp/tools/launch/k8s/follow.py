@@ -1,5 +1,5 @@
-"""Follows a job to its end. It reports the state and the log of the launcher. If a connection is lost, it is opened
-again.
+"""Follows a job to its end. The follower reports the state and the log of the launcher. If a connection is lost, it is
+opened again.
 
 Three threads watch the MPIJob, its pods, and the operator's events about it. Each thread first lists the objects, and
 then watches for changes. Whenever a watch ends, the thread lists the objects again. A fourth thread reads the log. The
@@ -46,8 +46,8 @@ def follow(
         cluster, name: the cluster and the name of the job.
         uid: uid of the MPIJob, to notice if another job of the same name has replaced it.
         report: function that is called with each new state.
-        lost: a function that is called with the reason when the server no longer answers. It may be called in another
-            thread.
+        lost: a function that is called with the reason when the server no longer answers. This function may be called
+            in another thread.
         write: function that is called with each line of the launcher's log, in another thread.
         remain: function that is called with the names of the running pods if the job has failed.
         patience: the seconds for which the server may be silent.
@@ -110,7 +110,7 @@ def follow(
 
 
 def _pods(cluster: Cluster, name: str, known_pods: Objects) -> Objects:
-    """The current pods. They are requested because the watch of pods may be later than the watch of the MPIJob. If
+    """The current pods. The pods are requested because the watch of pods may be later than the watch of the MPIJob. If
     there is no answer, the known pods."""
     try:
         return cluster.list_pods(name)[1]

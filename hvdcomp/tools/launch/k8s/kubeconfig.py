@@ -80,8 +80,8 @@ def _from_file(kubernetes: Any, file: str, context: str | None) -> tuple[Any, st
 
 
 class _Errors(logging.Handler):
-    """Keeps the errors that the client logs. This is needed because without credentials the client only logs an error,
-    and continues as an anonymous user."""
+    """Keeps the errors that the client logs. These errors are kept because without credentials the client only logs an
+    error, and continues as an anonymous user."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)

@@ -79,8 +79,8 @@ class Ranks:
     ranks.
 
     Args:
-        warn: a function that gets the process of the command and warns its ranks. It may be called several times, and
-            must not wait.
+        warn: a function that gets the process of the command and warns its ranks. This function may be called several
+            times, and must not wait.
     """
 
     def __init__(self, warn: Callable[[subprocess.Popen[bytes]], None] = _pass_on) -> None:

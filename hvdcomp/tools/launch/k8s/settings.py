@@ -1,7 +1,8 @@
-"""The settings of a job on Kubernetes. They are checked in the same way as by the API server and the mpi-operator.
+"""The settings of a job on Kubernetes. The settings are checked in the same way as by the API server and the
+mpi-operator.
 
-The operator refuses a wrong MPIJob only after the API server has accepted it. It then writes an event, and the MPIJob
-exists but does nothing. Therefore this module makes all checks of the operator before anything is sent.
+The operator refuses a wrong MPIJob only after the API server has accepted it. The operator then writes an event, and
+the MPIJob exists but does nothing. Therefore this module makes all checks of the operator before anything is sent.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class KubernetesSettings:
 
     Attributes:
         job: the program. The number of its ranks must be a multiple of slots_per_worker.
-        image: the image of launcher and workers. It must contain the program, Horovod or PyTorch, Open MPI 4.1 and
-            sshd.
+        image: the image of launcher and workers. The image must contain the program, Horovod or PyTorch, Open MPI 4.1
+            and sshd.
         slots_per_worker: the number of ranks in each worker pod.
         namespace, context: the namespace of the job, and the context of the kubeconfig; None for the defaults of the
             kubeconfig.
@@ -61,8 +62,8 @@ class KubernetesSettings:
         worker_cpu, worker_memory: the CPU and the memory that each worker pod requests. The memory is also the limit.
             The CPU is the limit only with cpu_limit.
         cpu_limit: whether workers are limited to the cores that they requested.
-        shared_memory: the size of /dev/shm, through which the ranks of a pod exchange data. It counts as memory of the
-            pod.
+        shared_memory: the size of /dev/shm, through which the ranks of a pod exchange data. This memory counts as
+            memory of the pod.
         launcher_cpu, launcher_memory: CPU and memory of the launcher pod.
         checkpoint_claim: an existing PersistentVolumeClaim, mounted in every worker.
         checkpoint_path: the folder where this claim is mounted.
@@ -88,14 +89,14 @@ class KubernetesSettings:
         priority_class: priority class of launcher and workers.
         tolerations: the taints that launcher and workers tolerate, as "KEY=VALUE:EFFECT". VALUE and EFFECT may be left
             out.
-        service_account: service account of launcher and workers. Its token is not mounted.
+        service_account: service account of launcher and workers. The token of this account is not mounted.
         secrets: variables of every rank whose values come from Secrets, each as "SECRET/KEY".
         volumes: existing PersistentVolumeClaims. The key is the folder of every worker where a claim is mounted.
             "CLAIM:ro" is read-only.
         resources: further extended resources of each worker pod, for example for RDMA.
         patch: a YAML file that is merged into the MPIJob, to set other fields (`patch.merged`).
-        elastic: "MIN:MAX" for elastic Horovod. The training needs at least MIN ranks, and uses at most MAX ranks. It
-            begins with `job.ranks`, which must be between the two. None if the number of ranks is fixed.
+        elastic: "MIN:MAX" for elastic Horovod. The training needs at least MIN ranks, and uses at most MAX ranks. The
+            training begins with `job.ranks` ranks, a number from MIN to MAX. None if the number of ranks is fixed.
         interface: the network interface of the pods through which the ranks of an elastic job find each other.
     """
 
@@ -194,8 +195,8 @@ class KubernetesSettings:
 
     @property
     def metrics_port(self) -> int | None:
-        """The port at which Prometheus scrapes rank 0. It is the value of the program's option `--metrics-port`; None
-        without this option."""
+        """The port at which Prometheus scrapes rank 0. The port is the value of the program's option `--metrics-port`;
+        None without this option."""
         port = None
         for word, following in zip(self.job.command, [*self.job.command[1:], ""], strict=True):
             if word == _METRICS_PORT:

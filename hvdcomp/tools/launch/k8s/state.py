@@ -23,7 +23,7 @@ class MPIJobState:
     Attributes:
         phase: "waiting" (for workers), "starting" (the launcher), "running", "stopped" (the launcher has ended, but the
             job has not), or how the job ended.
-        detail: the reason why the job waits, or why it failed. It may be empty.
+        detail: the reason why the job waits, or why it failed. The text may be empty.
         exit_code: the exit code of the launcher, after the end of the job.
     """
 
@@ -110,7 +110,7 @@ def is_active(pod: Mapping[str, Any]) -> bool:
 
 
 def remaining(pods: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The names of pods that still run although the job has ended. There are none if the launcher has ended.
+    """The names of pods that still run although the job has ended. The result is empty if the launcher has ended.
 
     When the launcher ends, the operator deletes workers according to `cleanPodPolicy`. But if workers are evicted, the
     operator marks the job as failed, and the other pods continue to run.
@@ -157,8 +157,8 @@ def _troubles(pods: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _trouble(pod: Mapping[str, Any]) -> str:
-    """A text that follows the name of a pod. It says why the pod does not run, or how its container has ended. Empty if
-    neither is known."""
+    """A text that follows the name of a pod. The text says why the pod does not run, or how its container has ended.
+    Empty if neither is known."""
     status = pod["status"]
     for condition in status.get("conditions") or ():
         if condition["type"] == "PodScheduled" and condition["status"] == "False":

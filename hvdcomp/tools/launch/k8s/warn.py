@@ -1,11 +1,11 @@
 """The preStop hook of a worker's container: `python3 -m hvdcomp.tools.launch.k8s.warn`.
 
 Without this hook, Kubernetes would send SIGTERM to sshd, and all ranks of the pod would end immediately. The hook warns
-the ranks with SIGUSR1. It returns when they have ended, within the grace period of the pod. All ranks agree on the step
-at which they save, so the ranks of other pods need no warning.
+the ranks with SIGUSR1. The hook returns when they have ended, within the grace period of the pod. All ranks agree on
+the step at which they save, so the ranks of other pods need no warning.
 
-`python3 -m hvdcomp.tools.launch.k8s.warn all` sends SIGUSR2 once. It tells the ranks of an elastic job that all ranks
-must end. After SIGUSR1, the ranks of other pods would continue.
+`python3 -m hvdcomp.tools.launch.k8s.warn all` sends SIGUSR2 once. This signal tells the ranks of an elastic job that
+all ranks must end. After SIGUSR1, the ranks of other pods would continue.
 """
 
 from __future__ import annotations

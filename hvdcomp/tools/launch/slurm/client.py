@@ -40,7 +40,7 @@ _ENDED = {
 
 
 class SchedulerUnavailableError(SchedulerError):
-    """Slurm's controller did not answer. It may answer later."""
+    """Slurm's controller did not answer. The controller may answer later."""
 
 
 class UnknownJobError(SchedulerError):
@@ -88,8 +88,8 @@ class SlurmJobState:
 
     @property
     def exit_code(self) -> int:
-        """The exit code for a shell. It is the exit code of the script, or 128 plus the number of the signal that ended
-        the script. If Slurm ended the job without either, it is 1."""
+        """The exit code for a shell. The result is the exit code of the script, or 128 plus the number of the signal
+        that ended the script. If Slurm ended the job without either, it is 1."""
         if self.code:
             return self.code
         if self.signal:

@@ -1,4 +1,5 @@
-"""Follows a job. It reports changes of the state, the output while it is written, and the exit code at the end."""
+"""Follows a job. The follower reports changes of the state, the output while it is written, and the exit code at the
+end."""
 
 from __future__ import annotations
 

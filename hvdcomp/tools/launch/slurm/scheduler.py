@@ -24,7 +24,7 @@ class BatchJob:
 
 
 class Slurm(Scheduler[SlurmJob, BatchJob]):
-    """The jobs of one cluster. It uses the commands of this login node.
+    """The jobs of one cluster. The object uses the commands of this login node.
 
     Args:
         poll_seconds: seconds between two queries to Slurm's controller while a job is followed.
@@ -49,7 +49,7 @@ class Slurm(Scheduler[SlurmJob, BatchJob]):
         return BatchJob(number, folder / log_name(settings.job.name, number))
 
     def find(self, number: int) -> BatchJob:
-        """A submitted job. Its output is the file that Slurm names, or the file with the job's number in
+        """A submitted job. The output of the job is the file that Slurm names, or the file with the job's number in
         `log_folder`."""
         try:
             output = client.state_of(number).output

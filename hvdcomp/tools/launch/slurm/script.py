@@ -1,4 +1,4 @@
-"""Makes the batch script of a job. It inserts the lines of the job into the template `job.sh`.
+"""Makes the batch script of a job. The module inserts the lines of the job into the template `job.sh`.
 
 A line of the template that is a mark, such as `#@options`, is replaced by lines of this module. Text of the user is
 inserted only through `quoted`, and only after the first line that is not a comment, because sbatch no longer reads
@@ -89,14 +89,14 @@ def batch_script(settings: SlurmJob) -> str:
 
 
 def quoted(text: str) -> str:
-    """The text as a single word of bash. It has no line ends, because sbatch refuses carriage returns."""
+    """The text as a single word of bash. The word has no line ends, because sbatch refuses carriage returns."""
     if text.isprintable():
         return shlex.quote(text)
     return "$'" + "".join(chr(byte) if byte in _PLAIN_BYTES else f"\\{byte:03o}" for byte in text.encode()) + "'"
 
 
 def log_name(name: str, job_id: int | str = "%j") -> str:
-    """The name of the output file of a job in `log_folder`. It is the same for all starts of the job."""
+    """The name of the output file of a job in `log_folder`. The name is the same for all starts of the job."""
     return f"{name}-{job_id}.log"
 
 
