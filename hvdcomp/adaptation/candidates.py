@@ -131,8 +131,8 @@ class _CandidateModel:
         return Candidates((*order, *(name for name in self._plans.names if name not in order)), candidates)
 
     def proposed(self, specs: Sequence[str], criteria: Criteria) -> tuple[str, ...]:
-        """The specs of proposed compressors. Two-level compressors are proposed only if the user has named one. Only
-        then is it known that all nodes have the same number of ranks."""
+        """The specs of proposed compressors. Two-level compressors are proposed only if the user has named one. Only if
+        the user has named one, hvdcomp knows that all nodes have the same number of ranks."""
         methods = self._methods(specs).values()
         ways = [self._way(method, self._plans.with_methods({}, method)) for method in methods]
         free = [(self._plans.with_methods({}, method), method) for _, method in _OTHER_METHODS]

@@ -119,8 +119,8 @@ class DecisionChannel:
     Attributes:
         state: the newest state of the policy that all ranks know.
         request: the request of the policy in `state`.
-        latest: the newest state on this rank. On rank 0, it is newer than `state` after a decision, until all ranks
-            have received the decision.
+        latest: the newest state on this rank. On rank 0, the newest state is newer than `state` after a decision, until
+            all ranks have received the decision.
         latest_request: the request of the policy in `latest`.
         in_flight: whether a state was sent but not yet received.
     """

@@ -1,7 +1,7 @@
 """The coordinator of a policy. Rank 0 decides, and every rank applies the decision in the same step.
 
-Rank 0 runs the policy. A `DecisionChannel` sends its decisions, and `Observers` measure the statistics that the policy
-requests. The coordinator counts steps and epochs, and sets the plan of the engine as decided.
+Rank 0 runs the policy. A `DecisionChannel` sends the policy's decisions, and `Observers` measure the statistics that
+the policy requests. The coordinator counts steps and epochs, and sets the plan of the engine as decided.
 
 With `lag=1`, rank 0 makes a decision at the end of a step, and the decision takes effect when the next step begins. So
 the broadcast overlaps with the optimizer's step and the forward pass. A decision may need the learning rate of the step
@@ -38,7 +38,7 @@ class Coordinator:
 
     Args:
         policy: the policy, the same on all ranks.
-        engine: the engine. Decisions change its plan.
+        engine: the engine. Decisions change the engine's plan.
         make_broadcaster: a function that makes the broadcaster. This function is called before the first decision is
             sent.
         like: an array of the framework and device of the engine's communicator.

@@ -124,7 +124,8 @@ class Decided:
 
 
 class DecisionLog:
-    """Writes a decision log, on rank 0. If the log exists, it is continued, and an incomplete last line is dropped.
+    """Writes a decision log, on rank 0. If the log exists, the log is continued, and an incomplete last line is
+    dropped.
 
     The first line opens the file. Each line is written immediately, so that the log is complete even if the run is
     killed. If the disk is full, the file ends with the last complete line.
@@ -184,7 +185,7 @@ class DecisionLog:
         )
 
     def close(self) -> None:
-        """Closes the file. The next line opens it again."""
+        """Closes the file. The next line opens the file again."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -15,8 +15,8 @@ from hvdcomp.policies.request import Statistics
 
 
 class RunLog:
-    """Writes to a decision log. If writing fails, it stops writing, because a full disk must not end the training or
-    block the ranks.
+    """Writes to a decision log. If writing fails, the object stops writing, because a full disk must not end the
+    training or block the ranks.
 
     Args:
         log: the decision log, or None.

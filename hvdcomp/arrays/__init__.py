@@ -1,10 +1,10 @@
 """The array operations that compression needs, implemented for each framework.
 
 `arrays_for(x)` returns the module of functions for the framework of `x`. All modules define the same functions.
-Compressors call them as `xp.name(...)` and depend on no framework. A function may reuse the storage of its first
-argument for the result only if its docstring says so. Some operations have the same form in all frameworks and need no
-function: operators, `abs`, and `x.T`, `x.sum(1, keepdims=True)`, `x.mean()`, `x.max()`, `x.any(1)`, `x.clip(low,
-high)`, `x.cumsum(0)`.
+Compressors call the functions as `xp.name(...)` and depend on no framework. A function may reuse the storage of its
+first argument for the result only if its docstring says so. Some operations have the same form in all frameworks and
+need no function: operators, `abs`, and `x.T`, `x.sum(1, keepdims=True)`, `x.mean()`, `x.max()`, `x.any(1)`,
+`x.clip(low, high)`, `x.cumsum(0)`.
 """
 
 from __future__ import annotations

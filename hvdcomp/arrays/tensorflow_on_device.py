@@ -10,7 +10,7 @@ kernel of the other framework may still read it. Therefore the conversion has tw
   TensorFlow reads PyTorch's storage, a reference is kept until TensorFlow has released the storage and the host has
   then waited for TensorFlow's stream.
 
-The conversions also work on the CPU. Tests run them there, without queues and waits.
+The conversions also work on the CPU. Tests run the conversions on the CPU, without queues and waits.
 """
 
 from __future__ import annotations

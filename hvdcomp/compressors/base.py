@@ -196,7 +196,8 @@ class Compressor(Described):
         return int(sum(payload.bytes for payload in self.at_level(level).payloads(shape, dtype, ranks)))
 
     def payloads(self, shape: tuple[int, ...], dtype: str = "float32", ranks: int = 1) -> tuple[SentPayload, ...]:
-        """The payloads of a step, one for each collective, in order. `payload_bytes` adds up their bytes."""
+        """The payloads of a step, one for each collective, in order. `payload_bytes` adds up the bytes of the
+        payloads."""
         return payloads_of(self, tuple(shape), dtype, ranks if self.scatters(ranks) else 1)
 
     def scatters(self, ranks: int) -> bool:

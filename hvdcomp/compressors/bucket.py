@@ -111,8 +111,8 @@ class Bucket:
         found_inf: whether x, or the sent part of x, contains an inf or NaN, in the form that `call` returns. The bucket
             form must set it before its first request.
         factors: the object that owns the storage of the product that `sent_product` of the table points to, or None.
-            The engine calls its `commit` if the step counts. Keep a reference to this object as long as you use the
-            product.
+            The engine calls the `commit` of this object if the step counts. Keep a reference to this object as long as
+            you use the product.
         rows: the rows of the payload, if the payload has one row for each of several ranks.
         factor: the number by which this step multiplies the gradients; None for 1.
     """
@@ -211,7 +211,7 @@ class Bucket:
             self.kernels.begin(factor, memory.is_momentum)
 
     def call(self, kernel: str, *arguments: Any, aside: bool = False) -> bool | Array:
-        """Calls a kernel. The table is its first argument.
+        """Calls a kernel. The table is the kernel's first argument.
 
         Args:
             kernel: its name in `src/kernels.def`.

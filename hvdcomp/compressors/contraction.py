@@ -1,8 +1,8 @@
 """Refuses a combination of compressor and memory if residuals, or the noise in momenta, would grow without limit.
 
 Error feedback needs a contraction: the expected energy of the residual must be below that of x, E|x - C(x)|^2 < |x|^2
-(Karimireddy et al. 2019, arXiv:1901.09847, assumption A). If it is not, the residual grows with each step. The error
-(the variance) of some unbiased methods is too large for error feedback, but unbiased methods need no error feedback.
+(Karimireddy et al. 2019, arXiv:1901.09847, assumption A). Otherwise the residual grows with each step. The error (the
+variance) of some unbiased methods is too large for error feedback, but unbiased methods need no error feedback.
 """
 
 from __future__ import annotations

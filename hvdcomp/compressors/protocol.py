@@ -124,7 +124,7 @@ def run_alone(generator: Generator[Request, Any, Result], ranks: int = 1) -> tup
 
     Args:
         generator: the step of a compressor.
-        ranks: the number of ranks. All of them are assumed to send the same, so sums are multiplied by this number.
+        ranks: the number of ranks. All ranks are assumed to send the same, so sums are multiplied by this number.
     """
     requests: list[Request] = []
     answer: Any = None

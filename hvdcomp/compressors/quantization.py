@@ -1,7 +1,7 @@
 """Quantizers round each element at random to one of a few values. The expectation of the result is the element itself.
 
 To round a number v up with probability v - floor(v), and down otherwise, compute floor(v + u) with u uniform in [0, 1).
-All methods in this file do this, each with its own scale. `Natural` does it with the bits of a float.
+All methods in this file round in this way, each with its own scale. `Natural` rounds with the bits of a float.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class TernGrad(Multiples):
     scale per tensor).
 
     The result is unbiased with respect to the clipped gradient. The standard deviation for clipping is computed about
-    zero, as sqrt(mean(x**2)), because gradients are assumed to have mean zero. If it were computed about the tensor's
-    own mean, a constant tensor would have the deviation 0 and would be clipped to zeros.
+    zero, as sqrt(mean(x**2)), because gradients are assumed to have mean zero. If the deviation were computed about the
+    tensor's own mean, a constant tensor would have the deviation 0 and would be clipped to zeros.
 
     Attributes:
         clip: magnitudes are first clipped to `clip` times the standard deviation of the elements. 0 or inf means no
@@ -144,9 +144,9 @@ class Natural(Gathering):
     """Natural compression: rounds each element at random to a power of two, and sends the sign and the exponent, which
     are 9 bits (Horvath et al. 2019, section 2).
 
-    The method adds random bits to the mantissa of a float and keeps only the carry. So it rounds up to the next power
-    of two with exactly the right probability. The rounding is also unbiased for denormal numbers, which become 0 or
-    2**-126. Magnitudes above 2**127, the highest power of two in float32, become 2**127. inf and NaN are kept.
+    The method adds random bits to the mantissa of a float and keeps only the carry. So the method rounds up to the next
+    power of two with exactly the right probability. The rounding is also unbiased for denormal numbers, which become 0
+    or 2**-126. Magnitudes above 2**127, the highest power of two in float32, become 2**127. inf and NaN are kept.
 
     Example:
         >>> Natural().payload_bytes((1000, 1000))

@@ -2,8 +2,8 @@
 differ.
 
 The numbers depend on the run's seed, the tensor's name, the purpose, the step and, if ranks must differ, the rank. If a
-method needs only a few numbers, it uses a NumPy generator. If it needs one number for each element, it uses
-`random_words`. This function computes each word from a key and the word's index, without state, and gives the same
+method needs only a few numbers, it uses a NumPy generator. If a method needs one number for each element, the method
+uses `random_words`. This function computes each word from a key and the word's index, without state, and gives the same
 result in every framework and in C. This module never reads or changes the global random state of Python, NumPy or a
 framework. The module does not use Python's `hash`, which differs between processes.
 """
@@ -104,7 +104,7 @@ def _permuted(numbers: np.ndarray, bits: int, key: int) -> np.ndarray:
 
 
 def tensor_keys(names: Sequence[str], seed: int, purpose: str) -> np.ndarray:
-    """A 64-bit key for each tensor, uint64 (names,). `step_keys` turns them into the keys of a step."""
+    """A 64-bit key for each tensor, uint64 (names,). `step_keys` turns these keys into the keys of a step."""
     digests = [hashlib.blake2b(f"{seed}|{name}|{purpose}".encode(), digest_size=8).digest() for name in names]
     return np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
 

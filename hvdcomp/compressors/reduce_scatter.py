@@ -113,7 +113,7 @@ def counted(
     context: Context,
 ) -> list[Array]:
     """This rank's contribution to the mean of each chunk in `reduce_chunks`. For other ranks' chunks, this is the
-    decoded payload. For its own chunk, it is x."""
+    decoded payload. For the rank's own chunk, the value is x."""
     pairs = enumerate(zip(chunks, encoded, strict=True))
     return [
         chunk

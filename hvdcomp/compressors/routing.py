@@ -44,7 +44,7 @@ class Router(Compressor):
 
     @property
     def choices(self) -> tuple[Compressor, ...]:
-        """The compressors that tensors may get. Some of them may be routers."""
+        """The compressors that tensors may get. Some of these compressors may be routers."""
         return tuple(self.rules().values())
 
     def choose(self, tensor: TensorInfo) -> Compressor:

@@ -105,8 +105,8 @@ class ChunkedTopK(Compressor):
         return VALUES[self.values] not in CODE_BITS
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
-        """Sends the largest elements of each chunk. C(x) has their decoded values, and zeros elsewhere. The result is
-        the mean of the ranks' C(x)."""
+        """Sends the largest elements of each chunk. C(x) has the decoded values of these elements, and zeros elsewhere.
+        The result is the mean of the ranks' C(x)."""
         vector = xp.flatten(x)
         size, wide = vector.shape[0], wide_dtype(xp.dtype_name(x))
         places = self._choose(xp, vector)

@@ -50,7 +50,8 @@ class BlocksTogether(WithRatio):
         raise NotImplementedError
 
     def judge(self, xp: ModuleType, blocks: Array, context: Context) -> Array:
-        """This rank's numbers for each block (blocks, numbers). `scores` gets their means over the ranks."""
+        """This rank's numbers for each block (blocks, numbers). `scores` gets the means of these numbers over the
+        ranks."""
         raise NotImplementedError
 
     def scores(self, xp: ModuleType, judged: Array) -> Array:
@@ -236,8 +237,8 @@ class ARCTopK(BlocksTogether):
 
 
 class _BlocksLayout:
-    """The layout of the blocks of a bucket's tensors. On the host it is the layout of `isa_sparse_together.c`, and on a
-    device that of `together.py`.
+    """The layout of the blocks of a bucket's tensors. On the host the layout is the layout of `isa_sparse_together.c`,
+    and on a device that of `together.py`.
 
     Attributes:
         numbers: how many numbers a block has for the choice.

@@ -88,7 +88,7 @@ class ThresholdSparsifier(Sparsifier):
 
         Args:
             magnitudes: the magnitudes of the vector.
-            bracket: the bounds of the threshold. Each test narrows them.
+            bracket: the bounds of the threshold. Each test narrows the bounds.
         """
         raise NotImplementedError
 

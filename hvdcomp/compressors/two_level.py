@@ -290,8 +290,8 @@ class _Shard:
 
     Attributes:
         bucket: the bucket of pieces.
-        lost: x - C(x) of the shard, float32 (length,), if the memory keeps residuals. On a device it exists only during
-            a step.
+        lost: x - C(x) of the shard, float32 (length,), if the memory keeps residuals. On a device `lost` exists only
+            during a step.
     """
 
     lost: Array
@@ -386,7 +386,7 @@ class _Layout:
     """The division of a bucket among the ranks of a node, and its storage.
 
     Attributes:
-        result: the mean of this rank's shard. On a device it exists only during a step.
+        result: the mean of this rank's shard. On a device `result` exists only during a step.
         shard: this rank's shard. If the rank has none, the shard is a single zero, so that all ranks send the same
             requests.
         states: the states of tensors that are not cut, or None if the method has no state.

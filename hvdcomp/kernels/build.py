@@ -164,8 +164,8 @@ def _run(command: Sequence[str]) -> str:
 
 
 def build_or_say_why(folder: Path) -> Path | None:
-    """Calls `build`. If it fails, prints the reason, writes it to a file that `hvdcomp doctor` reads, and leaves no
-    shared object."""
+    """Calls `build`. If the build fails, prints the reason, writes the reason to a file that `hvdcomp doctor` reads,
+    and leaves no shared object."""
     try:
         return build(folder)
     except (CompilationError, OSError) as error:

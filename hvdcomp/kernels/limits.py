@@ -1,7 +1,7 @@
 """Limits of the arithmetic. The limits are the same in array functions, in C kernels and in Triton kernels.
 
-Array functions and Triton kernels import the limits from this file. The C headers repeat them, and
-`tests/kernels/test_kernels_build.py` compares the two.
+Array functions and Triton kernels import the limits from this file. The C headers repeat the limits, and
+`tests/kernels/test_kernels_build.py` compares the limits in both.
 """
 
 import struct

@@ -77,7 +77,7 @@ class Auto(Policy[AutoState]):
             (`hvdcomp.compressors.evidence`). 0 adds no compressors.
         model: the model in the calibration; empty for the model whose tensors have the same shapes as in this training.
         batch: the batch size of one rank, if it differs from the calibration; otherwise 0.
-        window: the number of steps for which a candidate is measured. A few steps before them do not count.
+        window: the number of steps for which a candidate is measured. A few steps before the window do not count.
         every: the number of steps between two decisions while no candidate is tried. If these steps take less than a
             second, the number is larger.
         margin: a candidate is tried if its steps are expected to be slower than the best steps by at most this share.

@@ -152,8 +152,8 @@ class AutoState:
         return state, [time for number, time in valid if number >= settled]
 
     def trying(self, name: str, step: int, why: str) -> AutoState:
-        """The state in which candidate `name` is tried, beginning with step `step`. The current candidate is its
-        rival."""
+        """The state in which candidate `name` is tried, beginning with step `step`. The current candidate is the rival
+        of candidate `name`."""
         return dataclasses.replace(
             self,
             chosen=name,
@@ -191,8 +191,8 @@ class AutoState:
         return name if name and at[name] <= before else ""
 
     def expected(self, best: str, name: str) -> float:
-        """The measured seconds of a step with a candidate. If it was not measured, the prediction, multiplied by
-        measured / predicted time of the best candidate."""
+        """The measured seconds of a step with a candidate. If the candidate was not measured, the prediction,
+        multiplied by measured / predicted time of the best candidate."""
         if name in self.measured:
             return self.measured[name].seconds
         correction = self.measured[best].seconds / self.candidates[best].seconds

@@ -51,10 +51,10 @@ class Budget(OptimalLevels[BudgetState]):
     the last gradients. This policy divides the error by the root mean square of the tensor's elements of G, which gives
     ||G - C(G)|| sqrt(n) / ||G|| for n elements. Adam divides gradients by a similar number: the square root of its
     second moment. With `factor`, the policy looks at all choices that send at most the uncompressed bytes / `factor`,
-    and takes the choice with the least error. With `ms`, it looks at all choices that can be exchanged in this time,
-    according to the performance model and a calibration, and takes the choice with the least error. With `error`, it
-    takes the choice that sends the fewest bytes with at most this error. The limit in bytes and the unit of the error
-    were developed for hvdcomp and are not from the paper.
+    and takes the choice with the least error. With `ms`, the policy looks at all choices that can be exchanged in this
+    time, according to the performance model and a calibration, and takes the choice with the least error. With `error`,
+    the policy takes the choice that sends the fewest bytes with at most this error. The limit in bytes and the unit of
+    the error were developed for hvdcomp and are not from the paper.
 
     The first decision is made after `last` steps. (With `critical` and an `interval` below twice `last`, it is made
     after `interval` steps.) Before it, all tensors have their own levels, which are those of the training's compressor,

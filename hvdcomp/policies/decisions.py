@@ -167,7 +167,7 @@ class BatchSize(Decision):
 
     Attributes:
         accumulation: the number of batches, of the size at the start, that are accumulated for one update. The update
-            uses their mean.
+            uses the mean of these batches.
         learning_rate_factor: the number by which the schedule's learning rate is multiplied.
     """
 

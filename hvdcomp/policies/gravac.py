@@ -110,8 +110,8 @@ class GraVAC(Policy[GraVACState]):
         max: the largest factor.
         epsilon: a factor may be sent if its gain is at least this number.
         omega: two gains, or two throughputs, count as equal if their relative difference is at most this number.
-        scaling: with "exponential", the candidates are 2, 4, 16, 256... times `min`. With "geometric", they are 2, 4,
-            8, 16... times `min`. The last candidate is `max`.
+        scaling: with "exponential", the candidates are 2, 4, 16, 256... times `min`. With "geometric", the candidates
+            are 2, 4, 8, 16... times `min`. The last candidate is `max`.
         window: the number of steps for which each candidate is evaluated; None for 500 (exponential) or 2000
             (geometric).
         smoothing: the weight of a new gain in the moving average. None means N/100 for N ranks, at most 1, applied once

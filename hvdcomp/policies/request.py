@@ -171,8 +171,8 @@ class Statistics:
         gains: the gains of the last step of a period that is counted in steps.
         timing: the samples and the time of all steps of a period that is counted in steps.
         candidates: the candidates. The candidates are given once, before the exchange of the first step. A policy that
-            requests them must have the settings `calibration`, `model` and `batch`, as in `Auto`. The policy may also
-            have `compressors` and `loss`.
+            requests candidates must have the settings `calibration`, `model` and `batch`, as in `Auto`. The policy may
+            also have `compressors` and `loss`.
         step_times: the seconds of each step since the last decision, in order, by rank 0's clock. A time is measured
             from the end of one step's exchange to the end of the next step's exchange. NaN for the first step after a
             start.
@@ -202,7 +202,7 @@ class Statistics:
 
     def plain(self) -> dict[str, Any]:
         """Like `known`, but without instances of classes, for a checkpoint. `torch.load` with `weights_only` refuses
-        them."""
+        instances of classes."""
         plain: dict[str, Any] = with_text_keys(self.known())
         return plain
 
@@ -242,11 +242,11 @@ class Request:
 
     Attributes:
         statistics: the statistics that the next `decide` reads. Only these must be computed in the period before it.
-        period: the period over which gradients are accumulated. `decide` is called at its end. None if `decide` is
-            never called again.
+        period: the period over which gradients are accumulated. `decide` is called at the end of a period. None if
+            `decide` is never called again.
         source: which gradients are accumulated: "local" (those of rank 0) or "aggregated" (the means over the ranks).
-        ever: the statistics that a request in any state may name. With them, all ranks can prepare for any state of
-            rank 0.
+        ever: the statistics that a request in any state may name. With these names, all ranks can prepare for any state
+            of rank 0.
         around: the levels for LEVEL_TABLE and EXCHANGE_SECONDS, as factors of each tensor's own level. 1.0 is one of
             them.
         scaled: whether LEVEL_TABLE divides the errors of a tensor by the root mean square of its mean gradient.

@@ -1,8 +1,8 @@
 """The binding of the unmodified `hvd.DistributedGradientTape` and `hvd.DistributedOptimizer` of horovod.tensorflow.
 
-Horovod always traces its functions that average gradients. So it calls `compress` and `decompress` while a graph is
-made, not while the graph runs. Therefore the first `compress` of a list of gradients adds two operations to the graph.
-These operations call Python functions in each step:
+Horovod always traces its functions that average gradients. So Horovod calls `compress` and `decompress` while a graph
+is made, not while the graph runs. Therefore the first `compress` of a list of gradients adds two operations to the
+graph. These operations call Python functions in each step:
 
 - The first operation begins a step: it sets the plan and starts the presence check. This operation needs no gradient,
   so it can run before the backward pass.

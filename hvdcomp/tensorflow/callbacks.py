@@ -13,9 +13,9 @@ def as_callback(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a function for the graph, so that its errors reach the user.
 
     TensorFlow passes on only the text of an error. A ValueError becomes an InvalidArgumentError, and most other errors
-    become an UnknownError. Elastic Horovod searches every UnknownError for the name of a failed collective. If it finds
-    none, it ends the training as if the training were complete. Therefore all errors except Horovod's own become
-    ValueErrors.
+    become an UnknownError. Elastic Horovod searches every UnknownError for the name of a failed collective. If Horovod
+    finds no such name, Horovod ends the training as if the training were complete. Therefore all errors except
+    Horovod's own become ValueErrors.
     """
 
     @functools.wraps(function)

@@ -94,8 +94,8 @@ class Unaveraged:
             raise ConfigurationError(reason)
 
     def _in_model(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:
-        """The unknown parameters of the model. Walking through the modules is slow. So it is repeated only if a child
-        or a parameter of some module has changed."""
+        """The unknown parameters of the model. Walking through the modules is slow. So the walk is repeated only if a
+        child or a parameter of some module has changed."""
         entries = self._in_lists()
         if not entries or len(entries) != len(self._entries) or not all(map(operator.is_, entries, self._entries)):
             modules = list(model.modules())

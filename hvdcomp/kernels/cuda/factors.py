@@ -4,8 +4,8 @@ A tensor's `count` is the rank of its matrix approximation. One array holds the 
 and this tensor's P begins at `p_factor`. `q_factor` is the same for the array of all factors Q. `columns` is the number
 of columns of the matrix. Factors are stored column by column. Kernels work on tiles, so that several programs share a
 long column. The method is Cholesky-QR: it computes the orthonormal columns from the products of all pairs of columns.
-In double precision, its columns are closer to orthonormal than those of modified Gram-Schmidt in single precision,
-which the other implementations of PowerSGD use.
+In double precision, the computed columns are closer to orthonormal than those of modified Gram-Schmidt in single
+precision, which the other implementations of PowerSGD use.
 """
 
 import numpy as np

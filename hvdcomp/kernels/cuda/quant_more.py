@@ -42,8 +42,8 @@ def natural_encode(
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes x. Packs its signs at `signs`, and its exponents, one byte each, at `exponents`. Exponents are rounded
-    at random: random bits are added to the bits below the exponent, and the carry decides."""
+    """Computes x. Packs the signs of x at `signs`, and the exponents of x, one byte each, at `exponents`. Exponents are
+    rounded at random: random bits are added to the bits below the exponent, and the carry decides."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     size = size_of(table, segments, segment)
     key = entry(table, segments, segment, KEY)

@@ -1,8 +1,9 @@
 """The mean of the elements that the ranks sent, in a single launch for any number of ranks.
 
 A program works on one piece of a tensor. A rank sends a tensor's elements in the order of their indices, so the
-elements of one piece are adjacent. A binary search finds them for all ranks at once. The program fills its piece with
-zeros, and then adds one rank after the other. The C kernel does the same, so results have the same bits.
+elements of one piece are adjacent. A binary search finds a rank's elements in a piece for all ranks at once. The
+program fills its piece with zeros, and then adds one rank after the other. The C kernel does the same, so results have
+the same bits.
 """
 
 from hvdcomp.kernels.cuda.language import tl, triton

@@ -1,12 +1,12 @@
-"""Calibrates and measures steps on every rank of a run. `hvdcomp demo` starts it on two ranks of a machine, and `python
--m benchmarks.steps` starts it on its clusters.
+"""Calibrates and measures steps on every rank of a run. `hvdcomp demo` starts this program on two ranks of a machine,
+and `python -m benchmarks.steps` starts this program on emulated clusters.
 
 The measured steps alternate with the steps of the calibration, because the speed of a machine changes from minute to
 minute.
 
-Rank 0 writes a JSON file with the calibration and the measured steps. Without --quiet, it also prints lines that begin
-with "PROGRESS ". If all calibrations were too noisy, the file has all of them, because the spread of their predictions
-says more than their noise.
+Rank 0 writes a JSON file with the calibration and the measured steps. Without --quiet, rank 0 also prints lines that
+begin with "PROGRESS ". If all calibrations were too noisy, the file has all of them, because the spread of their
+predictions says more than their noise.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 Gradients are the results of `tf.GradientTape.gradient` and the arguments of an optimizer's `apply_gradients`. Gradients
 are also found in Keras `fit`, and with Horovod's tape and optimizer. TensorFlow traces both functions once, and then
-runs a graph. So this module adds operations to the graph. Some of them read the clock as soon as certain tensors are
-computed. One operation at the end of a step passes the times to Python. The results of the training do not change.
+runs a graph. So this module adds operations to the graph. Some of these operations read the clock as soon as certain
+tensors are computed. One operation at the end of a step passes the times to Python. The results of the training do not
+change.
 """
 
 from __future__ import annotations

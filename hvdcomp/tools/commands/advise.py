@@ -499,8 +499,8 @@ def lines_to_type(spec: str | None, backend: str | None) -> dict[str, str]:
 
     Args:
         spec: the compressor.
-        backend: the library of the calibration. None if it is unknown; the lines are then for the libraries that keep
-            the whole model on each rank.
+        backend: the library of the calibration. None if the library is unknown; the lines are then for the libraries
+            that keep the whole model on each rank.
     """
     if spec in (None, UNCOMPRESSED):
         return {}
@@ -657,7 +657,7 @@ def _print_few(console: Console, report: dict[str, Any]) -> None:
 
 
 def _print_table(console: Console, report: dict[str, Any]) -> None:
-    """Prints the table. On a narrow console, it has fewer columns, or is printed row by row."""
+    """Prints the table. On a narrow console, the table has fewer columns, or is printed row by row."""
     tables = [_table(report, _LESS_NEEDED[:count]) for count in range(len(_LESS_NEEDED) + 1)]
     table = next((table for table in tables if fits(console, table)), tables[0])
     print_table(console, table, _title(report))

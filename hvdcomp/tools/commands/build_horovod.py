@@ -140,8 +140,8 @@ def _run_ranks(console: Console, plan: Plan) -> None:
 
 
 class _BuildProgress:
-    """Shows progress. On a terminal it is a progress bar. Elsewhere (a CI log) it is one line for every tenth of the
-    build."""
+    """Shows progress. On a terminal the progress is a progress bar. Elsewhere (a CI log) the progress is one line for
+    every tenth of the build."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -63,7 +63,8 @@ def _with_flag(error: ConfigurationError, context: click.Context) -> str:
 
 
 class ProgramGroup(Group):
-    """A group of commands. If it is called as `group [OPTIONS] -- PROGRAM [ARGUMENT]...`, it runs the program.
+    """A group of commands. If the group is called as `group [OPTIONS] -- PROGRAM [ARGUMENT]...`, the group runs the
+    program.
 
     All words after the first `--` are the program. These words are a tuple in `ctx.meta[PROGRAM]`, which is None if
     there is no `--`. The group needs `invoke_without_command=True`.

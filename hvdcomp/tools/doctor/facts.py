@@ -179,9 +179,9 @@ class Facts:
 
     @property
     def by_torch(self) -> bool:
-        """Whether this process was started for torch.distributed. At least two of its variables must be set, because a
-        single variable may be set by chance. If Horovod's launcher was started by another launcher, Horovod's
-        counts."""
+        """Whether this process was started for torch.distributed. At least two variables of torch.distributed must be
+        set, because a single variable may be set by chance. If Horovod's launcher was started by another launcher,
+        Horovod's counts."""
         names = self.variables.keys()
         set_by_launcher = len({"RANK", "WORLD_SIZE", "MASTER_ADDR"} & names) >= 2
         return self.torch is not None and set_by_launcher and "HOROVOD_RANK" not in names

@@ -1,4 +1,5 @@
-"""The check of `hvdcomp doctor` for InfiniBand and RoCE. If NCCL cannot use them, it uses TCP without a warning."""
+"""The check of `hvdcomp doctor` for InfiniBand and RoCE. If NCCL cannot use these networks, NCCL uses TCP without a
+warning."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Runs a command, and kills it with all its children when the process that started it ends.
 
 A long build runs in its own session, so that all its processes can be killed together. If the parent process is itself
-killed, it can no longer do this. But then its end of a pipe closes. This program has the other end of the pipe, notices
-that it is closed, and kills the build.
+killed, the parent can no longer do this. But then the parent's end of a pipe closes. This program has the other end of
+the pipe, notices that it is closed, and kills the build.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Job:
 
     Attributes:
         name: a name that `check_name` allows. A scheduler may allow fewer names.
-        command: the program of each rank, and its arguments. No shell interprets them.
+        command: the program of each rank, and its arguments. No shell interprets the program and its arguments.
         ranks: the number of processes. `hvd.size()` or `torch.distributed.get_world_size()` must be equal to it.
         environment: the environment variables of every rank.
         backend: the library that averages gradients: Horovod, or PyTorch's torch.distributed.
@@ -138,9 +138,9 @@ def read_settings(
     Args:
         path: the file; None if the flags give all settings.
         section: the name of the scheduler's table.
-        kind: the class of the settings. The types of its fields must be types that `typed` knows.
+        kind: the class of the settings. The types of the fields of this class must be types that `typed` knows.
         flags: values by field name, for fields of Job or of `kind`. None means "not given". Flags override the file.
-            For a mapping, they override single entries.
+            For a mapping, flags override single entries.
         ranks_of: a function that computes the number of ranks from the given fields of `kind`, if `ranks` is not given.
             The function returns None if these fields do not determine the number.
 

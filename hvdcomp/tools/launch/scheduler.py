@@ -1,4 +1,4 @@
-"""The protocol of a scheduler. Slurm and Kubernetes implement it.
+"""The protocol of a scheduler. Slurm and Kubernetes implement this protocol.
 
 To add a scheduler, write a package next to the existing ones. The package has settings, which `job.read_settings` reads
 from the table with the name of the scheduler, a `Scheduler`, and commands.

@@ -1,9 +1,9 @@
 """Starts a rank of torch.distributed: `python3 -m hvdcomp.tools.launch.torch_rank PROGRAM [ARGUMENT]...`.
 
-srun or mpirun starts the ranks. This program translates their variables to the variables of torchrun, and then replaces
-itself by PROGRAM. Unlike with torchrun, there is no agent process. So ranks receive signals directly, and srun or
-mpirun gets the exit codes of the ranks. The exit code of a run that has saved a checkpoint is kept. torchrun would
-return 1.
+srun or mpirun starts the ranks. This program translates the variables of srun or mpirun to the variables of torchrun,
+and then replaces itself by PROGRAM. Unlike with torchrun, there is no agent process. So ranks receive signals directly,
+and srun or mpirun gets the exit codes of the ranks. The exit code of a run that has saved a checkpoint is kept.
+torchrun would return 1.
 """
 
 from __future__ import annotations

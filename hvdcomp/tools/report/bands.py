@@ -18,7 +18,7 @@ class Curve:
     y: np.ndarray
 
     def at(self, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """x and y at these steps. All of them must be steps of the curve."""
+        """x and y at these steps. All these steps must be steps of the curve."""
         places = {step: place for place, step in enumerate(self.steps.tolist())}
         chosen = [places[step] for step in steps.tolist()]
         return self.x[chosen], self.y[chosen]

@@ -22,8 +22,8 @@ def headline(section: Section) -> list[str]:
     """The sentences that summarize a section. The result is empty for a single run.
 
     The first sentences name the series that reached the target first, and the series that sent the fewest bytes to
-    reach the target. Without targets, they name the series that sent the fewest bytes, and the series with the best
-    quality. The last sentence compares the step times on the slowest link.
+    reach the target. Without targets, the first sentences name the series that sent the fewest bytes, and the series
+    with the best quality. The last sentence compares the step times on the slowest link.
     """
     # the quality of unfinished runs is not their final quality
     finished = [group for group in section.groups if group.finished]

@@ -95,7 +95,7 @@ class Run:
 
     @property
     def spec(self) -> str | None:
-        """The spec of the compressor. An unfinished run has it only in its decisions."""
+        """The spec of the compressor. An unfinished run has the spec only in its decisions."""
         if not self.summary and self.decisions is not None:
             return printable(self.decisions.compressor)
         return self.text("spec")

@@ -295,8 +295,8 @@ class Checkpoints:
         Args:
             step: completed steps.
             learner: the learner of this rank.
-            run: a function that returns this rank's position, as JSON data. `find` returns it later. The function is
-                called after the learner was saved.
+            run: a function that returns this rank's position, as JSON data. `find` returns this position later. The
+                function is called after the learner was saved.
 
         Raises:
             ConfigurationError: on every rank, if any rank could not write. The previous checkpoint still exists.

@@ -1,7 +1,7 @@
 """MNIST-1D: signals of 40 points. Each signal is a digit that is drawn as a line, shifted, stretched, and covered with
 noise.
 
-The package `mnist1d` generates them without a download, and can generate enough test samples for a comparison.
+The package `mnist1d` generates the signals without a download, and can generate enough test samples for a comparison.
 
 References: Greydanus and Kobak, Scaling Down Deep Learning with MNIST-1D, 2024, section 2.
 """

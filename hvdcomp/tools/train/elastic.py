@@ -2,7 +2,7 @@
 
 After a change, every rank sets up the run again, and resumes from the newest checkpoint, like a run that is resumed
 with another number of ranks. If a change is announced, the ranks save before it, so nothing is lost. After a failure,
-they repeat the steps since the last checkpoint.
+the ranks repeat the steps since the last checkpoint.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Learner(ABC):
 
     Args:
         options: resolved options.
-        data: the data. The model depends on their shapes.
+        data: the data. The model depends on the shapes of the data.
         ranks: the ranks of the run. Random choices of the model (dropout) differ between ranks.
 
     Raises:
@@ -105,7 +105,8 @@ class Learner(ABC):
 
     @abstractmethod
     def step(self, inputs: np.ndarray, targets: np.ndarray, accumulation: int) -> float:
-        """Makes an optimizer step on this rank's share of the samples. Returns their mean loss before the step.
+        """Makes an optimizer step on this rank's share of the samples. Returns the mean loss of these samples before
+        the step.
 
         Args:
             inputs, targets: the samples from `DataSet`, (accumulation * backward_passes_per_step * batch_size, ...).
@@ -156,8 +157,8 @@ class Learner(ABC):
 
         Args:
             folder: folder of the files.
-            sources: the saved ranks whose files this rank loads. From the first, it loads all state. From the others,
-                it loads only the residuals.
+            sources: the saved ranks whose files this rank loads. From the first, the rank loads all state. From the
+                others, the rank loads only the residuals.
             ranks: the current number of ranks.
 
         Raises:

@@ -36,8 +36,8 @@ class LSTMSize(NamedTuple):
 
     @classmethod
     def for_tokens(cls, tokens: int) -> LSTMSize:
-        """The size for a number of tokens. For characters it is a small LSTM. For words it has the widths of the LSTM
-        in PowerSGD (Vogels et al., 2019)."""
+        """The size for a number of tokens. For characters the model is a small LSTM. For words the model has the widths
+        of the LSTM in PowerSGD (Vogels et al., 2019)."""
         return cls(64, 128, 0.0) if tokens < 1000 else cls(650, 650, 0.5)
 
 

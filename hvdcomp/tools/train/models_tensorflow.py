@@ -1,8 +1,8 @@
 """The models of the reference training program in TensorFlow (tf_keras). `models` describes them.
 
 The models compute the same as the models in PyTorch. Layers have the names of PyTorch's modules, so `stem.0/kernel:0`
-is `stem.0.weight` transposed. Images have the shape (N, channels, size, size). Inside the models, their shape is (N,
-size, size, channels), because TensorFlow's convolutions need this shape on a CPU. Initial weights have the same
+is `stem.0.weight` transposed. Images have the shape (N, channels, size, size). Inside the models, the shape of images
+is (N, size, size, channels), because TensorFlow's convolutions need this shape on a CPU. Initial weights have the same
 distributions.
 """
 

@@ -282,8 +282,8 @@ class Encoder(nn.Module):
     """An encoder: token and position embeddings, blocks in which each token attends to all tokens, a layer norm, and a
     linear layer.
 
-    Initial weights are PyTorch's defaults. With them, a network of this width learned faster than with GPT-2's initial
-    weights.
+    Initial weights are PyTorch's defaults. With these weights, a network of this width learned faster than with GPT-2's
+    initial weights.
 
     References: Vaswani et al., Attention Is All You Need, 2017, section 3.1 (the encoder).
     """

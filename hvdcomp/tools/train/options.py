@@ -623,8 +623,8 @@ class TrainingOptions:
     def learning_rate(self, epochs_done: float, epochs: float) -> float:
         """The learning rate at a given time of a run.
 
-        The learning rate grows from 0 to `lr` during the epochs of the warm-up. After the warm-up, it is multiplied by
-        `gamma` at each milestone, or it falls to `gamma` times `lr` along half a period of a cosine.
+        The learning rate grows from 0 to `lr` during the epochs of the warm-up. After the warm-up, the learning rate is
+        multiplied by `gamma` at each milestone, or falls to `gamma` times `lr` along half a period of a cosine.
 
         Args:
             epochs_done: the number of epochs before this step. The number may be fractional.

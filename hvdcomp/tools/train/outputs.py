@@ -169,7 +169,7 @@ class RunWriter:
             self.problem = f"{self._folder / name} cannot be written: {error.strerror or error}"
 
     def sizes(self) -> dict[str, int]:
-        """Writes the files to the disk. Returns their sizes in bytes, and the number of older parts.
+        """Writes the files to the disk. Returns the sizes of the files in bytes, and the number of older parts.
 
         Raises:
             OSError: if the files cannot be written to the disk.

@@ -94,7 +94,7 @@ class Ranks(ABC):
         return np.sum(self.gather(values, name), axis=0)
 
     def together(self, build: Callable[[], Built]) -> Built:
-        """Calls `build` on every rank. Returns only if it succeeded on all ranks. `build` must not communicate.
+        """Calls `build` on every rank. Returns only if `build` succeeded on all ranks. `build` must not communicate.
 
         Raises:
             RunRefused: on every rank, if `build` has raised SetupError, SpecError or ConfigurationError on any rank.

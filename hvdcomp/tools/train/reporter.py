@@ -1,5 +1,5 @@
-"""The terminal output of a run, on rank 0. On a terminal it is a progress bar, and elsewhere occasional lines. At the
-end there is a table.
+"""The terminal output of a run, on rank 0. On a terminal the output is a progress bar, and elsewhere occasional lines.
+At the end there is a table.
 
 With a launcher there is no bar, because the launcher may prefix each line, or write to a file.
 """

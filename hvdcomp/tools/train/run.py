@@ -174,7 +174,7 @@ class Run:
             )
 
     def _train(self) -> str:
-        """Trains the rest of the run. Returns "finished", or, if it ends early, "diverged" or "stopped"."""
+        """Trains the rest of the run. Returns "finished", or, if the run ends early, "diverged" or "stopped"."""
         # If the saved run ended within an epoch, or was stopped at the end of one, this epoch has losses but no record.
         while not self._over or self._losses:
             if ended := self._train_epoch():

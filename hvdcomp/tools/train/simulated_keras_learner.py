@@ -19,7 +19,8 @@ from hvdcomp.tools.train.simulation import SimulatedRanks
 
 
 class SimulatedKerasLearner(KerasLearner):
-    """See `Learner`. A step consists of two TensorFlow functions. The exchange happens between them, in Python."""
+    """See `Learner`. A step consists of two TensorFlow functions. The exchange happens between the two functions, in
+    Python."""
 
     def __init__(self, options: TrainingOptions, data: DataSet, ranks: Ranks) -> None:
         super().__init__(options, data, ranks)

@@ -1,5 +1,5 @@
-"""The target of a run, such as `--until accuracy=0.93`. The run ends when it reaches this quality on the validation
-part."""
+"""The target of a run, such as `--until accuracy=0.93`. The run ends when the run reaches this quality on the
+validation part."""
 
 from __future__ import annotations
 

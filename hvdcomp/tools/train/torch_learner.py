@@ -264,7 +264,7 @@ class TorchLearner(Learner):
         }
 
     def _load_own(self, state: dict[str, Any], of_this_rank: bool) -> None:
-        """Loads the result of `_own_state`. If it belongs to another rank, only the buffers are loaded."""
+        """Loads the result of `_own_state`. If the result belongs to another rank, only the buffers are loaded."""
         self._model.load_state_dict(state["buffers"], strict=False)
         if of_this_rank:
             torch.set_rng_state(state["random"].cpu())

@@ -163,7 +163,8 @@ def _put(
 
 
 def _erase(graph: torch.fx.Graph, reduce: _Reduce) -> None:
-    """Removes the nodes of an all-reduce from the graph. Also removes its divisions if nothing else uses them."""
+    """Removes the nodes of an all-reduce from the graph. Also removes the divisions by the number of ranks if nothing
+    else uses the results."""
     (wait,) = reduce.start.users
     (summand,) = reduce.start.all_input_nodes
     for node in dict.fromkeys((reduce.result, wait, reduce.start)):

@@ -20,7 +20,7 @@ _made: WeakKeyDictionary[dist.ProcessGroup, list[GroupBeside]] = WeakKeyDictiona
 
 
 class GroupBeside:
-    """A second process group with the same ranks as the user's group. Only one object uses it at a time.
+    """A second process group with the same ranks as the user's group. Only one object uses the second group at a time.
 
     A group keeps its threads, connections and memory until the process ends. A group is never destroyed, because
     torch.distributed numbers groups. If the number of a group were free on only one rank, a later group would have

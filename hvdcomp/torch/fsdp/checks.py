@@ -68,7 +68,7 @@ def check_settings(setup: Setup) -> None:
 
 
 def check_sharding(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> dict[str, DTensor]:
-    """The trained parameters, by name. All of them must be sharded.
+    """The trained parameters, by name. All trained parameters must be sharded.
 
     Raises:
         ConfigurationError: if a parameter is not sharded, or has no weights yet.

@@ -459,7 +459,7 @@ def _flat_gradients(model: torch.nn.Module, ranks: int) -> list[tuple[FlatGradie
 
 
 def _several_meshes_error(error: ValueError) -> ConfigurationError:
-    """The error to raise if FSDP refuses a hook. FSDP refuses it on every rank."""
+    """The error to raise if FSDP refuses a hook. FSDP refuses the hook on every rank."""
     return ConfigurationError(
         "FSDP cannot use the reduce-scatter of hvdcomp for a module whose parameters are sharded over several meshes: "
         f"{error} Let shard_placement_fn return no meshes, or call fully_shard on modules that have one mesh each"

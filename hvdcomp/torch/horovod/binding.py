@@ -3,7 +3,7 @@
 Horovod calls `compress` for every gradient when the gradient becomes ready, in any order. Horovod calls `decompress`
 for every gradient after all gradients were compressed. There are two kinds of steps, and all ranks choose the same:
 
-- cast: the plan only casts gradients. Horovod itself allreduces them, overlapped with the backward pass
+- cast: the plan only casts gradients. Horovod itself allreduces the gradients, overlapped with the backward pass
   (`hvdcomp.torch.horovod.passthrough`).
 - engine: `compress` keeps the gradient, and gives Horovod a single number to allreduce. `compress` may start
   collectives of the engine, and never waits. The first `decompress` runs the engine. At this time it is safe to wait

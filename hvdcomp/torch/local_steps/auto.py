@@ -23,13 +23,13 @@ class AutoRounds(Described):
     """The rule for the length of a round. A round should be so long that the exchange takes only a small share of the
     time, but so short that the ranks do not drift too far apart.
 
-    The first three rounds have `start` steps. After them, H is the smallest number of steps for which the exchange
-    takes at most `share` of the round's time. The drift of the ranks limits H. The drift S is the mean squared distance
-    of the ranks' pseudo-gradients from their mean. S may be at most C times the learning rate times the largest
-    learning rate so far. C is the value of S / (rate times largest rate) in the first three rounds (Jiang and Agrawal
-    2020, ADPSGD, arXiv:2007.06134, algorithm 2, in which the learning rate only falls). S grows at least in proportion
-    to H, and at most in proportion to H². So H times the square root of (allowed S / measured S) never goes too far.
-    From one round to the next, H at most doubles and at most halves.
+    The first three rounds have `start` steps. After the first three rounds, H is the smallest number of steps for which
+    the exchange takes at most `share` of the round's time. The drift of the ranks limits H. The drift S is the mean
+    squared distance of the ranks' pseudo-gradients from their mean. S may be at most C times the learning rate times
+    the largest learning rate so far. C is the value of S / (rate times largest rate) in the first three rounds (Jiang
+    and Agrawal 2020, ADPSGD, arXiv:2007.06134, algorithm 2, in which the learning rate only falls). S grows at least in
+    proportion to H, and at most in proportion to H². So H times the square root of (allowed S / measured S) never goes
+    too far. From one round to the next, H at most doubles and at most halves.
 
     Attributes:
         start: the number of steps of each of the first three rounds.
@@ -100,9 +100,9 @@ def sketch(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """A sketch of a vector, float64 (WIDTH,) on the host. The vector is divided into `WIDTH` parts, and the elements of
     each part are added with random signs.
 
-    The sketch is linear, and the signs are the same on all ranks. The expectation of its squared norm is the squared
-    norm of the vector. Therefore sketches are enough to estimate the distance of ranks from their mean (Alon, Matias
-    and Szegedy 1996; for local steps Theologitis et al. 2024, arXiv:2405.20988, section 3).
+    The sketch is linear, and the signs are the same on all ranks. The expectation of the sketch's squared norm is the
+    squared norm of the vector. Therefore sketches are enough to estimate the distance of ranks from their mean (Alon,
+    Matias and Szegedy 1996; for local steps Theologitis et al. 2024, arXiv:2405.20988, section 3).
 
     Args:
         tensors: the tensors that form the vector. The tensors may have any shapes.

@@ -41,8 +41,8 @@ class LocalSteps(torch.optim.Optimizer):
     """Wraps an optimizer. Each rank makes `every` local steps, and then the ranks exchange pseudo-gradients.
 
     The pseudo-gradient of a rank is its weights at the latest exchange minus its current weights. The ranks compress
-    their pseudo-gradients and average them. An outer SGD applies the mean to the weights of the latest exchange, and
-    all ranks continue from the result (Douillard et al. 2023, DiLoCo, arXiv:2311.08105, algorithm 1).
+    their pseudo-gradients and average the results. An outer SGD applies the mean to the weights of the latest exchange,
+    and all ranks continue from the result (Douillard et al. 2023, DiLoCo, arXiv:2311.08105, algorithm 1).
 
         compression = hvdcomp.Compression(hvdcomp.Int4())
         optimizer = torch.optim.AdamW(model.parameters(), lr=4e-4)
@@ -75,22 +75,22 @@ class LocalSteps(torch.optim.Optimizer):
             "auto", or for example "auto:share=0.05,start=10", rank 0 decides the number after each exchange, with the
             rule of `hvdcomp.torch.AutoRounds`. "auto" does not work with `fragments`, `delay` or `local_share`.
         compression: a compression that only this optimizer uses. Default: no compression, in float32. Rules by name and
-            checkpoints use the names in its `named_parameters`. If there are none, they use the names in the inner
-            optimizer (PyTorch 2.6), or otherwise numbers.
+            checkpoints use the names in its `named_parameters`. If there are no such names, rules and checkpoints use
+            the names in the inner optimizer (PyTorch 2.6), or otherwise numbers.
         fragments: the number of groups of parameters, of about equal size. Each group is exchanged once in `every`
             steps.
         delay: the number of steps between sending a fragment and applying its mean; less than `every / fragments`. In
             methods with several exchanges (PowerSGD, scatter), only the first exchange overlaps with steps.
         local_share: after an exchange, a rank's weights are a mix of its own weights and the outer weights, and
             `local_share` is the share of its own weights. If there is a delay and `local_share` is 0, the rank loses
-            its steps since sending. With 0.5, it keeps half of them.
+            its steps since sending. With 0.5, the rank keeps half of these steps.
         outer_lr, outer_momentum, nesterov: the settings of the outer `torch.optim.SGD`, which applies the mean of the
             pseudo-gradients. With a rate of 1 and no momentum, this averages the ranks' weights.
         communicator: the communicator of the ranks that exchange. Default: all ranks of torch.distributed, or all ranks
             of Horovod if torch.distributed was not started.
         model: the model, if FSDP2 shards it on a mesh that has a dimension of replicas, or if you have passed it to
-            `replicate`. Each replica makes its own steps, and the ranks with the same shards exchange them. FSDP then
-            averages gradients only within each replica.
+            `replicate`. Each replica makes its own steps, and the ranks with the same shards exchange these steps. FSDP
+            then averages gradients only within each replica.
         mesh: the dimension of the replicas, `mesh["replicate"]`, if you have passed only the dimension of the shards,
             `mesh["shard"]`, to `fully_shard`. The steps are the same as with `model`.
 
@@ -305,8 +305,8 @@ class LocalSteps(torch.optim.Optimizer):
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
         """A context manager in which the model has its outer weights. The outer weights are the result of the latest
-        exchange of each parameter, and are the same on all ranks. Use it to evaluate or publish the model. No step is
-        allowed inside."""
+        exchange of each parameter, and are the same on all ranks. Use the outer weights to evaluate or publish the
+        model. No step is allowed inside."""
         before = [own.clone() for own in self._own()]
         if self._anchored:
             put(self._own(), self._anchors())

@@ -1,4 +1,5 @@
-"""`Cluster`: a context manager for the emulated cluster. At the end of its block, it always removes the cluster."""
+"""`Cluster`: a context manager for the emulated cluster. At the end of the block, `Cluster` always removes the
+cluster."""
 
 from __future__ import annotations
 

@@ -66,8 +66,8 @@ def stream(
     output: Callable[[str], None] | None,
     timeout: float | None,
 ) -> int:
-    """Runs a command to its end, and returns its exit code. Like a shell, it returns 128 + N if signal N ended the
-    command.
+    """Runs a command to its end, and returns its exit code. Like a shell, the function returns 128 + N if signal N
+    ended the command.
 
     Args:
         command: the command to run.

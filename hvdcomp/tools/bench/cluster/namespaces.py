@@ -41,8 +41,8 @@ def check_machine() -> None:
 def become_root() -> None:
     """Restarts this program as root of its own user namespace, unless the user is already root.
 
-    This root can create network namespaces, which end with the program. `ip` stores their names in /run, which is empty
-    in the new user namespace.
+    This root can create network namespaces, which end with the program. `ip` stores the names of network namespaces in
+    /run, which is empty in the new user namespace.
 
     Raises:
         ClusterError: if this kernel does not let users create user namespaces.

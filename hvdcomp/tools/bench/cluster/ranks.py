@@ -3,7 +3,7 @@ them.
 
     python -m hvdcomp.tools.bench.cluster.ranks BACKEND CLUSTER HOSTS RANKS_PER_HOST COMMAND...
 
-The exit code is 0 if all ranks succeed. Otherwise it is the exit code of the first rank that fails. The other ranks
+The exit code is 0 if all ranks succeed. Otherwise the exit code is that of the first rank that fails. The other ranks
 then have some seconds to write their output, and are killed.
 """
 

@@ -101,9 +101,10 @@ def steady(measurements: Sequence[Measurement]) -> set[int]:
     """The places of the steady measurements: the machine was equally fast for all of them, and each one's steps took
     equally long.
 
-    Measurements with the same framework, device and number of threads have the same copy. Among them, the steady
-    measurements are the largest group in which every copy took at most `MOST_SPREAD` longer than the fastest copy. For
-    a small model, the copy is so short that other work rarely disturbs it. Therefore the steps must also be steady.
+    Measurements with the same framework, device and number of threads have the same copy. Among these measurements, the
+    steady measurements are the largest group in which every copy took at most `MOST_SPREAD` longer than the fastest
+    copy. For a small model, the copy is so short that other work rarely disturbs it. Therefore the steps must also be
+    steady.
     """
     return {place for place in _equally_fast(measurements) if _uninterrupted(measurements[place])}
 

@@ -48,7 +48,7 @@ class Gradients(ABC):
         work(self.arrays, True)
 
     def synchronize(self) -> None:
-        """Waits until the device has done its work. On a CPU, it does nothing."""
+        """Waits until the device has done its work. On a CPU, the method does nothing."""
         return
 
     def device_ms(self, work: Callable[[], Any]) -> float | None:

@@ -4,8 +4,8 @@
 options.
 
 LIST is a program of the operator that prints the hosts of the running workers. The launcher waits until WORKERS of
-these hosts answer on the port. Then it runs horovodrun, which adapts to changes of the list. The program returns the
-exit code of the ranks.
+these hosts answer on the port. Then the launcher runs horovodrun, which adapts to changes of the list. The program
+returns the exit code of the ranks.
 
 A pod that must end gets SIGTERM. On SIGTERM, horovodrun would end the ranks. Therefore the launcher sends SIGUSR2 to
 the ranks of all workers instead. Ranks that handle SIGUSR2 save and end with code 213.

@@ -129,9 +129,10 @@ def _still_writing(pods: Objects) -> float | None:
 
 
 class _Watch(threading.Thread):
-    """Puts all objects of a kind into a queue whenever one of them changes. Also puts its errors into the queue.
+    """Puts all objects of a kind into a queue whenever one of them changes. Also puts errors of the watch into the
+    queue.
 
-    If a request is denied that was granted before, it is repeated. The first watch is also repeated if the server
+    A request that is denied although it was granted before is repeated. The first watch is also repeated if the server
     refuses it with 401 although it accepted the user for the list. The server may have restarted in between.
     """
 

@@ -1,7 +1,8 @@
 """The program of the launcher's container: `python3 -m hvdcomp.tools.launch.k8s.launcher PORT mpirun [ARGUMENT]...`.
 
 If a launcher restarts after the loss of a worker, mpirun does not wait for the new worker. Therefore this program first
-waits until the sshd of every worker answers on the port. Then it runs mpirun, and returns the exit code of mpirun.
+waits until the sshd of every worker answers on the port. Then this program runs mpirun, and returns the exit code of
+mpirun.
 
 A pod that must end (because of a drain, a preemption or a deletion) gets SIGTERM. On SIGTERM, mpirun would kill the
 ranks. Therefore this program sends SIGUSR1 to the ranks instead, like the batch script under Slurm. Ranks that handle

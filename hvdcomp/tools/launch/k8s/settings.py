@@ -180,8 +180,8 @@ class KubernetesSettings:
 
     @property
     def program(self) -> tuple[str, ...]:
-        """The command of each rank. If it is `hvdcomp train`, the options for an elastic job and for Prometheus are
-        added."""
+        """The command of each rank. If the program is `hvdcomp train`, the options for an elastic job and for
+        Prometheus are added."""
         words = self.job.program
         if not _trains(self.job.command):
             return words

@@ -45,8 +45,8 @@ def read_state(
 ) -> MPIJobState:
     """Determines the state of a job. job: None if the job was deleted.
 
-    The MPIJob shows whether the job has ended. The pods show its exit code and why it waits. The events of the operator
-    show why pods are missing.
+    The MPIJob shows whether the job has ended. The pods show the exit code of the job, and why the job waits. The
+    events of the operator show why pods are missing.
     """
     if job is None:
         return MPIJobState("deleted", "the MPIJob no longer exists")
