@@ -90,8 +90,8 @@ class CompressionGains(Observer):
         """Measures the errors of both compressions of some tensors.
 
         Returns:
-            The input of the second compression, for tensors whose input is not x; and marks of time before, between and
-            after the two compressions.
+            The inputs of the second compression, without tensors whose input is x. Then marks of the time before,
+            between and after the two compressions.
         """
         like, sends = look.like, self._decision.send
         start = look.xp.mark(like)

@@ -1,4 +1,5 @@
-"""Computes C(x) and the compression error of tensors without sending anything. Policies that measure use this."""
+"""Computes C(x) and the compression error of tensors without sending anything. Policies that measure compression use
+this module."""
 
 from __future__ import annotations
 

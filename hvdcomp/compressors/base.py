@@ -185,7 +185,7 @@ class Compressor(Described):
         """The bytes that one rank passes to the collectives for a tensor in one step, including indices and scales.
 
         The bytes are counted by running `aggregate` on arrays without values. If the bytes differ from step to step,
-        this is their mean over a period.
+        the result is the mean over a period.
 
         Args:
             shape: shape of the tensor.

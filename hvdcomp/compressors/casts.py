@@ -188,7 +188,8 @@ def _bfloat16_at_random(xp: ModuleType, vector: Array, nearest: Array, purpose: 
 
     Args:
         vector: the numbers to round.
-        nearest: the bit patterns of the numbers rounded to nearest. The result takes infinities and NaNs from here.
+        nearest: the bit patterns of the numbers rounded to nearest. Infinities and NaNs in the result come from these
+            patterns.
         purpose: purpose of the random numbers.
         context: the tensor's context.
     """

@@ -28,8 +28,9 @@ class ATOMO(Compressor):
     probability p_i = min(1, c sigma_i), where c makes the probabilities add up to `rank`.
 
     The paper draws each triplet independently, so the number of triplets varies. This class uses systematic sampling,
-    which draws exactly `rank` triplets. Imagine the p_i end to end on a line of length `rank`. One random offset is
-    drawn, and every unit interval sends the triplet at this offset. The probability of a triplet is still p_i, so the
+    which draws exactly `rank` triplets. The p_i are the lengths of segments that lie end to end on a line of length
+    `rank`. The line is divided into intervals of length 1. One random offset between 0 and 1 is drawn. In each
+    interval, the segment at this offset says which triplet is sent. The probability of a triplet is still p_i, so the
     result is unbiased. Because triplets are orthogonal, the variance is the sum of sigma_i^2 (1 / p_i - 1). The
     variance depends only on the p_i, so it is the same as in the paper.
 

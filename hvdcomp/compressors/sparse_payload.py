@@ -75,8 +75,8 @@ def encode(xp: ModuleType, vector: Array, indices: Array, values: str) -> tuple[
         values: "same" or "fp16".
 
     Returns:
-        The parts, which are (values, indices) or (values, places in the blocks, counts of the blocks); and the sparse
-        vector that receivers decode.
+        The parts of the payload, and the sparse vector that receivers decode. The parts are (values, indices) or
+        (values, places in the blocks, counts of the blocks).
     """
     size = vector.shape[0]
     blocks = counted_blocks(indices.shape[0], size)

@@ -176,7 +176,7 @@ class ARCTopK(BlocksTogether):
 
     V is a matrix with `sketch` random columns. V is the same on all ranks and is drawn again in each step. The ranks
     average G V for their gradients G. The norm of a row of this average estimates the norm of the same row of the mean
-    gradient. So gradients that cancel between ranks do not count. In sums of squares they would count.
+    gradient. So gradients that cancel between ranks do not count. In sums of squares such gradients would count.
 
     Attributes:
         ratio: the share of the elements that is sent, rounded to whole rows; at least one row is sent.

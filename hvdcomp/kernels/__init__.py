@@ -136,12 +136,12 @@ def _use(name: str) -> int:
 def threads() -> int:
     """The number of threads of a kernel. By default, this is the number of threads that the framework uses.
 
-    The first of these that exists: `HVDCOMP_THREADS`; PyTorch's number, if PyTorch was imported; TensorFlow's number
-    for one operation, if somebody set this number; the first number of `OMP_NUM_THREADS`; the number of CPUs of this
-    process. Results do not depend on the number of threads.
+    The result is the first of the following numbers that exists: `HVDCOMP_THREADS`; PyTorch's number, if PyTorch was
+    imported; TensorFlow's number for one operation, if somebody set this number; the first number of `OMP_NUM_THREADS`;
+    the number of CPUs of this process. Results do not depend on the number of threads.
 
     Raises:
-        ConfigurationError: if `HVDCOMP_THREADS` is no positive number below 2**31.
+        ConfigurationError: if `HVDCOMP_THREADS` is not a positive number below 2**31.
     """
     chosen = os.environ.get("HVDCOMP_THREADS", "")
     if chosen:

@@ -118,8 +118,9 @@ class GraVAC(Policy[GraVACState]):
             for each of `every` steps.
         every: one of `every` steps measures gains and decides which result to send. 1 is the published algorithm, which
             is costly if steps are short. None means 10 if the window has 10 or more such parts, otherwise 1.
-        factor: the unit of the factors. "bytes" includes indices. "elements" does not include indices, as published.
-            For methods that send all elements, "elements" counts 32-bit numbers.
+        factor: how compression factors are counted. "bytes" counts bytes, and includes indices. "elements" counts
+            elements, without indices, as published. For methods that send all elements, "elements" counts 32-bit
+            numbers.
         gain: "error_feedback" is the share of the energy of x = g + r that is kept (`error_gain`), as in the text of
             the paper. "raw" is the kept energy of x divided by the energy of the gradient g (`raw_gain`), as in the
             authors' code.

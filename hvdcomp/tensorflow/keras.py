@@ -22,14 +22,14 @@ from hvdcomp.tensorflow.optimizer import learning_rate_of, unwrapped
 class PolicyCallback(tf_keras.callbacks.Callback):
     """Checks a training with `fit`, and records its compression and policy.
 
-    - Before the training, it raises an error if the model was compiled without Horovod's optimizer or with
+    - Before the training, the callback raises an error if the model was compiled without Horovod's optimizer or with
       `jit_compile=True`, if `steps_per_epoch` differs from that of `fit`, or if a policy changes the batch size, which
       `fit` does not support.
-    - At the end of each epoch, it adds three values to the logs: `compression_factor` (dense bytes / sent bytes that
-      may leave the node), `megabytes_sent` (everything that this rank has sent in the epoch), and `learning_rate`.
-      History, CSVLogger and the progress bar show them.
-    - On rank 0, it writes TensorBoard scalars: `Compression.metrics` of the latest step, the level of each tensor, the
-      learning rate, and the megabytes sent since the start of the epoch.
+    - At the end of each epoch, the callback adds three values to the logs: `compression_factor` (dense bytes / sent
+      bytes that may leave the node), `megabytes_sent` (everything that this rank has sent in the epoch), and
+      `learning_rate`. History, CSVLogger and the progress bar show them.
+    - On rank 0, the callback writes TensorBoard scalars: `Compression.metrics` of the latest step, the level of each
+      tensor, the learning rate, and the megabytes sent since the start of the epoch.
     - Some policies use step times. The callback excludes the time of validation from them.
 
     The callback does not change the training. `fit` gives the same weights without the callback.

@@ -18,9 +18,9 @@ class PolledCommunicator(Communicator, Protocol):
 
 
 class PresenceCheck:
-    """An allreduce of the presences of all ranks, once in each step, during the backward pass.
+    """Checks once in each step, by an allreduce during the backward pass, that all ranks take part in the step.
 
-    Before any bucket starts, it detects a rank that has called `join`, has other levels, or refuses the step.
+    Before any bucket starts, the check detects a rank that has called `join`, has other levels, or refuses the step.
     `Binding.check_presence` raises the error at the end of the step.
 
     Args:

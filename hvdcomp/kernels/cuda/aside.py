@@ -14,7 +14,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class Aside:
-    """Launches of a bucket's kernels on a side stream. Only the end of the bucket's step waits for them.
+    """Launches of a bucket's kernels on a side stream. Only the end of the bucket's step waits for these kernels.
 
     The order of a step, with time from top to bottom; "main" is the stream of the step:
 

@@ -46,8 +46,8 @@ SHORT = 256
 
 @triton.jit
 def _run(table, segments, runs, run, chunk):
-    """This program's tensor; the begin and the end of its run of chunks; the first sent element of the run, and the
-    number of sent elements. run: number of chunks in a run."""
+    """Returns this program's tensor; the begin and the end of the program's run of chunks; the first sent element of
+    the run; and the number of sent elements. run: the number of chunks in a run."""
     run_entry = pointer(runs, tl.int64) + 2 * tl.program_id(0)
     segment = tl.load(run_entry)
     number = tl.load(run_entry + 1)
@@ -238,8 +238,8 @@ def place_bits(table, segments, segment, chunk):
 
 @triton.jit
 def _pack_plane(codes, CODE: tl.constexpr, count, start, shift, place, bits, payload, WIDTH: tl.constexpr):
-    """Packs one plane of a group of codes, if codes of this many bits have a plane of this width. Returns the shift and
-    the begin of the next plane."""
+    """Packs the plane of `WIDTH` bits of a group of codes. If the codes have no plane of `WIDTH` bits, packs nothing.
+    Returns `shift` and `place` for the next plane."""
     if bits & WIDTH != 0:
         block = start // 8 * WIDTH
         begin, length, of_group, first = packed_bytes(block, count, WIDTH, 64 * WIDTH)

@@ -46,7 +46,7 @@ def dense_encode(
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     COPIES: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes x and, if COPIES, copies x to `wire`. A tensor begins at element `values` of `wire`."""
+    """Computes x and, if COPIES, copies x to `wire`. In `wire`, a tensor begins at the index `values`."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     largest = tl.zeros((BLOCK,), tl.int32)
     for block in range(start, end, BLOCK):

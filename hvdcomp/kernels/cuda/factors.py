@@ -34,9 +34,9 @@ def shape_of(table, segments, segment):
 
 @triton.jit
 def _tile_of_factor(table, segments, tiles, OF_ROWS: tl.constexpr):
-    """This program's tile of a factor. Returns the begin of the factor in the vector of all factors; the length and the
-    number of the factor's columns; the begin and the end of the tile in each column; the factor's first tile, and its
-    number of tiles."""
+    """Finds this program's tile of a factor. Returns the begin of the factor in the vector of all factors; the length
+    and the number of the factor's columns; the begin and the end of the tile in each column; the factor's first tile;
+    and the factor's number of tiles."""
     tile = pointer(tiles, tl.int64) + 5 * tl.program_id(0)
     segment = tl.load(tile)
     rows, columns, rank = shape_of(table, segments, segment)

@@ -136,9 +136,9 @@ def _pack_plane(
     WIDTH: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, NEAREST: tl.constexpr, KEEPS: tl.constexpr,
     FROM: tl.constexpr, LEAVES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Packs one plane of a piece's codes, if codes of this many bits have a plane of this width. Returns the shift and
-    the begin of the next plane. LEAVES: whether to subtract the values of the codes from x; allowed only if there is no
-    other plane."""
+    """Packs the plane of `WIDTH` bits of a piece's codes. If the codes have no plane of `WIDTH` bits, packs nothing.
+    Returns `shift` and `place` for the next plane. LEAVES: whether to subtract the values of the codes from x; allowed
+    only if there is no other plane."""
     bits = entry(table, segments, segment, COUNT).to(tl.int32)
     if bits & WIDTH != 0:
         size = size_of(table, segments, segment)

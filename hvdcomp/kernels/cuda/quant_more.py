@@ -135,8 +135,8 @@ def global_maxima(table, segments, maxima, scales, BLOCK: tl.constexpr):
 
 @triton.jit
 def _digits(table, segments, segment, start, end, ranks):
-    """The number of bits of a digit; of digits in a word; of words of the tensor; the first and the end word of a
-    piece; the number of levels of one rank."""
+    """Returns the bits of a digit; the digits in a word; the words of the tensor; the first word of a piece, and the
+    word after the last one; and the levels of one rank."""
     bits = entry(table, segments, segment, COUNT).to(tl.int32)
     size = size_of(table, segments, segment)
     fields = 32 // bits

@@ -57,8 +57,8 @@ def _permuted(number, bits, key):
 
 @triton.jit
 def _drawn(table, segments, chunks, CHUNK: tl.constexpr):
-    """This program's tensor; the numbers of its draws; the places of the drawn elements in the tensor; a mask of the
-    valid draws."""
+    """Returns this program's tensor; the numbers of the program's draws; the places of the drawn elements in the
+    tensor; and a mask of the valid draws."""
     chunk = pointer(chunks, tl.int64) + 3 * tl.program_id(0)
     segment = tl.load(chunk)
     number = tl.load(chunk + 1).to(tl.int32) + tl.arange(0, CHUNK)

@@ -1,9 +1,9 @@
 """Encoding of sparsifiers. Packs k elements of each tensor in the order of their indices, and leaves the residual in x.
 
 `src/sparse.h` describes the payload. `sparse_select` finds two magnitudes for each tensor. All elements that reach the
-upper magnitude are sent. If these are fewer than k, elements between the two magnitudes complete them, in index order.
-With `LIMITED`, only the first so many elements in index order are eligible. The largest eligible elements are sent, and
-among equal elements the first.
+upper magnitude are sent. If fewer than k elements reach the upper magnitude, the first elements between the two
+magnitudes, in index order, are also sent. With `LIMITED`, only a limited number of elements, the first in index order,
+are eligible. The largest eligible elements are sent, and among equal elements the first.
 """
 
 import numpy as np
@@ -89,8 +89,8 @@ def _limits(
     table, segments, segment, start, choices, state, histograms, between,
     LIMITED: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """For the elements between the two magnitudes: their number in earlier pieces, the number of eligible ones (the
-    first in index order), and the least magnitude that is sent.
+    """Returns three numbers about the elements between the two magnitudes: the number of such elements in earlier
+    pieces, the number of eligible elements (the first in index order), and the least magnitude that is sent.
 
     All three are 0 without LIMITED. between: counts of `count_chosen` without LIMITED.
     """

@@ -36,8 +36,9 @@ _MOST_AT_A_TIME = 1024  # number of elements of a block
 
 @triton.jit
 def _slot(table, segments, slots, chosen):
-    """This program's tensor; the begin of its block on the wire and in the tensor; the block's length, and the number
-    of its elements that are inside the tensor. A slot is a tensor and a begin on the wire."""
+    """Returns this program's tensor; the begin of the program's block on the wire, and in the tensor; the block's
+    length; and the number of the block's elements that are inside the tensor. A slot is a tensor and a begin on the
+    wire."""
     slot = pointer(slots, tl.int64) + 2 * tl.program_id(0)
     segment = tl.load(slot)
     length = entry(table, segments, segment, LENGTH)

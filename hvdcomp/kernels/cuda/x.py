@@ -111,7 +111,7 @@ def size_of(table, segments, segment):
 
 @triton.jit
 def piece(table, segments, tasks, PIECE: tl.constexpr):
-    """This program's tensor, and the begin and the end of the program's piece in the tensor, as int32."""
+    """Returns this program's tensor, and the begin and the end of the program's piece in the tensor, as int32."""
     task = pointer(tasks, tl.int64) + 2 * tl.program_id(0)
     segment = tl.load(task)
     start = tl.load(task + 1).to(tl.int32)

@@ -592,7 +592,8 @@ def _not_recommended(advice: Advice) -> list[str]:
 
 
 def _listed(specs: Sequence[str]) -> str:
-    """A list of specs for a sentence. If there are many, only the first few and the number of the others."""
+    """A list of specs for a sentence. If there are many specs, the list has only the first few specs, and the number of
+    the others."""
     if len(specs) <= _LISTED:
         return ", ".join(specs)
     return f"{', '.join(specs[: _LISTED - 1])} and {len(specs) - _LISTED + 1} others"

@@ -145,7 +145,7 @@ def read_settings(
             The function returns None if these fields do not determine the number.
 
     Raises:
-        MissingSettingsError: if required settings are not given. The message names all of them.
+        MissingSettingsError: if required settings are not given. The message names all missing settings.
         ConfigurationError: if the file cannot be read, a key is unknown, or a value has the wrong type.
     """
     file = {} if path is None else _read(path)

@@ -37,8 +37,8 @@ def load(folder: Path | None, rows: int, samples: int | None) -> DataSet:
     Args:
         folder: the value of --data-dir.
         rows: number of rows of each table.
-        samples: the number of lines to train on; None for all. Only these lines, and a sixth of their number to hold
-            back, are read.
+        samples: the number of lines to train on; None for all. The function reads only these lines, and a sixth as many
+            lines that are held back from the training.
 
     Returns:
         Samples (N, 13 + 26), float32, with the integers before the rows; and labels 0 or 1.

@@ -52,7 +52,7 @@ class LocalMomenta:
         weight: b1 / (1 - b1).
         moved: the sum of rate times m over the earlier steps since the last exchange.
         share: the share of this step in the sum of rates.
-        of_moved: the factor of `moved`.
+        of_moved: the factor by which `moved` is multiplied.
     """
 
     mean: torch.Tensor
