@@ -13,7 +13,8 @@ from hvdcomp.policies.request import Request, Statistic
 class Observer:
     """Base of all observers. Methods do nothing by default.
 
-    Class attributes: measures: the statistics that the observer measures.
+    Class attributes:
+        measures: the statistics that the observer measures.
     """
 
     measures: ClassVar[frozenset[Statistic]]

@@ -67,24 +67,30 @@ class Compressor(Described):
         examples: example spec strings of the method, the most common first. The manual shows the first example. The
             tests of all compressors, and `hvdcomp bench encode`, use all examples.
         level_name: the name of the field that says how strongly to compress (such as "ratio"), or None if the method
-        has no such field. sends: a description, in words, of the payload that one rank sends for a tensor. biased:
-        whether the expectation of the result over the method's random choices differs from the gradient. By default
-        biased methods use error feedback. The rounding of a cast does not count as bias. lossless: whether the
-        receivers get the exact gradient. variance: a bound of E|x - C(x)|^2 / |x|^2 that holds for any tensor. The
-        variance is given for unbiased methods whose error can be larger than x itself, and is 0 for all other methods.
-        Biased methods leave out a part of x, so their error is not larger than x. In `terngrad`, `globalqsgd`,
-        `natural`, `int8`, `int4` and `fp8`, no element's error is larger than the largest element of x. The expected
-        error of `eden` is smaller than x (`known_error`). known_error: the expectation of |x - C(x)|^2 / |x|^2, if it
-        is about the same for every large x. Policies then need not compress x to measure the error. None for all other
-        methods. sent_is_own: whether C(x), the decoded form of this rank's payload, depends only on this rank's x.
-        `sent_is_own` is False if ranks compress each other's chunks. In this case, a step does not show how much of x
-        this rank's compressor alone would have kept. in_units: whether the result is in the units of the gradient. Only
-        then can an optimizer compute momentum from the result. nested: whether two compressions, first at a milder
-        level and then at a stronger level, give the same result as one compression at the stronger level. `nested` is
-        true for methods that keep elements of x unchanged. period: number of steps after which payload sizes repeat.
-        keeps_state: whether the method has a state from step to step. of_matrices: whether the method treats a tensor
-        as a matrix whose rows are the first dimension. form: the name of the class's method that implements its bucket
-        form. reference: the publication.
+            has no such field.
+        sends: a description, in words, of the payload that one rank sends for a tensor.
+        biased: whether the expectation of the result over the method's random choices differs from the gradient. By
+            default biased methods use error feedback. The rounding of a cast does not count as bias.
+        lossless: whether the receivers get the exact gradient.
+        variance: a bound of E|x - C(x)|^2 / |x|^2 that holds for any tensor. The variance is given for unbiased methods
+            whose error can be larger than x itself, and is 0 for all other methods. Biased methods leave out a part of
+            x, so their error is not larger than x. In `terngrad`, `globalqsgd`, `natural`, `int8`, `int4` and `fp8`, no
+            element's error is larger than the largest element of x. The expected error of `eden` is smaller than x
+            (`known_error`).
+        known_error: the expectation of |x - C(x)|^2 / |x|^2, if it is about the same for every large x. Policies then
+            need not compress x to measure the error. None for all other methods.
+        sent_is_own: whether C(x), the decoded form of this rank's payload, depends only on this rank's x. `sent_is_own`
+            is False if ranks compress each other's chunks. In this case, a step does not show how much of x this rank's
+            compressor alone would have kept.
+        in_units: whether the result is in the units of the gradient. Only then can an optimizer compute momentum from
+            the result.
+        nested: whether two compressions, first at a milder level and then at a stronger level, give the same result as
+            one compression at the stronger level. `nested` is true for methods that keep elements of x unchanged.
+        period: number of steps after which payload sizes repeat.
+        keeps_state: whether the method has a state from step to step.
+        of_matrices: whether the method treats a tensor as a matrix whose rows are the first dimension.
+        form: the name of the class's method that implements its bucket form.
+        reference: the publication.
     """
 
     name: ClassVar[str]

@@ -30,10 +30,12 @@ _DTYPE = Rule(lambda dtype: dtype in [*_ROUNDS_TO], "float32, fp16 or bf16")
 class Memory(Described):
     """Base of all memories.
 
-    Class attributes: name: the memory's name in a spec string. is_momentum: whether the memory replaces the optimizer's
-        momentum. Such a memory is used for every tensor, including uncompressed tensors, and the optimizer must have no
-        momentum. keeps: the factor by which the residual is multiplied when the next step adds it. rounds_to: the
-        16-bit element type in which the residual is stored, or None if the residual is not rounded.
+    Class attributes:
+        name: the memory's name in a spec string.
+        is_momentum: whether the memory replaces the optimizer's momentum. Such a memory is used for every tensor,
+            including uncompressed tensors, and the optimizer must have no momentum.
+        keeps: the factor by which the residual is multiplied when the next step adds it.
+        rounds_to: the 16-bit element type in which the residual is stored, or None if the residual is not rounded.
     """
 
     name: ClassVar[str]

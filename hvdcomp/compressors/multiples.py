@@ -68,7 +68,8 @@ class Multiples(Gathering):
     """Base of methods that send packed codes. A code is an integer, and its value is a multiple of a fraction of the
     scale.
 
-    Class attributes: bits: the number of bits of a code. In some methods the number is a setting.
+    Class attributes:
+        bits: the number of bits of a code. In some methods the number is a setting.
     """
 
     bits: ClassVar[int]

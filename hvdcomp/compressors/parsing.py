@@ -26,7 +26,9 @@ def parse_compressor(spec: str) -> Compressor:
     A spec may also be a JSON object of rules for tensors. The first rule that matches a tensor decides. The key of a
     rule is a pattern of names, or `numel<N` or `ndim<N` for tensors with fewer than N elements or dimensions. The value
     of a rule is a spec string or another JSON object. Example: `{"embed.*": "topk:ratio=0.001", "numel<10000": "none",
-    "*": "powersgd:rank=4"}`. `two_level(...)` around a spec compresses only between nodes.
+    "*": "powersgd:rank=4"}`.
+
+    `two_level(...)` around a spec compresses only between nodes.
 
     Raises:
         SpecError: for an unknown method or field, a missing field, or a value of the wrong kind. The message lists the

@@ -218,7 +218,8 @@ class _ByThreshold(Router):
     """Base of routers that compare a number of the tensor with `threshold`. The two fields after `threshold` are the
     compressors between which a router chooses.
 
-    Class attributes: condition: the name of the number in a spec string.
+    Class attributes:
+        condition: the name of the number in a spec string.
     """
 
     threshold: Count

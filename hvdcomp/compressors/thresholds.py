@@ -78,7 +78,8 @@ def bisect(magnitudes: Magnitudes, bracket: Bracket, rounds: int) -> None:
 class ThresholdSparsifier(Sparsifier):
     """Base of methods that search for a threshold and choose k of the elements that reach it.
 
-    Class attributes: room: a threshold is good if at least k and at most `room` k elements reach it.
+    Class attributes:
+        room: a threshold is good if at least k and at most `room` k elements reach it.
     """
 
     room: ClassVar[int]

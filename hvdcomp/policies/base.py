@@ -33,10 +33,12 @@ SomeLevel = Annotated[Level, LEVEL]
 class Policy(Described, Generic[State]):
     """Base of all policies.
 
-    Class attributes: name: the policy's name in a spec string. state_type: the dataclass of its state. The types of the
-    fields of this dataclass must be types that `hvdcomp.specs.typed.typed` accepts. state_growth: the number of bytes
-    by which the JSON of a state may grow, in addition to an allowance for each tensor. A larger state needs a second
-    message.
+    Class attributes:
+        name: the policy's name in a spec string.
+        state_type: the dataclass of its state. The types of the fields of this dataclass must be types that
+            `hvdcomp.specs.typed.typed` accepts.
+        state_growth: the number of bytes by which the JSON of a state may grow, in addition to an allowance for each
+            tensor. A larger state needs a second message.
 
     Attributes:
         lag: with 1, a decision takes effect one step later, so that its broadcast overlaps with the computation of the

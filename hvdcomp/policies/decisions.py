@@ -22,10 +22,12 @@ Gain = Literal["error_feedback", "raw"]
 class Decision:
     """Base of all decisions.
 
-    Class attributes: kind: the name of the kind in JSON. sets_batch_size: whether decisions set the batch size instead
-        of compression. uses_factors: whether decisions give compression factors. A factor may lead to any level. shown:
-        the attributes that a report shows under the same names. later: the fields that logs of earlier versions lack.
-        `to_json` leaves a field out if it has its default value.
+    Class attributes:
+        kind: the name of the kind in JSON.
+        sets_batch_size: whether decisions set the batch size instead of compression.
+        uses_factors: whether decisions give compression factors. A factor may lead to any level.
+        shown: the attributes that a report shows under the same names.
+        later: the fields that logs of earlier versions lack. `to_json` leaves a field out if it has its default value.
     """
 
     kind: ClassVar[str]

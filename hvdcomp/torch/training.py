@@ -52,9 +52,9 @@ class TorchTraining(Binding):
         names: as in `Binding`.
         shared: the names of the parameters that are `TensorInfo.is_shared`.
 
-    Class attributes: optimizer_from: the code with which a user makes the optimizer known. The code is shown in
-        messages. averaged_by: the name of the object that averages the model's gradients, if it is not Horovod's
-        optimizer.
+    Class attributes:
+        optimizer_from: the code with which a user makes the optimizer known. The code is shown in messages.
+        averaged_by: the name of the object that averages the model's gradients, if it is not Horovod's optimizer.
     """
 
     results_in_place = True

@@ -221,10 +221,14 @@ def settle(
     """Ends a step.
 
     Records the values of x that were sent, or rounds the residual if residuals are kept in 16 bits. If ADDS, adds the
-    gradients to their totals. PUTS: whether to copy the results over the gradients, from separate memory. share: the
-    factor by which added gradients are multiplied. The host does not know whether the step counts, and continues as if
-    it did. If the step does not count, this kernel adds nothing. This kernel copies the old residual and velocity to
-    where the next step reads them, and writes NaN to each result.
+    gradients to their totals.
+
+    If the step does not count, the kernel adds nothing. Instead, the kernel copies the old residual and velocity to
+    where the next step reads them, and writes NaN to each result. The host does not know whether the step counts, and
+    continues as if it did.
+
+    PUTS: whether to copy the results over the gradients, from separate memory. share: the factor by which added
+    gradients are multiplied.
     """
     segment, start, end = piece(table, segments, tasks, PIECE)
     fails = tl.load(pointer(found_inf, tl.float32)) != 0

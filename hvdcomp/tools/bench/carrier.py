@@ -57,7 +57,9 @@ class Carrier(ABC):
     Args:
         ranks: all ranks, connected through this library.
 
-    Class attributes: title: the name of the library. network: the name of the library that runs the collectives.
+    Class attributes:
+        title: the name of the library.
+        network: the name of the library that runs the collectives.
         warm_up: the number of first steps of a training that differ from later steps.
 
     Attributes:

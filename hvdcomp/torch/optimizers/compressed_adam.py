@@ -25,7 +25,8 @@ class Momentum:
         mean: m, the first moment before this step. The mean is the same on all ranks.
         weight: b1 / (1 - b1).
 
-    Class attributes: sent_always: whether the momentum is added even if the exchange is lossless.
+    Class attributes:
+        sent_always: whether the momentum is added even if the exchange is lossless.
     """
 
     mean: torch.Tensor
