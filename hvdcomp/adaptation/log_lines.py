@@ -3,11 +3,12 @@ written as changes from the previous line.
 
 If the only key of an object is one of these words, the object is an abbreviation of another object:
 
-    {"by_tensor": [0.5, 2.0]} {"conv": 0.5, "fc": 2.0}, if the start line has the tensors conv and fc {"by_tensor":
-    {"4.0": [0.5, 0.1]}}     {"conv": {"4.0": 0.5}, "fc": {"4.0": 0.1}} {"as": "norms"} the same object as the statistic
-    "norms" in the same line {"changed": {"ends": 4}} the object of the previous line, with "ends" set to 4 {"changed":
-    {"1": 2.0}} the object of the previous line, with 2.0 for the second tensor {"plain": {"as": "norms"}}
-    {"as": "norms"} itself
+    {"by_tensor": [0.5, 2.0]}              {"conv": 0.5, "fc": 2.0}, if the start line has the tensors conv and fc
+    {"by_tensor": {"4.0": [0.5, 0.1]}}     {"conv": {"4.0": 0.5}, "fc": {"4.0": 0.1}}
+    {"as": "norms"}                        the same object as the statistic "norms" in the same line
+    {"changed": {"ends": 4}}               the object of the previous line, with "ends" set to 4
+    {"changed": {"1": 2.0}}                the object of the previous line, with 2.0 for the second tensor
+    {"plain": {"as": "norms"}}             {"as": "norms"} itself
 """
 
 from __future__ import annotations

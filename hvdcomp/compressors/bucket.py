@@ -316,7 +316,7 @@ def address_of(array: Array) -> int:
 
 def take_off(bucket: Bucket, zeros: np.ndarray, x: np.ndarray | None = None) -> None:
     """Subtracts the sent part from x, if a kernel has left this subtraction to the next step. Methods whose chunks may
-    change in the next step call this.
+    change in the next step call this function.
 
     Args:
         bucket: the bucket after encoding.

@@ -44,7 +44,7 @@ class ChunkedTopK(Compressor):
 
     Two bits say in which of four bins a value is. The value is decoded as the mean of the values in this bin:
 
-        bin(v) = round((v - mean) / s + 2), limited to 0 ... 3; s = 6 sigma / 4
+        bin(v) = round((v - mean) / s + 2), limited to 0 ... 3;  s = 6 sigma / 4
 
     mean and sigma are the mean and the standard deviation of all values that are sent of the tensor. So the borders
     between bins are at -2.25, -0.75 and 0.75 sigma from the mean. To compute sigma, the sum of squares is divided by n,

@@ -53,8 +53,8 @@ class Bracket:
         return too_few, too_many
 
     def choose(self) -> Array:
-        """The indices of the k largest among `most` elements. The chosen elements are the elements that reach `high`,
-        completed by elements that reach `low`, in index order."""
+        """The indices of the k largest among `most` elements. First come the elements that reach `high`, and then
+        elements that reach only `low`, in index order."""
         return self._magnitudes.pick(self.low, self.high, self._k, self._most)
 
 
@@ -229,10 +229,10 @@ class SIDCo(ThresholdSparsifier):
 
     The payload always has k elements, even if the estimate is bad. If between k and 4 k elements reach the last
     threshold, the k largest of them are sent. If more than 4 k elements reach it, the k largest of the first 4 k in
-    index order are sent. If fewer than k elements reach it, all of them are sent. The largest elements above the
-    threshold of the previous stage complete the k elements; only the first 4 k elements in index order are considered.
-    If too few elements reach the previous threshold, all elements are considered. Each element is sent at most once,
-    with its true value.
+    index order are sent. If fewer than k elements reach it, all of them are sent. To get k elements, the largest
+    elements above the threshold of the previous stage are also sent. Only the first 4 k elements in index order are
+    considered. If too few elements reach the previous threshold, all elements are considered. Each element is sent at
+    most once, with its true value.
 
     Attributes:
         stages: the number of stages of the estimate, at most 100. With 1, the first threshold should already keep the

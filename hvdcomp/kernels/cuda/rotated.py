@@ -85,8 +85,8 @@ def _value(code, levels, bits, scale):
 
 @triton.jit
 def _pack_plane(code, bits, shift, place, first, padded, payload, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Packs one plane of a block's codes, if codes of this many bits have a plane of this width. Returns the shift and
-    the begin of the next plane."""
+    """Packs the plane of `WIDTH` bits of a block's codes. If the codes have no plane of `WIDTH` bits, packs nothing.
+    Returns `shift` and `place` for the next plane."""
     if bits & WIDTH != 0:
         fields: tl.constexpr = 8 // WIDTH
         row: tl.constexpr = 64 * WIDTH  # number of bytes of a group of 512 codes
