@@ -1,8 +1,9 @@
-"""The exchange behind the operators of compiled graphs (`hvdcomp.torch.compiled.operators`).
+"""The exchange that the operators of compiled graphs run (`hvdcomp.torch.compiled.operators`).
 
-A node of a graph gets all inputs of a step as its arguments, and keeps nothing from step to step. So an engine is made
-once for each node, when the node first runs, and is told the step and the residuals in each step. The node then
-computes what the engine of a training with the same method, seed and names computes in the same step, bit for bit.
+A node of a graph gets all inputs of a step as its arguments, and keeps nothing between steps. Each node has an engine,
+which is created when the node runs for the first time. In each step, the engine gets the step number and the residuals.
+The node then gives the same result, bit for bit, as the engine of a training with the same method, seed and names in
+the same step.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ def method_of(spec: str, residuals: bool) -> Compressor:
 
     Args:
         spec: spec string of a compressor.
-        residuals: whether the node is given residuals.
+        residuals: whether the node gets residuals.
 
     Raises:
-        SpecError: for an invalid spec, or a method that a node cannot run.
+        SpecError: if the spec is invalid, or a node cannot run the method.
     """
     if spec.partition(":")[0].strip() in POLICIES:
         raise SpecError(
@@ -72,7 +73,8 @@ def method_of(spec: str, residuals: bool) -> Compressor:
 def check(
     tensors: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor] | None, names: Sequence[str], step: torch.Tensor
 ) -> None:
-    """Raises ConfigurationError for arguments of a node that cannot be exchanged. It reads no values of tensors."""
+    """Raises ConfigurationError if the arguments of a node cannot be exchanged. The check does not read the values of
+    tensors."""
     if not len(set(names)) == len(names) == len(tensors):
         raise ConfigurationError(
             f"{len(tensors)} tensors were given with the names {', '.join(names)}; give each tensor a name of its own"
@@ -110,11 +112,12 @@ def exchange(
     names: Sequence[str],
     seed: int,
 ) -> list[torch.Tensor]:
-    """The means of tensors over the ranks of a process group, in new tensors; changes the residuals.
+    """Computes the means of tensors over the ranks of a process group, in new tensors. Changes the residuals in place.
 
     Raises:
-        SpecError, ConfigurationError: for invalid arguments.
-        RankMismatchError: on every rank, if ranks give different arguments when this node of the graph first runs.
+        SpecError, ConfigurationError: if arguments are invalid.
+        RankMismatchError: on every rank, if ranks pass different arguments when this node of the graph runs for the
+            first time.
     """
     check(tensors, residuals, names, step)
     refuse_capture()
@@ -131,9 +134,10 @@ def group_of(name: str) -> dist.ProcessGroup:
     """The process group of this name.
 
     Raises:
-        ConfigurationError: if torch.distributed has none.
+        ConfigurationError: if torch.distributed has no process group of this name.
     """
-    resolve: Any = dist.distributed_c10d._resolve_process_group  # whose argument is a type of its own in PyTorch 2.13
+    # the type of its argument is a new type in PyTorch 2.13
+    resolve: Any = dist.distributed_c10d._resolve_process_group
     try:
         group: dist.ProcessGroup = resolve(name)
     except RuntimeError as error:
@@ -158,7 +162,7 @@ class _Node:
         self.group = group
         self.signature = _signature(tensors)
         communicator, like = TorchDistributedCommunicator(group), next(iter(tensors.values()))
-        with refused_on_every_rank(communicator, like):  # of ranks with other specs, some may wait
+        with refused_on_every_rank(communicator, like):  # if specs differ between ranks, some ranks may already wait
             method = method_of(spec, residuals)
         infos = [TensorInfo(name, tuple(tensor.shape), dtype_name(tensor)) for name, tensor in tensors.items()]
         facts = {
@@ -174,7 +178,7 @@ class _Node:
     def step(
         self, gradients: Mapping[str, torch.Tensor], residuals: Mapping[str, torch.Tensor], step: int
     ) -> dict[str, torch.Tensor]:
-        """The means by name; replaces the values of the residuals."""
+        """The means, by name. The values of the residuals are replaced."""
         if step < 0:
             raise ConfigurationError(f"step {step} is not allowed; count the steps from 0")
         engine = self._engine
@@ -192,8 +196,8 @@ class _Node:
         return self._engine.planner.memory_for(self._engine.plan[name])
 
     def _give(self, name: str, residual: torch.Tensor) -> None:
-        """Replaces what the engine keeps of a tensor. The storage stays, because the engine makes the descriptions of
-        its buckets again if it changes."""
+        """Replaces the residual that the engine keeps for a tensor. The storage stays the same, because with a new
+        storage the engine would have to describe its buckets again."""
         state = self._engine.states[name]
         if state.has_residual:
             state.memory[0].copy_(residual.view(state.memory[0].shape))
@@ -201,11 +205,11 @@ class _Node:
             state.memory, state.keeper = (residual.clone(),), self._memory(name)
 
 
-_nodes: dict[tuple[Any, ...], _Node] = {}  # by what tells nodes apart
+_nodes: dict[tuple[Any, ...], _Node] = {}  # by everything in which nodes differ
 
 
 def _node(tensors: Mapping[str, torch.Tensor], residuals: bool, spec: str, group_name: str, seed: int) -> _Node:
-    """The node of these arguments, made anew if the tensors or the process group have changed."""
+    """The node for these arguments. The node is made again if the tensors or the process group have changed."""
     group, key = group_of(group_name), (spec, residuals, group_name, seed, *tensors)
     known = _nodes.get(key)
     if known is None or known.group is not group or known.signature != _signature(tensors):

@@ -1,12 +1,12 @@
-"""A pass over a graph of a training step that replaces its all-reduces of gradients by compressed means.
+"""A pass over the graph of a training step. The pass replaces the all-reduces of gradients by compressed means.
 
 Tools that trace a training step, such as `make_fx` and `torch.compile`, write an all-reduce as two nodes:
-`_c10d_functional.all_reduce`, which begins it, and `wait_tensor`. A mean is a sum with a division by the number of
-ranks before or after it. The pass finds these nodes, and puts one node of `hvdcomp.torch.compiled.operators` in their
-place.
+`_c10d_functional.all_reduce` begins it, and `wait_tensor` ends it. A mean is a sum with a division by the number of
+ranks before or after the sum. The pass finds these nodes, and replaces them by one node of
+`hvdcomp.torch.compiled.operators`.
 
-Tensors that are reduced one after the other share a node, and so their collectives, as long as nothing between them
-uses a mean or may change a tensor.
+Tensors that are reduced one after the other share a node, so their collectives are fused. Tensors can share a node if
+no node between them uses a mean or may change a tensor.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from hvdcomp.torch.compiled.exchange import group_of, method_of
 NamesOfReduces = Callable[[Node], str | None]
 """The name of the tensor that a node `all_reduce` gets, or None if it is to stay uncompressed."""
 
-_STEP = "hvdcomp_step"  # the buffer with the step
+_STEP = "hvdcomp_step"  # the name of the buffer that contains the step number
 _DIVISIONS = ("div", "true_divide", "truediv")
 _FACTORS = ("mul", "multiply")
-_FOUND_BY = ("val", "example_value")  # what tracers call the example of a node's result
+_FOUND_BY = ("val", "example_value")  # the names under which tracers store an example of a node's result
 
 
 @dataclass
@@ -36,11 +36,11 @@ class _Reduce:
     """An all-reduce in a graph.
 
     Attributes:
-        start: the node that begins it.
-        divides: whether the node before it divides by the number of ranks.
+        start: the node that begins the all-reduce.
+        divides: whether the node before `start` divides by the number of ranks.
         result: the node whose value is replaced.
-        factor: the number by which the mean is multiplied to get that value.
-        name: name of the tensor.
+        factor: the mean times this number is the value of `result`.
+        name: the name of the tensor.
     """
 
     start: Node
@@ -51,7 +51,8 @@ class _Reduce:
 
     @property
     def tensor(self) -> Node:
-        """The node of the tensor whose mean is computed. It may be the result of an all-reduce that was replaced."""
+        """The node of the tensor whose mean is computed. The tensor may be the result of another all-reduce, which was
+        replaced."""
         (summand,) = self.start.all_input_nodes
         return summand.all_input_nodes[0] if self.divides else summand
 
@@ -65,7 +66,8 @@ def replace_reduces(
     least: int,
     name_of: NamesOfReduces,
 ) -> list[str]:
-    """Replaces the all-reduces of one process group; arguments as in `hvdcomp.compiled.compress_all_reduces`.
+    """Replaces the all-reduces of one process group. The arguments are those of
+    `hvdcomp.compiled.compress_all_reduces`.
 
     Returns:
         The names of the tensors that are compressed, in the order of the graph.
@@ -92,13 +94,13 @@ def replace_reduces(
 
 
 def compile_by(backend: str, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Compiles a graph from Dynamo with a backend of `torch.compile`, for the given example inputs."""
+    """Compiles a graph from Dynamo with a backend of `torch.compile`. inputs: example inputs."""
     compiled: Callable[..., Any] = torch._dynamo.lookup_backend(backend)(module, list(inputs))
     return compiled
 
 
 def _may_replace(node: Node, group_name: str, least: int) -> bool:
-    """Whether an all-reduce is a sum or a mean of this many numbers, or more, in this process group."""
+    """Whether an all-reduce is a sum or a mean in this process group and has at least `least` numbers."""
     _, kind, group = node.args
     example, ends = _example(node), list(node.users)
     if kind not in ("sum", "avg") or group != group_name or len(ends) != 1 or not _calls(ends[0], "wait_tensor"):
@@ -107,10 +109,10 @@ def _may_replace(node: Node, group_name: str, least: int) -> bool:
 
 
 def _reduce(start: Node, name: str, size: int, results: Set[Node]) -> _Reduce:
-    """The all-reduce that a node begins.
+    """Describes the all-reduce that a node begins.
 
     Args:
-        results: results of others, which may divide their own sums.
+        results: the results of other all-reduces. Such a node may be the division of another sum.
     """
     (wait,) = start.users
     if start.args[1] == "avg":
@@ -124,9 +126,9 @@ def _reduce(start: Node, name: str, size: int, results: Set[Node]) -> _Reduce:
 
 
 def _together(graph: torch.fx.Graph, found: dict[Node, _Reduce]) -> Iterator[tuple[list[_Reduce], Node]]:
-    """The all-reduces that share a node, and the node before which it is put."""
+    """Yields the all-reduces that share a new node, and the node before which to insert it."""
     waiting: list[_Reduce] = []
-    own: set[Node] = set()  # nodes that the pass replaces
+    own: set[Node] = set()  # the nodes that the pass replaces
     results: set[Node] = set()
     for node in list(graph.nodes):
         if waiting and node not in own and (results.intersection(node.all_input_nodes) or _ends_a_run(node)):
@@ -141,7 +143,7 @@ def _together(graph: torch.fx.Graph, found: dict[Node, _Reduce]) -> Iterator[tup
 def _put(
     graph: torch.fx.Graph, reduces: list[_Reduce], place: Node, spec: str, step: Node, group_name: str, seed: int
 ) -> None:
-    """Puts the means of some tensors before a node."""
+    """Inserts the node that computes the means of some tensors before another node."""
     with graph.inserting_before(place):
         means = graph.call_function(
             torch.ops.hvdcomp.allreduce_means.default,
@@ -161,7 +163,8 @@ def _put(
 
 
 def _erase(graph: torch.fx.Graph, reduce: _Reduce) -> None:
-    """Takes the nodes of an all-reduce out of the graph, and its divisions if nothing else uses them."""
+    """Removes the nodes of an all-reduce from the graph. Also removes the divisions by the number of ranks if nothing
+    else uses the results."""
     (wait,) = reduce.start.users
     (summand,) = reduce.start.all_input_nodes
     for node in dict.fromkeys((reduce.result, wait, reduce.start)):
@@ -171,7 +174,7 @@ def _erase(graph: torch.fx.Graph, reduce: _Reduce) -> None:
 
 
 def _node_of(module: GraphModule, step: torch.Tensor) -> Node:
-    """A node that reads the step, which becomes a buffer of the module."""
+    """Registers the step number as a buffer of the module, and returns a node that reads the buffer."""
     if getattr(module, _STEP, step) is not step:
         raise ConfigurationError(
             "this graph has compressed all-reduces with another step; give the same tensor for all process groups"
@@ -182,31 +185,31 @@ def _node_of(module: GraphModule, step: torch.Tensor) -> Node:
         return module.graph.get_attr(_STEP)
 
 
-# What nodes are.
+# Functions that recognize nodes.
 
 
 def _calls(node: Node, name: str) -> bool:
-    """Whether a node calls this functional collective, with or without the name of its overload."""
+    """Whether a node calls the functional collective of this name. The node may also name an overload."""
     called = getattr(torch.ops._c10d_functional, name)
     return node.op == "call_function" and node.target in (called, called.default)
 
 
 def _is_division(node: Any, size: int) -> bool:
-    """Whether a node divides a tensor by this number, or multiplies it with its inverse."""
+    """Whether a node divides a tensor by this number, or multiplies it by the inverse of this number."""
     if not isinstance(node, Node) or node.op == "placeholder" or len(node.args) != 2 or node.kwargs:
         return False
     tensor, number = node.args
     if not isinstance(tensor, Node) or not isinstance(number, int | float):
         return False
     before, after = _example(tensor), _example(node)
-    if before is None or after is None or before.dtype != after.dtype:  # whole numbers become others
+    if before is None or after is None or before.dtype != after.dtype:  # a division of integers gives another type
         return False
     called = _called(node)
     return (called in _DIVISIONS and number == size) or (called in _FACTORS and number == 1 / size)
 
 
 def _called(node: Node) -> str:
-    """The name of the function, operator or method that a node calls, without its overload."""
+    """The name of the function, operator or method that a node calls, without the overload."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return str(target.overloadpacket.__name__)
@@ -214,7 +217,7 @@ def _called(node: Node) -> str:
 
 
 def _ends_a_run(node: Node) -> bool:
-    """Whether a node may change a tensor that a node before it has made, or is the last."""
+    """Whether a node may change a tensor that an earlier node has computed, or is the last node."""
     if node.op in ("placeholder", "get_attr") or node.target is operator.getitem:
         return False
     if _calls(node, "all_reduce") or _calls(node, "wait_tensor"):
@@ -223,6 +226,6 @@ def _ends_a_run(node: Node) -> bool:
 
 
 def _example(node: Node) -> torch.Tensor | None:
-    """A tensor with the shape and type of the node's result; None if the tracer left none."""
+    """A tensor with the shape and type of the node's result; None if the tracer has not stored one."""
     examples = (node.meta.get(key) for key in _FOUND_BY)
     return next((example for example in examples if isinstance(example, torch.Tensor)), None)
