@@ -160,8 +160,8 @@ class Natural(Gathering):
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
         """Encodes the sign, and the exponent after rounding |x| to the lower or the upper neighbouring power of two.
-        The upper one is chosen with the probability (|x| - lower) / (upper - lower). The bits of the mantissa are this
-        probability."""
+        The upper neighbour is chosen with the probability (|x| - lower) / (upper - lower). The bits of the mantissa are
+        this probability."""
         vector = xp.flatten(xp.astype(x, "float32"))
         size = vector.shape[0]
         noise = random_words(xp, rank_key(context, self.name), size, like=vector) >> 9
