@@ -14,8 +14,8 @@ from hvdcomp.specs.levels import Level, Unit
 
 
 def levelled_tensors(engine: Engine) -> tuple[str, ...]:
-    """The names of the tensors whose level a policy may set. The function returns the names of all tensors that are
-    large enough to be compressed."""
+    """The names of the tensors whose level a policy may set. All tensors that are large enough to be compressed are
+    included."""
     return tuple(name for name, tensor in engine.tensors.items() if engine.planner.may_compress(tensor))
 
 

@@ -76,7 +76,7 @@ class QSGD(Multiples):
         return self.bucket / steps_of(self.bits) ** 2
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
-        """Runs section 3.1: in each bucket, rounds s x / norm at random to one of the two nearest integers."""
+        """Applies section 3.1: in each run, rounds s x / norm at random to one of the two nearest integers."""
         size = number_of_elements(tuple(x.shape))
         runs = in_runs(xp, x, self.bucket)
         return encode_multiples(xp, size, runs, xp.row_norms(runs), self.bits, self.name, context)
@@ -160,8 +160,8 @@ class Natural(Gathering):
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
         """Encodes the sign, and the exponent after rounding |x| to the lower or the upper neighbouring power of two.
-        The upper one is chosen with the probability (|x| - lower) / (upper - lower). The bits of the mantissa are this
-        probability."""
+        The upper neighbour is chosen with the probability (|x| - lower) / (upper - lower). The bits of the mantissa are
+        this probability."""
         vector = xp.flatten(xp.astype(x, "float32"))
         size = vector.shape[0]
         noise = random_words(xp, rank_key(context, self.name), size, like=vector) >> 9

@@ -116,7 +116,8 @@ class AutoState:
             comparison with this time.
         drifted: the number of decisions in a row at which the step time differed.
         patience: after this number of such decisions, all candidates are open again.
-        reopened: the candidate that was chosen when all candidates became open again; "" if trials must be affordable.
+        reopened: after all candidates became open again, the candidate that was chosen at that time. While it is "",
+            the policy makes a trial only if the trial is cheap enough.
         elapsed: the seconds of all steps so far.
         spent: the seconds that trials and changes have cost, compared with steps of the best candidate.
     """

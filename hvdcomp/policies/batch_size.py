@@ -130,10 +130,10 @@ class IncreaseBatchSize(Policy[IncreaseBatchSizeState]):
     """Increases the batch size instead of decaying the learning rate (Smith et al. 2018, arXiv:1711.00489).
 
     The schedule gives a learning rate below its peak. The batch is multiplied by peak / rate, rounded down to an
-    integer and limited by `high`. The learning rate is multiplied by the same integer, so that only the part of the
-    decay remains that the batch cannot replace. With several parameter groups, the largest rate counts. If the schedule
-    returns to its peak (a warm restart), the batch returns to its first size. A rate of zero, as at the end of some
-    schedules, changes nothing.
+    integer and limited by `high`. The learning rate of the schedule is multiplied by the same integer. So the rate
+    falls below its peak only because of the rounding and the limit `high`. With several parameter groups, the largest
+    rate counts. If the schedule returns to its peak (a warm restart), the batch returns to its first size. A rate of
+    zero, as at the end of some schedules, changes nothing.
 
     Attributes:
         low: the batch at the start, in samples.

@@ -127,7 +127,7 @@ class MultiLevel(Decision):
         candidate: the factor of the second compression, which compresses the result of the first. The factor is
             relative to the uncompressed size. None for no second compression.
         send: which result is sent. "dense" is the uncompressed gradient plus the residual.
-        factor: the unit of the factors.
+        factor: how factors are counted, as in `GraVAC`.
         gain: the kind of gains to measure, as in `GraVAC`.
     """
 

@@ -180,7 +180,8 @@ class Statistics:
         exchange_seconds: the predicted time of a step's exchange for each factor of `Request.around`, as a mapping from
             the bytes that a rank sends in a step to seconds, in ascending order. For each factor, all tensors have this
             factor of their own levels. A policy that requests this statistic must have the settings `calibration`,
-            `model` and `batch`, and a method `require_reachable` that refuses limits that no level meets.
+            `model` and `batch`, and a method `require_reachable`. This method refuses a limit if no level meets the
+            limit.
     """
 
     step: int

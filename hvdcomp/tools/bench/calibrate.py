@@ -73,7 +73,7 @@ def calibrate(
 
     Raises:
         SpecError: if a compressor is two-level but the run does not have two levels.
-        ConfigurationError: for a reason of `find_levels`.
+        ConfigurationError: if `find_levels` raises this error.
     """
     levels = levels_for(compressors, carrier)
     tensors = [build(model, batch_size, seed, rank=0, device=device).tensors() for model in models]
@@ -106,7 +106,7 @@ def levels_for(compressors: Sequence[Compressor], carrier: Carrier) -> Levels:
 
     Raises:
         SpecError: if a compressor is two-level but the run does not have two levels.
-        ConfigurationError: for a reason of `find_levels`.
+        ConfigurationError: if `find_levels` raises this error.
     """
     levels = find_levels(carrier.communicator())
     for compressor in compressors:

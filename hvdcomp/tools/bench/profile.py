@@ -84,7 +84,7 @@ def profile(
 
     Raises:
         SpecError: if a compressor is two-level but the run does not have two levels.
-        ConfigurationError: for a reason of `find_levels`.
+        ConfigurationError: if `find_levels` raises this error.
     """
     levels = levels_for(compressors, carrier)
     ranks, workload, device = carrier.ranks, watched.workload, watched.workload.device

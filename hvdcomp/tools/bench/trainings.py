@@ -120,7 +120,7 @@ class Training:
 
         Args:
             steps: number of steps that are measured.
-            settling: the number of steps before them that are not measured.
+            settling: the number of steps before the measured steps.
         """
         ranks = self._carrier.ranks
         ranks.barrier()

@@ -115,7 +115,7 @@ class Watch:
         torch.autograd.backward = self._backward
 
     def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
-        """Stores top-level modules. The names of parameters are later looked up in them."""
+        """Stores top-level modules, in which the names of parameters are looked up later."""
         if self._optimizer is None and not any(module is part for model in self._models for part in model.modules()):
             self._models.append(module)
 

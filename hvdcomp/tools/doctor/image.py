@@ -1,7 +1,7 @@
 """Checks of a container image that need no GPU. `python -m hvdcomp.tools.doctor.image` fails if a check fails.
 
-docker/Dockerfile runs it in the finished image, with the toolkit's stub of the driver's library in LD_LIBRARY_PATH. If
-PyTorch is a build for CUDA, it also checks what GPUs need.
+docker/Dockerfile runs this program in the finished image, with the toolkit's stub of the driver's library in
+LD_LIBRARY_PATH. If PyTorch is a build for CUDA, the program also checks what GPUs need.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Decisions:
     left_out: str = ""
 
     def in_force(self, steps: np.ndarray) -> np.ndarray:
-        """For each of these steps, counted from 0, the index of the decision that the step uses; at least 0."""
+        """The index of the decision that each of the steps uses; at least 0. Steps are counted from 0."""
         return np.maximum(np.searchsorted(self.steps, steps, side="right") - 1, 0)
 
 

@@ -87,7 +87,7 @@ def load_all_turns(files: Sequence[Path]) -> Turns:
     same steps on emulated links.
 
     Raises:
-        RunError: if the files do not belong together, or for a reason of `load_turns`.
+        RunError: if the files do not belong together, or if `load_turns` raises this error.
     """
     all_turns = [load_turns(file) for file in files]
     local = [point for point in all_turns if point.link is None]

@@ -71,7 +71,7 @@ def reach(backend: str, framework: str, timeout: float | None = None) -> Ranks:
         backend, framework, timeout: arguments of `choose`.
 
     Raises:
-        SetupError: for a reason of `choose`.
+        SetupError: if `choose` raises this error.
         ImportError: if the library is not installed, or was not built for this framework.
     """
     if choose(backend, framework, timeout=timeout) == "horovod":

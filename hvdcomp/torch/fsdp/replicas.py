@@ -67,9 +67,9 @@ def leave_to_nobody(model: torch.nn.Module) -> None:
 def leave_to_hook(group: Any, hook: Callable[[torch.Tensor], None] | None) -> None:
     """Makes FSDP only reduce the gradients of a parameter group to this rank's shards, and call a hook with the result.
 
-    This sets the hook directly, because `set_all_reduce_hook` refuses modules with several parameter groups. There is
-    no public way to leave out FSDP's own allreduce: `set_requires_all_reduce(False)` hides the gradients of the
-    backward pass.
+    The function sets the hook directly, because `set_all_reduce_hook` refuses modules with several parameter groups.
+    There is no public way to leave out FSDP's own allreduce: `set_requires_all_reduce(False)` hides the gradients of
+    the backward pass.
     """
     group._all_reduce_hook = hook
     info = group.mesh_info

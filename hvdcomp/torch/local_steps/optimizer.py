@@ -104,8 +104,8 @@ class LocalSteps(torch.optim.Optimizer):
 
     Raises:
         ConfigurationError: if a number is invalid, the inner optimizer itself exchanges gradients, or no ranks were
-            started. On every rank, if local steps do not allow a setting (policies whose decisions rank 0 makes,
-            methods without a magnitude).
+            started. The error is raised on every rank if local steps do not allow a setting (policies whose decisions
+            rank 0 makes, methods without a magnitude).
         RankMismatchError: on every rank, in the first step, if settings or weights differ between ranks.
     """
 

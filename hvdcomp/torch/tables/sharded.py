@@ -31,10 +31,10 @@ class ShardedTables:
         optimizer = hvdcomp.torch.RowWiseAdagrad([table.weight for table in rows.tables.values()], lr=0.05)
         ahead = hvdcomp.torch.LookAhead(loader, rows, optimizer, lambda batch: {"items.weight": batch[0]})
 
-    The weight of each table then contains only the rows that this rank owns, in the order of their ids. So does
-    `state_dict` of the model and the optimizer, so each rank must save its own. In evaluation mode, a lookup fetches
-    rows from their owners, so make each lookup on every rank. In training mode, look up only rows of the batch that
-    LookAhead has returned.
+    The weight of each table then contains only the rows that this rank owns, in the order of their ids. `state_dict` of
+    the model and of the optimizer also contains only these rows, so each rank must save its own state. In evaluation
+    mode, a lookup fetches rows from their owners, so make each lookup on every rank. In training mode, look up only
+    rows of the batch that LookAhead has returned.
 
     Args:
         model: the model with the tables, not yet wrapped.
