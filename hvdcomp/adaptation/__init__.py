@@ -1,1 +1,2 @@
-"""Policies at work: measurement of their statistics, broadcast of rank 0's decisions, and change of the plan."""
+"""Runs policies: measures the statistics that they request, broadcasts the decisions of rank 0, and changes the
+plan."""

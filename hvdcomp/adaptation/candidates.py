@@ -1,10 +1,12 @@
-"""Candidates for the policy `auto`: other ways to send a training's gradients, with the predicted time of a step.
+"""The candidates of the policy `auto`. A candidate is a way to send the gradients of a training, with the predicted
+time of a step.
 
-The performance model predicts a step's time for a few candidates: all tensors dense, all in half precision, all
-compressed, and the most worthwhile tensors compressed with the others dense or in half precision. There may be several
-compressors; one that leaves its exchange open is both gathered and scattered. More compressors are proposed here if the
-policy asks for them. Only the two fastest compressed candidates are mixed with others, so that candidates stay few.
-Only rank 0 reads the calibration; the other ranks receive the result.
+The performance model predicts the time of a step for a few candidates. In the simplest candidates, all tensors are
+uncompressed, all are in half precision, or all are compressed. In mixtures, the tensors that save most are compressed,
+and the others are uncompressed or in half precision. There may be several compressors. If a compressor has
+`exchange="auto"`, "gather" and "scatter" are two candidates. If the policy asks for more compressors, this module
+proposes them. Only the two fastest compressed candidates are mixed with others, so that there are few candidates. Only
+rank 0 reads the calibration, and the other ranks receive the result.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ The calibration has the encode time of the whole model only. This constant divid
 the mixtures worth a trial; their real times are measured.
 """
 
-_MIXED = 2  # number of compressed candidates, the fastest by the model, that are mixed with others
-_CUTS = 16  # number of mixtures predicted for each other method
+_MIXED = 2  # number of compressed candidates that are mixed with others, beginning with the fastest by the model
+_CUTS = 16  # number of mixtures that are predicted for each other method
 
 
 def candidates_of(
@@ -56,14 +58,15 @@ def candidates_of(
     Args:
         engine: the engine, with the training's tensors, compressor, memory and ranks.
         source: a calibration file, or the name of a preset.
-        model: model of the calibration; None for the model whose tensors have the training's shapes.
-        batch: batch size of one rank; None for the calibration's.
-        overlaps: whether Horovod carries casts itself, during the backward pass.
-        others: specs of compressors beside the training's own.
-        criteria: criteria of proposed compressors; None for no proposals. A warning says what cannot be proposed.
+        model: the model in the calibration; None for the model whose tensors have the same shapes as in this training.
+        batch: the batch size of one rank; None for the batch size of the calibration.
+        overlaps: whether Horovod itself exchanges tensors that are only cast, during the backward pass.
+        others: the specs of further compressors, in addition to the compressor of the training.
+        criteria: the criteria for proposed compressors; None for no proposals. A warning says which compressors cannot
+            be proposed.
 
     Raises:
-        CalibrationError: if the calibration cannot be read, is of another model, or lacks a needed time.
+        CalibrationError: if the calibration cannot be read, belongs to another model, or lacks a time that is needed.
     """
     with errors_of(source):
         candidates = _CandidateModel(StepModel(engine, source, model, batch, overlaps))
@@ -77,8 +80,9 @@ class _SingleMethod(NamedTuple):
 
     Attributes:
         candidate: the candidate.
-        encode: time to encode all tensors that it compresses; None if it compresses none.
-        weights: weight of each compressed tensor in that time, by name, the most worthwhile first.
+        encode: the time to encode all tensors that the candidate compresses; None if it compresses none.
+        weights: the share of each compressed tensor in `encode`, by name. Tensors for which compression saves most are
+            first.
     """
 
     candidate: Candidate
@@ -87,7 +91,7 @@ class _SingleMethod(NamedTuple):
 
 
 class _CandidateModel:
-    """The candidates of one training, by its performance model."""
+    """Makes the candidates of one training with its performance model."""
 
     def __init__(self, steps: StepModel) -> None:
         self.engine = steps.engine
@@ -95,7 +99,7 @@ class _CandidateModel:
         self._plans = Plans(self.engine, levelled_tensors(self.engine))
 
     def all(self, specs: Sequence[str]) -> Candidates:
-        """All candidates, without duplicates under a second name."""
+        """All candidates. If two names mean the same candidate, only the first is kept."""
         self._choose_buckets(specs)
         candidates: dict[str, Candidate] = {}
         sent: list[dict[str, object]] = []
@@ -127,8 +131,8 @@ class _CandidateModel:
         return Candidates((*order, *(name for name in self._plans.names if name not in order)), candidates)
 
     def proposed(self, specs: Sequence[str], criteria: Criteria) -> tuple[str, ...]:
-        """Specs of proposed compressors. Two levels are proposed only if a named compressor has them, as only then
-        nodes are known to have equal numbers of ranks."""
+        """The specs of proposed compressors. Two-level compressors are proposed only if the user has named one. Only if
+        the user has named one, hvdcomp knows that all nodes have the same number of ranks."""
         methods = self._methods(specs).values()
         ways = [self._way(method, self._plans.with_methods({}, method)) for method in methods]
         free = [(self._plans.with_methods({}, method), method) for _, method in _OTHER_METHODS]
@@ -147,9 +151,10 @@ class _CandidateModel:
         return proposals.specs
 
     def _methods(self, specs: Sequence[str]) -> dict[str, str | None]:
-        """Specs of the compressors to consider, by name; a compressor that leaves its exchange open is there twice.
+        """The specs of the compressors to consider, by name. A compressor with `exchange="auto"` is listed twice, with
+        "gather" and with "scatter".
 
-        The name is the spec, unless the training's own compressor is the only one.
+        The name is the spec, unless the compressor of the training is the only compressor.
         """
         own = self.engine.compressor
         methods: dict[str, str | None] = {str(compressor): str(compressor) for compressor in self._in_each_way(own)}
@@ -169,30 +174,31 @@ class _CandidateModel:
         return in_each_way(compressor) if open_ else (compressor,)
 
     def _way(self, method: str | None, plan: Plan) -> _SingleMethod:
-        """The candidate of one compressor, whose plan is `plan`."""
-        self._steps.exchange(plan, overlapped=False)  # refuses methods that the model does not know
+        """The candidate that uses one compressor for all tensors. plan: the plan of this compressor."""
+        self._steps.exchange(plan, overlapped=False)  # raises an error for methods that the model does not know
         weights = self._worthwhile(plan)
         encode = self._steps.encode(self._compressor(method)) if weights else None
         return _SingleMethod(Candidate(self._steps.seconds(plan, encode), 0, method), encode, weights)
 
     def _sends(self, plan: Plan) -> dict[str, object]:
-        """For each tensor the element type of a cast, or the compressor."""
+        """For each tensor, the element type if the tensor is only cast, otherwise the compressor."""
         tensors = self.engine.tensors
         return {name: method.wire_dtype(tensors[name].dtype) or method for name, method in plan.items()}
 
     def _cast_time(self, spec: str, plan: Plan) -> EncodeTime | None:
-        """The time to cast all tensors: estimated if the framework does it, else as measured."""
+        """The time to cast all tensors. The time is an estimate if the framework casts, otherwise the measured time."""
         known = self._steps.facts.compute.encode
         if self._steps.carried(plan):
             return encode_time_of(parse_compressor(spec), known)
         return known.get(spec) if spec != UNCOMPRESSED else None
 
     def _compressor(self, method: str | None) -> Compressor:
-        """The compressor of a spec; the training's own for None."""
+        """The compressor of a spec. For None, the compressor of the training."""
         return self.engine.compressor if method is None else parse_compressor(method)
 
     def _worthwhile(self, plan: Plan) -> dict[str, float]:
-        """Weights of the tensors that a plan compresses, by name, those with most bytes saved per weight first."""
+        """The weights of the tensors that a plan compresses, by name. Tensors that save most bytes for their weight are
+        first."""
         savings = []
         uncompressed = self._plans.with_methods({}, "none")
         for name, compressor in plan.items():
@@ -205,7 +211,7 @@ class _CandidateModel:
         return {name: weight for _, name, weight in sorted(savings)}
 
     def _best_mixture(self, order: Sequence[str], way: _SingleMethod, other_method: str) -> Candidate | None:
-        """The fastest of several mixtures of compressed and other tensors; None without two tensors to mix."""
+        """The fastest of several mixtures of compressed and other tensors; None if there are fewer than two tensors."""
         assert way.encode is not None
         places = [place for place, name in enumerate(order) if name in way.weights]
         first, count, total = places[0], places[-1] + 1, sum(way.weights.values())
@@ -221,8 +227,9 @@ class _CandidateModel:
         return best
 
     def _choose_buckets(self, specs: Sequence[str]) -> None:
-        """Chooses the bucket size, if that is left to rank 0: the best for the compressor that is fastest by the model,
-        if the difference exceeds the calibration's noise."""
+        """Chooses the bucket size, if the user has left this choice to rank 0. The performance model finds the fastest
+        compressor, and then the best bucket size for this compressor. The size changes only if the gain exceeds the
+        noise of the calibration."""
         overlap = self.engine.overlap
         if overlap.least_bytes is None or not overlap.from_rank_0 or self._steps.facts.early_bytes is not None:
             return

@@ -1,4 +1,5 @@
-"""Messages from rank 0 to all ranks, such as decisions of a policy, sent without waiting and received later."""
+"""Messages from rank 0 to all ranks, such as the decisions of a policy. Sending does not wait; ranks receive a message
+later."""
 
 from __future__ import annotations
 
@@ -17,21 +18,22 @@ from hvdcomp.policies.decisions import Decision
 from hvdcomp.policies.request import Statistics
 
 _HEADER_BYTES = 8
-_FAILED = "the policy failed"  # key of a message in place of a state
+_FAILED = "the policy failed"  # the key of a message that replaces a state
 
 
 class Broadcaster(Protocol):
-    """Carries bytes from rank 0 to all ranks. Every rank calls `start` and `wait` in the same order."""
+    """Sends bytes from rank 0 to all ranks. Every rank must call `start` and `wait` in the same order."""
 
     def start(self, message: np.ndarray) -> Any:
-        """Starts a broadcast of uint8 (length,), equally long on all ranks; only rank 0's content counts."""
+        """Starts a broadcast of uint8 (length,). The length must be the same on all ranks. Only the content of rank 0
+        is sent."""
 
     def wait(self, started: Any) -> np.ndarray:
-        """Rank 0's message."""
+        """Waits for a broadcast, and returns rank 0's message."""
 
 
 class CommunicatorBroadcaster:
-    """Broadcasts over the communicator that carries the gradients.
+    """Broadcasts over the communicator that also exchanges the gradients.
 
     Args:
         communicator: the communicator.
@@ -52,11 +54,12 @@ class CommunicatorBroadcaster:
 
 
 class MessageChannel:
-    """Sends messages whose length only rank 0 knows.
+    """Sends messages of any length. Only rank 0 needs to know the length.
 
     Args:
-        make_broadcaster: function that makes the broadcaster, called before the first message on all ranks.
-        capacity: bytes of the first broadcast. A longer message takes a second broadcast, for which all ranks wait.
+        make_broadcaster: a function that makes the broadcaster. All ranks call it before the first message.
+        capacity: the number of bytes of the first broadcast. A longer message needs a second broadcast, and all ranks
+            wait for it.
     """
 
     def __init__(self, make_broadcaster: Callable[[], Broadcaster], capacity: int) -> None:
@@ -68,10 +71,10 @@ class MessageChannel:
         self._failed: Exception | None = None
 
     def start(self, message: bytes) -> None:
-        """Starts sending rank 0's message; other ranks' messages are ignored.
+        """Starts to send rank 0's message. The messages of other ranks are ignored.
 
-        `finish` raises errors of sending. It is not called after the last step of a training, when other ranks may have
-        ended and sending fails.
+        If sending fails, `finish` raises the error. After the last step of a training, `finish` is not called, because
+        other ranks may have ended and sending may fail.
         """
         self._message = message
         head = len(message).to_bytes(_HEADER_BYTES, "little") + message
@@ -83,7 +86,7 @@ class MessageChannel:
             self._failed = error
 
     def finish(self) -> bytes:
-        """Rank 0's message; waits for it."""
+        """Waits for rank 0's message, and returns it."""
         if self._failed is not None:
             error, self._failed = self._failed, None
             raise error
@@ -99,25 +102,27 @@ class MessageChannel:
 
 
 def _of_length(message: bytes, length: int) -> np.ndarray:
-    """The start of a message, padded with zeros to a length, as a new array."""
+    """The first `length` bytes of a message, padded with zeros if the message is shorter, as a new array."""
     return np.frombuffer(bytearray(message[:length].ljust(length, b"\0")), np.uint8)
 
 
 class DecisionChannel:
-    """Carries rank 0's decisions to all ranks, as the policy's state in JSON, so that every rank can go on from it.
+    """Sends rank 0's decisions to all ranks. A message is the policy's state in JSON, so that every rank could continue
+    from this state.
 
     Args:
         policy: the policy, the same on all ranks.
-        tensors: names of the tensors whose level is decided.
+        tensors: the names of the tensors whose level the policy decides.
         decides: whether this is rank 0.
         make_broadcaster: as in `MessageChannel`.
 
     Attributes:
-        state: the policy's state that all ranks know.
-        request: the policy's request in `state`.
-        latest: the newest state; on rank 0 ahead of `state` from a decision until all ranks have received it.
-        latest_request: the policy's request in `latest`.
-        in_flight: whether a state was sent and not yet received.
+        state: the newest state of the policy that all ranks know.
+        request: the request of the policy in `state`.
+        latest: the newest state on this rank. On rank 0, the newest state is newer than `state` after a decision, until
+            all ranks have received the decision.
+        latest_request: the request of the policy in `latest`.
+        in_flight: whether a state was sent but not yet received.
     """
 
     def __init__(
@@ -130,33 +135,34 @@ class DecisionChannel:
         self.policy = policy
         self.decides = decides
         self.in_flight = False
-        self._error: Exception | None = None  # of the policy, on rank 0
+        self._error: Exception | None = None  # the error of the policy, on rank 0
         self.enter(policy.initial_state(tensors))
         room = len(self._message()) + 32 * len(tensors) + policy.state_growth
         self._messages = MessageChannel(make_broadcaster, room)
 
     def enter(self, state: Any) -> None:
-        """Enters a state that all ranks know."""
+        """Sets the state. Call this on all ranks with the same state."""
         # Every step reads the request, so it is computed once for each state.
         self.state, self.request = state, self.policy.request(state)
         self.latest, self.latest_request = state, self.request
 
     def set_latest(self, state: Any) -> None:
-        """Enters, on rank 0, a state that the other ranks have yet to receive."""
+        """Sets the latest state on rank 0, before the other ranks have received it."""
         self.latest, self.latest_request = state, self.policy.request(state)
 
     def decide(self, statistics: Statistics) -> Decision:
-        """Makes a decision; on rank 0 only."""
+        """Makes a decision. Call this only on rank 0."""
         state, decision = self.policy.decide(self.latest, statistics)
         self.set_latest(state)
         return decision
 
     def refuse(self, error: Exception) -> None:
-        """Lets `receive` raise an error of the policy on all ranks; on rank 0 only, instead of `decide`."""
+        """Makes `receive` raise an error of the policy on all ranks. Call this only on rank 0, and instead of
+        `decide`."""
         self._error = error
 
     def send(self) -> None:
-        """Starts to send rank 0's state, on all ranks."""
+        """Starts to send rank 0's state. Call this on all ranks."""
         message = b""
         if self.decides:
             error = self._error
@@ -165,10 +171,11 @@ class DecisionChannel:
         self.in_flight = True
 
     def receive(self) -> Decision:
-        """Waits for rank 0's state, enters it, and returns its decision.
+        """Waits for rank 0's state, sets it, and returns the decision of this state.
 
         Raises:
-            ConfigurationError: on every rank, if the policy has raised an error on rank 0, which is the cause there.
+            ConfigurationError: on every rank, if the policy has raised an error on rank 0. On rank 0, the error of the
+                policy is the cause (`__cause__`).
         """
         self.in_flight = False
         state = json.loads(self._messages.finish())

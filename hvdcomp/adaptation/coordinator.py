@@ -1,12 +1,12 @@
-"""The coordinator of a policy: rank 0 decides, and every rank obeys in the same step.
+"""The coordinator of a policy. Rank 0 decides, and every rank applies the decision in the same step.
 
-Rank 0 runs the policy. Its decisions travel over a `DecisionChannel`; `Observers` measure the statistics that the
-policy requests. The coordinator counts steps and epochs, and sets the engine's plan by the decisions.
+Rank 0 runs the policy. A `DecisionChannel` sends the policy's decisions, and `Observers` measure the statistics that
+the policy requests. The coordinator counts steps and epochs, and sets the plan of the engine as decided.
 
-With `lag=1` a decision is made at the end of a step and takes effect when the next step begins, so that its broadcast
-overlaps with the optimizer's step and the forward pass. A decision that needs the learning rate of the step after a
-period is made at the end of that step. With `lag=0` it is made in that step, before compression, and the ranks wait for
-the broadcast.
+With `lag=1`, rank 0 makes a decision at the end of a step, and the decision takes effect when the next step begins. So
+the broadcast overlaps with the optimizer's step and the forward pass. A decision may need the learning rate of the step
+that follows the period. Such a decision is made at the end of this step. With `lag=0`, a decision is made within the
+step, before compression, and the ranks wait for the broadcast.
 """
 
 from __future__ import annotations
@@ -38,20 +38,21 @@ class Coordinator:
 
     Args:
         policy: the policy, the same on all ranks.
-        engine: the engine whose plan follows the decisions.
-        make_broadcaster: function that makes the broadcaster before the first decision is sent.
+        engine: the engine. Decisions change the engine's plan.
+        make_broadcaster: a function that makes the broadcaster. This function is called before the first decision is
+            sent.
         like: an array of the framework and device of the engine's communicator.
-        steps_per_epoch: number of steps of an epoch; None if the policy counts no epochs.
+        steps_per_epoch: the number of steps of an epoch; None if the policy does not count epochs.
         log: rank 0's decision log; None for no log.
-        candidates: candidates for the policy's first decision on rank 0, if it requests them.
-        clock: clock of the steps, in seconds.
-        exchange_seconds: `Statistics.exchange_seconds` of rank 0, if the policy requests it.
+        candidates: on rank 0, the candidates for the policy's first decision, if the policy requests candidates.
+        clock: the clock that times steps, in seconds.
+        exchange_seconds: on rank 0, `Statistics.exchange_seconds`, if the policy requests it.
 
     Attributes:
-        channel: the channel, which has the policy's state of the decision in force.
-        decision: the decision in force.
-        progress: numbers of steps and epochs that ended.
-        clock: the clock of the steps.
+        channel: the channel. The channel has the state of the policy that belongs to the current decision.
+        decision: the current decision.
+        progress: the numbers of steps and epochs that have ended.
+        clock: the clock that times steps.
     """
 
     def __init__(
@@ -75,10 +76,12 @@ class Coordinator:
         self._log = RunLog(log, self.channel, self.progress)
         self._like = like
         self._candidates = candidates
-        self._ended: Statistics | None = None  # statistics of an ended period that await the next learning rate
-        self._first_rates: Rates | None = None  # rates at the first step of the present period
-        self._rates: Rates = ()  # rates of the latest step
-        self._partial = False  # whether rank 0 missed a part of the present period, which then gets no decision
+        # the statistics of a period that has ended; its decision waits for the next learning rate
+        self._ended: Statistics | None = None
+        self._first_rates: Rates | None = None  # the learning rates at the first step of the current period
+        self._rates: Rates = ()  # the learning rates of the latest step
+        # whether rank 0 has missed a part of the current period; if so, the period gets no decision
+        self._partial = False
         self.decision: Decision = BatchSize()
         self._apply(policy.decision(self.channel.state))
 
@@ -89,29 +92,30 @@ class Coordinator:
 
     @property
     def batch_size(self) -> BatchSize:
-        """The batch size of the decision in force."""
+        """The batch size of the current decision."""
         return self.decision.batch()
 
     def start_log(self) -> None:
-        """Logs on rank 0 that the run begins or is resumed."""
+        """Writes to the log, on rank 0, that the run begins or is resumed."""
         self._log.start(self.plans)
 
-    # Calls of a step, in order.
+    # The methods that a step calls, in this order.
 
     @property
     def follows_rates(self) -> bool:
-        """Whether the policy reads learning rates, or gives them a factor."""
+        """Whether the policy reads learning rates, or multiplies them by a factor."""
         return self.decision.sets_batch_size or Statistic.LEARNING_RATES in self.channel.request.ever
 
     def settle(self, rates: Callable[[], Rates]) -> None:
-        """Applies a decision before a step begins; with lag=0, makes decisions about the batch size."""
+        """Applies a decision before a step begins. With lag=0, also makes decisions about the batch size."""
         self.receive()
         if self._decides_before_step and self.decision.sets_batch_size:
             self._decide_by(rates())
             self.receive()
 
     def give_up_decision(self) -> None:
-        """Drops a decision under way to ranks that are gone; rank 0 applies it."""
+        """Stops waiting for a decision that was sent to ranks that no longer exist. Rank 0 still applies the
+        decision."""
         if self.channel.in_flight:
             self.channel.in_flight = False
             if self.channel.decides:
@@ -119,12 +123,12 @@ class Coordinator:
                 self._apply(self.policy.decision(self.channel.state))
 
     def receive(self) -> None:
-        """Receives and applies a decision under way, between two steps."""
+        """Receives and applies a decision that was sent, between two steps."""
         if self.channel.in_flight:
             self._apply(self.channel.receive())
 
     def begin_step(self, rates: Callable[[], Rates]) -> None:
-        """Begins a step; to be called before the engine's `begin`."""
+        """Begins a step. Call this before the engine's `begin`."""
         self.settle(rates)
         self.observers.begin_step(self._period_ends)
         self._rates = rates()
@@ -133,20 +137,23 @@ class Coordinator:
 
     @property
     def needs_engine(self) -> bool:
-        """Whether the present step needs the engine for a decision or measurements, whatever its plan is."""
+        """Whether the current step needs the engine for a decision or for measurements, even if its plan has only
+        casts."""
         return self.decides_before_exchange or self.decision.measures(self._period_ends)
 
     @property
     def decides_before_exchange(self) -> bool:
-        """Whether `before_exchange` makes a decision in the present step; the same on all ranks."""
+        """Whether `before_exchange` makes a decision in the current step. The result is the same on all ranks."""
         return self._decides_before_step or Statistic.CANDIDATES in self.channel.request.statistics
 
     def before_exchange(self) -> None:
-        """Makes the decision that this step waits for, if any; to be called between backward pass and exchange."""
+        """Makes the decision that this step waits for, if there is one. Call this between the backward pass and the
+        exchange."""
         if self._decides_before_step:
             self._decide_by(self._rates)
         elif Statistic.CANDIDATES in self.channel.request.statistics:
-            # Not earlier, as other ranks may not know of candidates until the ranks have compared their settings.
+            # Not earlier, because other ranks may not know that there are candidates until all ranks have compared
+            # their settings.
             self._decide(Statistics(self.progress.step, self.progress.epoch_or_none, candidates=self._candidates))
         else:
             return
@@ -156,13 +163,14 @@ class Coordinator:
         require_same_levels(self.engine.communicator, self.engine.planner.digest, self._like)
 
     def observe(self, gradients: Mapping[str, Array], factor: float) -> None:
-        """Accumulates gradients of a step outside the engine: local or aggregated, as `source` says.
+        """Accumulates the gradients of a step that the engine does not handle. `source` says whether these are local or
+        aggregated gradients.
 
-        If any is not finite, none is added.
+        If any gradient is not finite, no gradient is added.
 
         Args:
             gradients: gradients by tensor name.
-            factor: their factor, to which the number of accumulated batches is applied here.
+            factor: the factor of the gradients. This method also multiplies by the number of accumulated batches.
         """
         if self.observes and gradients:
             arrays = list(gradients.values())
@@ -170,7 +178,7 @@ class Coordinator:
             self.observers.sums.add(gradients, factor * self.batch_size.accumulation, found_inf)
 
     def sums_of_step(self, factor: float) -> Sums | None:
-        """The accumulation that `Engine.step` is to make, or None; `factor` is as in `observe`."""
+        """The sums that `Engine.step` must accumulate, or None. factor: as in `observe`."""
         if not self.observes:
             return None
         return self.observers.sums.of_step(factor * self.batch_size.accumulation, self.source == "aggregated")
@@ -179,20 +187,20 @@ class Coordinator:
     def observes(self) -> bool:
         """Whether this rank accumulates gradients in this step."""
         request = self.channel.latest_request
-        # While a decision is pending, the next request is not known yet.
+        # While a decision is pending, the next request is not yet known.
         statistics = request.statistics if self._ended is None else request.ever
         counts = self.progress.accumulates(request.period)
         return self.channel.decides and counts and bool(self.observers.sums.measures & statistics)
 
     @property
     def source(self) -> str:
-        """The gradients to accumulate, as in `Request.source`."""
+        """Which gradients to accumulate, as in `Request.source`."""
         return self.channel.latest_request.source
 
     def end_step(self) -> None:
-        """Ends a step; to be called when its results are there."""
+        """Ends a step. Call this when the results of the step are ready."""
         request = self.channel.request
-        # After a policy's last decision nothing reads, and so nothing clears, the observations.
+        # After the last decision of a policy, nothing reads the observations, so nothing would clear them.
         self.observers.end_step(request.ever if request.period is not None else frozenset())
         epoch_ended = self.progress.advance(self.batch_size.accumulation)
         if self._ended is not None and self.policy.lag:
@@ -212,7 +220,7 @@ class Coordinator:
     # Checkpoints.
 
     def shared_state(self) -> dict[str, Any]:
-        """The state that all ranks share, between two steps, after `receive`."""
+        """The state that all ranks share. Call this between two steps, after `receive`."""
         return {
             "policy": str(self.policy),
             "state": self.policy.to_json(self.channel.state),
@@ -220,11 +228,12 @@ class Coordinator:
             "steps_per_epoch": self.progress.steps_per_epoch,
             "ended": None if self._ended is None else [self._ended.step, self._ended.epoch],
             "period_rates": self._first_rates,
-            **({"partial": True} if self._partial else {}),  # only if true, as earlier versions do not know it
+            # only if True, because earlier versions do not know this key
+            **({"partial": True} if self._partial else {}),
         }
 
     def own_state(self, copy: Callable[[Array], Array]) -> dict[str, Any]:
-        """The state of rank 0 only."""
+        """The state that only rank 0 has."""
         return {
             "latest": self.policy.to_json(self.channel.latest),
             "ended": None if self._ended is None else self._ended.plain(),
@@ -234,7 +243,7 @@ class Coordinator:
     def restore(
         self, shared: Mapping[str, Any], own: Mapping[str, Any] | None, place: Callable[[Array, str], Array]
     ) -> None:
-        """Goes on from `shared_state` and, on rank 0, from its `own_state`."""
+        """Continues from a `shared_state` and, on rank 0, from an `own_state`."""
         self._partial = shared.get("partial", False)
         self.channel.enter(self.policy.from_json(shared["state"]))
         self.progress.step, self.progress.epoch, self.progress.taken = shared["progress"]
@@ -250,16 +259,18 @@ class Coordinator:
 
     @property
     def _period_ends(self) -> bool:
-        """Whether the present or next step is the last of a period of steps; the same on all ranks."""
+        """Whether the current step (or, between two steps, the next one) is the last of a period of steps. The same on
+        all ranks."""
         return self.progress.next_ends(self.channel.request.period)
 
     @property
     def _decides_before_step(self) -> bool:
-        """Whether the present or next step waits for the decision of the period before it."""
+        """Whether the current step (or, between two steps, the next one) waits for the decision of the previous
+        period."""
         return self.policy.lag == 0 and self._ended is not None
 
     def _period_statistics(self, steps: int) -> Statistics:
-        """The statistics of a period that ends; only rank 0's have values."""
+        """The statistics of a period that ends. The statistics have values only on rank 0."""
         known: dict[str, Any] = {}
         if self.channel.decides:
             known = self.observers.statistics(self.channel.latest_request, steps * self.batch_size.accumulation)
@@ -272,12 +283,13 @@ class Coordinator:
             self._ended = statistics
 
     def _decide_by(self, following: Rates) -> None:
-        """Makes the decision of an ended period, with the learning rates that follow it."""
+        """Makes the decision of a period that has ended. following: the learning rates of the step after the period."""
         assert self._ended is not None
         assert self._first_rates is not None
         statistics, self._ended = self._ended, None
-        if following:  # empty if no optimizer is known, allowed for policies without learning rates
-            # New parameter groups come last. If a parameter group is new in this period, no fall is known.
+        if following:  # empty if no optimizer is known, which is allowed if the policy does not read learning rates
+            # New parameter groups are at the end. If a parameter group did not exist when the period began, its rate
+            # counts as unchanged.
             before = (*self._first_rates, *following[len(self._first_rates) :])[: len(following)]
             rates = LearningRates(before, following)
             statistics = dataclasses.replace(statistics, learning_rates=rates)
@@ -285,11 +297,11 @@ class Coordinator:
         self._decide(statistics)
 
     def _decide(self, statistics: Statistics) -> None:
-        """Makes a decision on rank 0 and starts its broadcast."""
+        """Makes a decision on rank 0, and starts its broadcast on all ranks."""
         if self.channel.decides:
             try:
                 decision = self.channel.decide(statistics)
-            except Exception as error:  # raised on all ranks where they receive the decision
+            except Exception as error:  # all ranks raise it when they receive the decision
                 self.channel.refuse(error)
             else:
                 self._log.decision(statistics, decision)

@@ -1,11 +1,12 @@
-"""The decision log: each decision of a policy with its statistics, so that it can be replayed.
+"""The decision log. The log contains each decision of a policy with its statistics, so that the decisions can be
+replayed.
 
-One JSON object a line: a start line when a run begins or is resumed, and a line for each decision. The JSON is strict;
-numbers that it cannot hold are the texts "NaN", "Infinity" and "-Infinity", and numeric keys are their repr.
-`hvdcomp.adaptation.log_lines` describes the short form of lines.
+Each line is one JSON object. There is a start line when a run begins or is resumed, and a line for each decision. The
+JSON is strict. Numbers that strict JSON cannot express are the texts "NaN", "Infinity" and "-Infinity", and numeric
+keys are written as their repr. `hvdcomp.adaptation.log_lines` describes the short form of lines.
 
-A file at its size limit is put aside under a number, and a new one begins with its own start line, so that each file
-can be read without the others.
+When a file reaches its size limit, it is renamed with a number, and a new file begins with its own start line. So each
+file can be read without the others.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ _WRITTEN = {"candidates": "survey"}
 _FORMAT = 2
 """Format number of start lines. Earlier versions wrote none, and no short lines after it."""
 
-_FIRST_BYTES = (b'{"kind":"start",', b'{"kind": "start", ')  # the second in earlier versions
+_FIRST_BYTES = (b'{"kind":"start",', b'{"kind": "start", ')  # the second form was written by earlier versions
 _PARTS = ("statistics", "state", "decision")
-_NOT_WRITTEN = ("file", "line", *_PARTS)  # or written in another way
+_NOT_WRITTEN = ("file", "line", *_PARTS)  # fields that are not written, or are written in another way
 
 FILE_BYTES = 64 * 2**20
 """Default of the size at which a file is put aside."""
@@ -51,11 +52,11 @@ FILES = 16
 
 
 class DecisionLogError(ValueError):
-    """A file that is not a decision log, or is a damaged one."""
+    """A file is not a decision log, or is damaged."""
 
 
 class RemovedPolicyError(DecisionLogError):
-    """A decision log of a removed policy.
+    """A decision log was written by a policy that was removed from hvdcomp.
 
     Attributes:
         start: the log's start line.
@@ -73,15 +74,15 @@ class Start:
     """A start line.
 
     Attributes:
-        file, line: file and line number, from 1.
-        step, epoch: numbers of steps and epochs that ended before; 0 unless the run was resumed, or goes on in a new
-            file.
+        file, line: the file, and the line number, counted from 1.
+        step, epoch: the numbers of steps and epochs that ended before this line. These numbers are 0 unless the run was
+            resumed, or continues in a new file.
         policy, compressor: spec strings.
-        tensors: shapes of the compressed tensors, by name.
-        steps_per_epoch: number of steps of an epoch; None if epochs are not counted.
+        tensors: the shapes of the compressed tensors, by name.
+        steps_per_epoch: the number of steps of an epoch; None if epochs are not counted.
         ranks: number of ranks.
-        hvdcomp: version that wrote the line.
-        state, decision: state and decision in force, as JSON data.
+        hvdcomp: the version of hvdcomp that wrote the line.
+        state, decision: the current state and decision, as JSON data.
         continues: whether this is the first line of a new file of the same run.
     """
 
@@ -105,10 +106,10 @@ class Decided:
     """A decision line.
 
     Attributes:
-        file, line: file and line number, from 1.
-        step, epoch: numbers of steps and epochs that ended when the statistics were taken.
-        from_step: the first step, counted from 0, under the decision.
-        statistics: statistics of the decision.
+        file, line: the file, and the line number, counted from 1.
+        step, epoch: the numbers of steps and epochs that had ended when the statistics were measured.
+        from_step: the first step, counted from 0, that uses the decision.
+        statistics: the statistics from which the policy decided.
         state, decision: the new state and decision, as JSON data.
     """
 
@@ -123,49 +124,50 @@ class Decided:
 
 
 class DecisionLog:
-    """Writes a decision log, on rank 0. An existing log is continued; an incomplete last line is dropped.
+    """Writes a decision log, on rank 0. If the log exists, the log is continued, and an incomplete last line is
+    dropped.
 
-    The file is opened with the first line, and each line is written at once, so that a killed run leaves all its lines.
-    On a full disk the file ends with the last whole line.
+    The first line opens the file. Each line is written immediately, so that the log is complete even if the run is
+    killed. If the disk is full, the file ends with the last complete line.
 
     Args:
-        path: path of the newest file, which is written to.
-        file_bytes: size at which a file is put aside under the next number, as "decisions.1.jsonl" of
-            "decisions.jsonl", and a new file begins.
-        files: largest number of files; the oldest is removed beyond it.
+        path: the path of the newest file. New lines are written to this file.
+        file_bytes: when a file reaches this size, it is renamed with the next number (such as "decisions.1.jsonl" for
+            "decisions.jsonl"), and a new file begins.
+        files: the largest number of files. If there are more, the oldest file is removed.
     """
 
     def __init__(self, path: Path, file_bytes: int = FILE_BYTES, files: int = FILES) -> None:
-        """Checks that the file can be written, and leaves no trace of that.
+        """Checks that the file can be written. The check leaves no file.
 
         Raises:
-            ConfigurationError: if the file cannot be written, or is no decision log.
+            ConfigurationError: if the file cannot be written, or is not a decision log.
         """
         self.path = Path(path)
         self._file_bytes = file_bytes
         self._files = files
         self._file: RecordFile | None = None
-        self._header: Start | None = None  # the start line of a new file at this point
-        self._shorthand = Shorthand(())  # for the lines after the latest start line
-        self._before: Parts = {}  # parts of the line before, not shortened
+        self._header: Start | None = None  # the start line for a new file, if one begins now
+        self._shorthand = Shorthand(())  # the shorthand of the lines after the latest start line
+        self._before: Parts = {}  # the parts of the previous line, not shortened
         try:
             _check_writable(self.path)
         except OSError as error:
             raise self._cannot(error) from None
 
     def start(self, **fields: Any) -> None:
-        """Adds a start line with the fields of `Start`; the place and the version are filled in.
+        """Adds a start line with the fields of `Start`. File, line number and version are filled in.
 
         Raises:
-            ConfigurationError: if the file cannot be written any more.
+            ConfigurationError: if the file can no longer be written.
         """
         self._begin(Start(file=self.path, line=0, hvdcomp=VERSION, **fields))
 
     def decision(self, **fields: Any) -> None:
-        """Adds a decision line with the fields of `Decided`, after `start`; the place is filled in.
+        """Adds a decision line with the fields of `Decided`. File and line number are filled in. Call `start` first.
 
         Raises:
-            ConfigurationError: if the file cannot be written any more.
+            ConfigurationError: if the file can no longer be written.
         """
         decided = Decided(file=self.path, line=0, **fields)
         assert self._header is not None
@@ -183,13 +185,13 @@ class DecisionLog:
         )
 
     def close(self) -> None:
-        """Closes the file; the next line opens it again."""
+        """Closes the file. The next line opens the file again."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def _begin(self, start: Start) -> None:
-        """Adds a start line, to a new file if the present one is full."""
+        """Adds a start line. If the current file is full, the line goes to a new file."""
         if self._is_full():
             self.close()
             try:
@@ -247,7 +249,8 @@ def log_files(path: str | Path | None, file_bytes: int, files: int, policy: obje
         policy: the policy whose decisions are logged.
 
     Raises:
-        SpecError: for invalid limits, under their names in `hvdcomp.Compression`; or for a log without a policy.
+        SpecError: if a limit is invalid, or if there is no policy. The message names the parameters of
+            `hvdcomp.Compression`.
     """
     for name, value, least in (("decision_log_bytes", file_bytes, 1), ("decision_log_files", files, 2)):
         if not is_whole(value, least):
@@ -262,14 +265,16 @@ def log_files(path: str | Path | None, file_bytes: int, files: int, policy: obje
 
 
 def read_decisions(path: Path) -> Iterator[Start | Decided]:
-    """The lines of a decision log, one by one. An incomplete last line is left out.
+    """Yields the lines of a decision log. An incomplete last line is left out.
 
     Args:
-        path: path of the newest file, before which the files put aside are read; or of one of those, to read it alone.
+        path: the path of the newest file; the numbered files are then read first. Or the path of a numbered file, to
+            read only this file.
 
     Raises:
-        DecisionLogError: at an invalid line, naming the file and the line; or if a file between two others is missing.
-        RemovedPolicyError: at the start line of a removed policy.
+        DecisionLogError: if a line is invalid (the message names the file and the line), or if a file between two
+            others is missing.
+        RemovedPolicyError: if a start line names a removed policy.
         OSError: if a file cannot be read.
     """
     aside = put_aside_before(path)
@@ -313,7 +318,7 @@ def _read_file(path: Path) -> Iterator[Start | Decided]:
 
 
 def _require_known(start: Start) -> None:
-    """Raises RemovedPolicyError for the start line of a removed policy."""
+    """Raises RemovedPolicyError if a start line names a removed policy."""
     try:
         refuse_removed(start.policy)
     except SpecError as error:
@@ -321,14 +326,14 @@ def _require_known(start: Start) -> None:
 
 
 def to_json(value: Any) -> Any:
-    """A value as strict JSON data; dataclasses become objects.
+    """Converts a value to strict JSON data. Dataclasses become objects.
 
     Raises:
-        TypeError: for values other than numbers, texts, None, and mappings, sequences and dataclasses of these.
+        TypeError: if the value contains anything but numbers, texts, None, mappings, sequences and dataclasses.
     """
     if value is None or isinstance(value, str | bool):
         return value
-    if isinstance(value, float) and math.isfinite(value):  # the common case first, as the tests below are slow
+    if isinstance(value, float) and math.isfinite(value):  # the common case is first, because the tests below are slow
         return float(value)
     if isinstance(value, int | numbers.Integral):
         return int(value)
@@ -347,9 +352,9 @@ def to_json(value: Any) -> Any:
 
 
 def with_numbers(value: Any) -> Any:
-    """A logged state with texts for non-finite numbers replaced by these numbers.
+    """Reads non-finite numbers in a logged state: texts such as "NaN" become numbers.
 
-    Only values of objects are replaced: a text in a list is a tensor's name.
+    Only the values of objects are replaced, because a text in a list is the name of a tensor.
     """
     if isinstance(value, Mapping):
         return {
@@ -364,7 +369,7 @@ def _key_text(key: Any) -> str:
 
 
 def _check_writable(path: Path) -> None:
-    """Raises OSError if the path cannot be written, ConfigurationError if it is another kind of file."""
+    """Raises OSError if the path cannot be written, and ConfigurationError if it is another kind of file."""
     if not path.exists():
         folder = next(place for place in path.absolute().parents if place.exists())
         tempfile.TemporaryFile(dir=folder).close()
@@ -381,7 +386,7 @@ def _check_writable(path: Path) -> None:
 
 
 def _mend(path: Path) -> None:
-    """Makes a file end with a whole line: adds the newline, or drops an incomplete last line."""
+    """Makes a file end with a complete line. Adds a missing newline, or drops an incomplete last line."""
     with path.open("r+b") as file:
         for line in file:
             if not line.endswith(b"\n"):
@@ -403,7 +408,7 @@ def _is_whole(line: bytes) -> bool:
 
 
 def _fields_of(line: bytes) -> dict[str, Any]:
-    """The fields of a line. Raises ValueError if the line is not of a decision log."""
+    """The fields of a line. Raises ValueError if the line is not a line of a decision log."""
     data = parse_json(line, parse_constant=_no_constant)
     if not isinstance(data, dict) or data.get("kind") not in ("start", "decision"):
         raise ValueError('this is not a line of a decision log: its "kind" is neither "start" nor "decision"')
@@ -411,10 +416,11 @@ def _fields_of(line: bytes) -> dict[str, Any]:
 
 
 def _shorthand_of(start: dict[str, Any]) -> Shorthand | None:
-    """The shorthand of the lines after a start line; None for earlier versions. Removes the format from the line.
+    """The shorthand of the lines after a start line; None if an earlier version wrote them. Removes the format from the
+    start line.
 
     Raises:
-        ValueError: for the format of a later version.
+        ValueError: if the format belongs to a later version.
     """
     form = start.pop("format", None)
     if form not in (None, _FORMAT):

@@ -1,4 +1,5 @@
-"""Sums of squares: of x, and of what compression loses of it. They stay where the gradients are until somebody asks."""
+"""Sums of squares (energies) of x, and of the compression error x - C(x). The sums stay on the device of the gradients
+until somebody reads them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ class _Part(NamedTuple):
 
 
 class Energies:
-    """A sum of squares for each of some tensors."""
+    """A sum of squares for each tensor of a set of tensors."""
 
     def __init__(self) -> None:
         self._parts: list[_Part] = []
@@ -29,16 +30,16 @@ class Energies:
         """Adds to the sums of tensors.
 
         Args:
-            names: of the tensors; a name may come more than once.
+            names: the names of the tensors. A name may occur more than once.
             values: float64, a vector.
-            weights: of the names, 1 if there are none.
-            places: where in `values` each name's value is; in their order if there are none.
+            weights: a weight for each name. Default: 1 for all.
+            places: for each name, the index of its value in `values`. Default: 0, 1, 2, ...
         """
         count = len(names)
         self._parts.append(_Part(tuple(names), tuple(places or range(count)), tuple(weights or [1.0] * count), values))
 
     def extend(self, energies: Energies) -> None:
-        """Adds all sums of other tensors, or more of the same."""
+        """Adds all sums of another `Energies`. The tensors may be the same or others."""
         self._parts += energies._parts
 
     def total(self) -> float:
@@ -57,11 +58,11 @@ class Energies:
 def _numbers(part: _Part) -> Iterator[tuple[str, float]]:
     values = part.values.tolist()
     for name, place, weight in zip(part.names, part.places, part.weights, strict=True):
-        yield name, weight * values[place] if weight else 0.0  # 0 times an infinity would be NaN
+        yield name, weight * values[place] if weight else 0.0  # not weight * value, because 0 times infinity is NaN
 
 
 def of_arrays(xp: ModuleType, xs: dict[str, Array], factor: Array | None = None) -> Energies:
-    """||x||^2 of each array times the factor, None for 1, by name."""
+    """||factor x||^2 of each array x, by name. factor: None for 1."""
     energies = Energies()
     if xs:
         norms = xp.norms(list(xs.values()))
@@ -72,7 +73,7 @@ def of_arrays(xp: ModuleType, xs: dict[str, Array], factor: Array | None = None)
 def of_errors(xp: ModuleType, pairs: dict[str, tuple[Array, Array | SparseVector]]) -> Energies:
     """||x - C(x)||^2 of each pair of x and C(x), by name.
 
-    For a sparse C(x) they come from x itself and, for the elements sent alone, their values before and what is left.
+    If C(x) is sparse, the error is computed from ||x||^2 and, for the sent elements only, from x and x - C(x).
     """
     names: list[str] = []
     weights: list[float] = []

@@ -1,4 +1,4 @@
-"""Predicted time of a step's exchange, by the bytes sent."""
+"""The predicted time of a step's exchange, as a function of the bytes sent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvdcomp.adaptation.step_model import StepModel, errors_of
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.specs.levels import Level
 
-_DIGITS = 6  # significant digits of seconds, which are in every line of the decision log
+_DIGITS = 6  # significant digits of seconds; few, because every line of the decision log has them
 
 
 def exchange_seconds_of(
@@ -22,25 +22,27 @@ def exchange_seconds_of(
     batch: int | None = None,
     overlaps: bool = True,
 ) -> dict[int, float]:
-    """The predicted time of a step's exchange with all tensors at each of several factors of their own levels.
+    """Predicts the time of a step's exchange for several levels. At each level, all tensors have the same factor of
+    their own levels.
 
-    The time is the step's excess over a step without an exchange: encoding, exchange and decoding, as far as they do
-    not overlap with the backward pass. A tensor whose method lacks a level gets the nearest.
+    The time is the difference between the step and a step without an exchange. This difference covers encoding,
+    exchange and decoding, as far as they do not overlap with the backward pass. If a tensor's method does not have a
+    level, the tensor gets the nearest level.
 
     Args:
-        around: factors of the own levels; 1.0 is one of them.
+        around: the factors of the own levels. 1.0 is one of them.
         engine, source, model, batch, overlaps: as in `StepModel`.
 
     Returns:
         A table that maps the bytes that a rank sends in a step to the seconds of the exchange, in ascending order.
 
     Raises:
-        CalibrationError: if the calibration cannot be read, is of another model, or lacks a needed time.
+        CalibrationError: if the calibration cannot be read, belongs to another model, or lacks a time that is needed.
     """
     with errors_of(source):
         steps = StepModel(engine, source, model, batch, overlaps)
         plans = Plans(engine, levelled_tensors(engine))
-        steps.exchange(plans.own(), overlapped=False)  # refuses methods that the model does not know
+        steps.exchange(plans.own(), overlapped=False)  # raises an error for methods that the model does not know
         own, *other_levels = levels_around(engine, plans.names, around)
         levels: dict[str, list[Level]] = {name: [level] for name, level in own.items()}
         for at_factor in other_levels:

@@ -1,8 +1,8 @@
-"""Measures the share of the gradients' energy that compression keeps or would keep.
+"""Measures the share of the gradients' energy (sum of squares) that compression keeps or would keep.
 
-The energy of x = g + r of every tensor is measured before compression. If C(x) follows from this rank's x alone, the
-residual at the end of the step gives the error of the C(x) that was sent. All other compressions are made for the
-measurement only, as if the rank were alone, so that no other rank takes part.
+The energy of x = g + r is measured for every tensor before compression. If C(x) depends only on this rank's x, the
+residual at the end of the step gives the error of the C(x) that was sent. All other compressions are made only for the
+measurement. These compressions run as if this rank were the only rank, so that no other rank takes part.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class CompressionGains(Observer):
     """The two compressions of GraVAC (Tyagi and Swany 2023, arXiv:2305.12201, algorithm 1).
 
     Args:
-        plans: the plans of the training.
-        decision: the factors, and the result that is sent.
+        plans: makes the plans of the training.
+        decision: the compression factors, and which result is sent.
         measuring: whether this rank measures the gains.
-        clock: clock of the steps.
+        clock: the clock that times steps.
 
     Attributes:
-        due: whether the gains of the next step are to be measured, if this rank measures.
+        due: whether the gains of the next step will be measured, if this rank measures.
     """
 
     measures: ClassVar[frozenset[Statistic]] = frozenset({Statistic.GAINS, Statistic.TIMING})
@@ -49,9 +49,9 @@ class CompressionGains(Observer):
         self.due = True
         self._minimum = plans.at_factor(decision.minimum, decision.factor)
         self._candidate = decision.candidate and plans.at_factor(decision.candidate, decision.factor)
-        self._energies: list[Energies] = []  # energies of x, and of the error of each level
-        self._of_gradient = Energies()  # energy of g, for raw gains
-        self._spent: Callable[[], float | None] = lambda: None  # seconds spent only on measuring gains
+        self._energies: list[Energies] = []  # the energies of x, and of the error of each level
+        self._of_gradient = Energies()  # the energy of g, for raw gains
+        self._spent: Callable[[], float | None] = lambda: None  # the seconds that were spent only on measuring gains
 
     def begin_step(self, period_ends: bool) -> None:
         self.due = period_ends
@@ -66,11 +66,13 @@ class CompressionGains(Observer):
             sources, start, between, end = self._measure(look, names)
             self._spent = partial(look.xp.seconds_between, between if sends_twice else start, end)
             return sources if sends_twice else {}
-        # The result sent is compressed twice, so that every rank compresses a first time, unless that changes nothing.
+        # If the sent result is compressed twice, every rank must do the first compression, unless it does not change
+        # the result.
         return self._once(look, self._kept(look, self._twice(names))) if sends_twice else {}
 
     def _twice(self, names: Sequence[str]) -> list[str]:
-        """The tensors whose second compression needs the first; that of nested methods gives the same from x itself."""
+        """The tensors whose second compression needs the result of the first. With nested methods, compressing x
+        directly gives the same result."""
         if not self._candidate:
             return []
         pairs = {name: (self._minimum[name], self._candidate[name]) for name in names}
@@ -81,15 +83,15 @@ class CompressionGains(Observer):
 
     @staticmethod
     def _once(look: Look, kept: Kept) -> dict[str, Array]:
-        """The result of the first compression, as input of the second."""
+        """The result of the first compression, which is the input of the second."""
         return {name: densified(look.xp, look[name], vector) for name, vector in kept.items()}
 
     def _measure(self, look: Look, names: Sequence[str]) -> tuple[dict[str, Array], Any, Any, Any]:
         """Measures the errors of both compressions of some tensors.
 
         Returns:
-            The input of the second compression, for tensors where it is not x; and marks before, between and after the
-            two compressions.
+            The inputs of the second compression, without tensors whose input is x. Then marks of the time before,
+            between and after the two compressions.
         """
         like, sends = look.like, self._decision.send
         start = look.xp.mark(like)
@@ -107,7 +109,8 @@ class CompressionGains(Observer):
     def _lost(
         self, look: Look, plan: Mapping[str, Compressor], names: Sequence[str], sources: Mapping[str, Array], sent: bool
     ) -> Energies:
-        """The errors of compression; for tensors whose step shows the error, measured at the step's end."""
+        """The errors of compression. If the step itself shows the error of a tensor, the error is measured at the end
+        of the step."""
         energies, known = look.lost_when_sent(names) if sent else (Energies(), set())
         if len(known) < len(names):
             others = [name for name in names if name not in known]
@@ -117,14 +120,15 @@ class CompressionGains(Observer):
     def statistics(self, request: Request, batches: int) -> dict[str, Any]:
         values: dict[str, Any] = {}
         if Statistic.GAINS in request.statistics:
-            values["gains"] = self.gains()  # first, as it waits for the device, after which times are known too
+            # gains are read first, because reading them waits for the device; after this wait, times are known, too
+            values["gains"] = self.gains()
         if Statistic.TIMING in request.statistics:
             samples = batches * self._engine.communicator.world_size
             values["timing"] = Timing(samples, self._clock.lap(), self.seconds())
         return values
 
     def gains(self) -> GravacGains:
-        """The gains of the whole model in the last step, which was `due`; 1.0 if nothing was compressed.
+        """The gains of the whole model in the last step, in which gains were `due`; 1.0 if nothing was compressed.
 
         Waits for the device.
         """
@@ -137,5 +141,5 @@ class CompressionGains(Observer):
         return GravacGains(first, second[0] if second else None, self._engine.communicator.world_size)
 
     def seconds(self) -> float:
-        """Seconds that the last step spent only on measuring gains; 0.0 if the device has not finished yet."""
+        """The seconds that the last step spent only on measuring gains; 0.0 if the device has not finished yet."""
         return self._spent() or 0.0

@@ -1,6 +1,6 @@
 """Sums of gradients for policies, on the gradients' device.
 
-Only the functions that return numbers wait for an accelerator, once per decision.
+Only the functions that return numbers wait for an accelerator. These functions are called once per decision.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from hvdcomp.policies.request import Request, Statistic
 
 
 class AccumulatedGradients(Observer):
-    """Sums of the gradients of several steps, by tensor name, at least in single precision.
+    """Sums of the gradients of several steps, by tensor name. The sums have at least single precision.
 
     Args:
-        names: names of the tensors that have norms and ratios of their own.
-        level_errors: measures errors of compressing their mean.
+        names: the names of the tensors whose norms and ratios are measured.
+        level_errors: measures the errors of compressing the mean gradients.
 
     Attributes:
-        sums: sum of each tensor that had a gradient, by name.
+        sums: the sum for each tensor that had a gradient, by name.
     """
 
     measures: ClassVar[frozenset[Statistic]] = frozenset(
@@ -50,17 +50,17 @@ class AccumulatedGradients(Observer):
         self.sums.update(zip(gradients, totals, strict=True))
 
     def of_step(self, factor: float, of_results: bool = False) -> Sums:
-        """The accumulation for the engine's step: `factor` times the step's gradients, or with `of_results` the
-        aggregated ones."""
+        """The sums that the engine must accumulate in its step: `factor` times the gradients of the step, or, with
+        `of_results`, times the aggregated gradients."""
         add = lambda gradients, found_inf: self.add(gradients, factor, found_inf)  # noqa: E731
         return Sums(self._totals, add, factor, of_results)
 
     def _totals(self, gradients: Mapping[str, Array]) -> list[Array]:
-        """The sums of tensors, made as zeros if missing."""
+        """The sums of these tensors. A missing sum is created as zeros."""
         missing = {name: gradient for name, gradient in gradients.items() if name not in self.sums}
         if missing:
             zeros = _zeros_like(missing)
-            self.sums.update((name, zeros[name]) for name in missing)  # also the order of additions
+            self.sums.update((name, zeros[name]) for name in missing)  # this order is also the order of additions
         return [self.sums[name] for name in gradients]
 
     def statistics(self, request: Request, batches: int) -> dict[str, Any]:
@@ -86,11 +86,12 @@ class AccumulatedGradients(Observer):
         self.sums = {name: place(array, name) for name, array in state.items()}
 
     def norms(self, names: Sequence[str]) -> dict[str, float]:
-        """The 2-norm of each sum; 0.0 for a tensor without one. Waits for the device."""
+        """The 2-norm of each sum; 0.0 for a tensor without a sum. Waits for the device."""
         return self._numbers("norms", names)
 
     def mean_to_std(self, names: Sequence[str]) -> dict[str, float]:
-        """The magnitude of the mean over the standard deviation of each sum; NaN for a tensor without a sum."""
+        """For each sum, |mean| / standard deviation of its elements; NaN for a tensor without a sum. Waits for the
+        device."""
         return self._numbers("mean_to_std", names, float("nan"))
 
     def model_norm(self) -> float:
@@ -108,7 +109,7 @@ class AccumulatedGradients(Observer):
 
 
 def _zeros_like(gradients: Mapping[str, Array]) -> dict[str, Array]:
-    """Zeros in the shapes of gradients, at least in single precision; one storage for all zeros of a type."""
+    """Zeros with the shapes of gradients, in single precision or wider. All zeros of one type share a storage."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for name, gradient in gradients.items():
         xp = arrays_for(gradient)

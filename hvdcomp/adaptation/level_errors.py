@@ -1,7 +1,7 @@
-"""The errors of compressing a mean gradient, at levels around each tensor's own level.
+"""The errors of compressing a mean gradient, at several levels around the own level of each tensor.
 
-If a method's error is known beforehand (`Compressor.known_error`), the error follows from the norm of the mean. For all
-other methods it is measured: the mean is compressed at every level.
+If the relative error of a method is known in advance (`Compressor.known_error`), the error is computed from the norm of
+the mean. For all other methods the error is measured by compressing the mean at every level.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from hvdcomp.exchange.engine import Engine
 from hvdcomp.policies.request import LevelTable, Request
 from hvdcomp.specs.levels import Level
 
-# Significant digits of levels and of errors, which are in every line of the decision log.
+# Significant digits of levels and of errors; few, because every line of the decision log has them.
 _LEVEL_DIGITS, _ERROR_DIGITS = 4, 6
 
 
 class LevelErrors:
-    """Error and bytes of several levels of each tensor, by the tensor's own method.
+    """Measures the error and the bytes of several levels of each tensor, with the tensor's own method.
 
     Nothing is sent, and no state changes.
 
     Args:
-        plans: the plans, with the tensors whose level is decided.
+        plans: makes plans, and names the tensors whose level the policy decides.
     """
 
     def __init__(self, plans: Plans) -> None:
@@ -37,19 +37,20 @@ class LevelErrors:
         self._engine = plans.engine
         self._names = plans.names
         self._around: tuple[float, ...] = ()
-        # For `_around`, made once, because previews are fastest for compressors that they have seen.
+        # The compressors for `_around`. They are made once, because previews are fastest with compressors that they
+        # already know.
         self._levels: list[dict[str, Level]] = []
-        self._known: list[dict[str, float]] = []  # errors of the tensors for which they are known
-        self._compressors: list[dict[str, Compressor]] = []  # of all other tensors
+        self._known: list[dict[str, float]] = []  # the errors of tensors whose errors are known
+        self._compressors: list[dict[str, Compressor]] = []  # the compressors of all other tensors
         self._bytes: dict[str, dict[Level, int]] = {}
-        self._own_bytes: dict[str, int] = {}  # all tensors, those without a level included
+        self._own_bytes: dict[str, int] = {}  # the bytes of all tensors, including tensors without a level
         self._dense_bytes = 0
 
     def of_sums(self, sums: Mapping[str, Array], request: Request) -> LevelTable:
         """The table of errors and bytes. Waits for the device.
 
         Args:
-            sums: sums of the gradients over the steps that `request.period` accumulates, by tensor name.
+            sums: the sums of the gradients over the steps that `request.period` accumulates, by tensor name.
             request: the policy's request.
         """
         self._make_levels(request.around)
@@ -78,14 +79,15 @@ class LevelErrors:
         )
 
     def _lost(self, xs: Mapping[str, Array], compressors: Mapping[str, Compressor]) -> dict[str, float]:
-        """||x - C(x)||^2 of each array, by name, as measured."""
+        """The measured ||x - C(x)||^2 of each array, by name."""
         if not xs:
             return {}
         xp, context = arrays_for(next(iter(xs.values()))), self._engine.context("")
         return self._plans.previews.lost_alone(xp, xs, compressors, context).numbers()
 
     def _make_levels(self, around: tuple[float, ...]) -> None:
-        """Makes the compressors of all levels, each level of a tensor once, and its own level first."""
+        """Makes the compressors of all levels. Each level of a tensor occurs once, and the tensor's own level is
+        first."""
         if around == self._around:
             return
         self._around, self._levels, self._known, self._compressors, self._bytes = around, [], [], [], {}
@@ -110,7 +112,7 @@ class LevelErrors:
 
 
 def _norms(sums: Mapping[str, Array], steps: int) -> dict[str, float]:
-    """The 2-norm of each tensor's mean over the steps; NaN if it is not finite, or too large for single precision.
+    """The 2-norm of each tensor's mean over the steps; NaN if the norm is not finite or too large for single precision.
     Waits for the device."""
     if not sums:
         return {}
@@ -122,11 +124,12 @@ def _norms(sums: Mapping[str, Array], steps: int) -> dict[str, float]:
 def _root_mean_squares(norms: Mapping[str, float], like: Mapping[str, Array]) -> tuple[dict[str, float], float]:
     """The root mean square of each tensor's elements, and the sum of the tensors' 2-norms in these units.
 
-    It is 1 for a tensor of zeros, whose errors are 0 in any unit, and NaN if the norm is NaN.
+    The root mean square is 1 for a tensor of zeros, because its errors are 0 in any unit. The root mean square is NaN
+    if the norm is NaN.
 
     Args:
-        norms: 2-norm of each tensor.
-        like: an array of each tensor's shape.
+        norms: the 2-norm of each tensor.
+        like: for each tensor, an array of the same shape.
     """
     units = {name: norm / math.sqrt(number_of_elements(like[name].shape)) or 1.0 for name, norm in norms.items()}
     return units, _rounded(math.fsum(norm / units[name] for name, norm in norms.items()))
@@ -137,20 +140,20 @@ def _rounded(error: float) -> float:
 
 
 def bytes_of(engine: Engine, name: str, compressor: Compressor) -> int:
-    """Bytes that a rank sends for a tensor in a step."""
+    """The number of bytes that a rank sends for a tensor in a step."""
     tensor, ranks = engine.tensors[name], engine.communicator.world_size
     return compressor.payload_bytes(tensor.shape, dtype=tensor.dtype, ranks=ranks)
 
 
 def levels_around(engine: Engine, names: Iterable[str], around: Iterable[float]) -> list[dict[str, Level]]:
-    """The tensors' levels nearest to each of several factors of their own levels.
+    """For each factor, the levels of tensors that are nearest to the factor times their own levels.
 
-    Each level of a tensor is given once. Levels that its method does not have are left out.
+    Each level of a tensor occurs once. Levels that a tensor's method does not have are left out.
 
     Args:
         engine: the engine.
         names: names of the tensors whose level is decided.
-        around: the factors; in the result the own levels come first.
+        around: the factors. In the result, the own levels are first.
     """
     several: list[dict[str, Level]] = []
     for factor in (1.0, *(other for other in around if other != 1.0)):
@@ -164,7 +167,7 @@ def levels_around(engine: Engine, names: Iterable[str], around: Iterable[float])
 
 
 def _level_at(engine: Engine, method: Compressor, factor: float) -> Level | None:
-    """The level of a method nearest to `factor` times its own; None if it has no such level.
+    """The level of a method that is nearest to `factor` times its own level; None if the method has no such level.
 
     A level must work with this number of ranks and keep residuals bounded.
     """

@@ -1,13 +1,13 @@
-"""The short form of a decision log's lines: only the start line has the tensors' names, and states and decisions are
-written as changes from the line before.
+"""The short form of the lines of a decision log. Only the start line has the names of tensors. States and decisions are
+written as changes from the previous line.
 
-An object whose only key is one of these words stands for another object:
+If the only key of an object is one of these words, the object is an abbreviation of another object:
 
-    {"by_tensor": [0.5, 2.0]}              {"conv": 0.5, "fc": 2.0}, of the tensors of the start line
+    {"by_tensor": [0.5, 2.0]}              {"conv": 0.5, "fc": 2.0}, if the start line has the tensors conv and fc
     {"by_tensor": {"4.0": [0.5, 0.1]}}     {"conv": {"4.0": 0.5}, "fc": {"4.0": 0.1}}
-    {"as": "norms"}                        the same as the statistic of that name in the same line
-    {"changed": {"ends": 4}}               the object of the line before, with "ends" set to 4
-    {"changed": {"1": 2.0}}                the object by tensor of the line before, with 2.0 for the second tensor
+    {"as": "norms"}                        the same object as the statistic "norms" in the same line
+    {"changed": {"ends": 4}}               the object of the previous line, with "ends" set to 4
+    {"changed": {"1": 2.0}}                the object of the previous line, with 2.0 for the second tensor
     {"plain": {"as": "norms"}}             {"as": "norms"} itself
 """
 
@@ -24,10 +24,10 @@ Parts = Mapping[str, Any]
 
 
 class Shorthand:
-    """Shortens the parts of lines and restores them exactly: 1 is not 1.0, and the order of keys is kept.
+    """Shortens the parts of lines, and restores them exactly. 1 is not changed to 1.0, and the order of keys is kept.
 
     Args:
-        tensors: names of the tensors, in the order of the start line.
+        tensors: the names of the tensors, in the order of the start line.
     """
 
     def __init__(self, tensors: Iterable[str]) -> None:
@@ -39,7 +39,7 @@ class Shorthand:
 
         Args:
             parts: the parts of the line.
-            before: the parts of the line before; empty for a start line.
+            before: the parts of the previous line; empty for a start line.
         """
         statistics = {name: value for name, value in parts.get("statistics", {}).items() if self._is_by_tensor(value)}
         return {
@@ -50,10 +50,10 @@ class Shorthand:
         }
 
     def whole(self, parts: Parts, before: Parts) -> dict[str, Any]:
-        """The parts of a line from their short form.
+        """Restores the parts of a line from their short form.
 
         Raises:
-            ValueError: if they do not fit the lines before.
+            ValueError: if the short form does not fit the previous lines.
         """
         try:
             statistics = self._whole(parts.get("statistics", {}), None, {})
@@ -120,7 +120,7 @@ class Shorthand:
 
 
 def _differ(before: Any, other: Any) -> bool:
-    """Whether two JSON values are not the very same: True is not 1, 1 is not 1.0, and -0.0 is not 0.0."""
+    """Whether two JSON values differ, even slightly: True differs from 1, 1 from 1.0, and -0.0 from 0.0."""
     if before != other:
         return True
     return before is not other and not isinstance(before, str) and repr(before) != repr(other)

@@ -1,4 +1,4 @@
-"""x of a step's tensors, for observers that look at it before it is compressed, and ask what the step loses of it."""
+"""Gives observers access to x of a step's tensors before compression, and to the error of the compression."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from hvdcomp.exchange.tensor_group import TensorGroup
 
 
 class Look(Mapping[str, Array]):
-    """x of every tensor of a step, by name, and what may be asked of it. It computes only what is asked for.
+    """A mapping from names to x of every tensor of a step, with methods that compute energies and errors. Nothing is
+    computed before it is needed.
 
-    An array is x until the tensor is compressed. It is to be looked at, not to be changed.
+    An array contains x only until the tensor is compressed. Do not change the arrays.
 
     Args:
-        engine: the engine, whose step has begun.
-        buckets: what goes through the step, not yet open.
-        factor: what the memory multiplies gradients with; None for 1.
+        engine: the engine. The engine's step must have begun.
+        buckets: the buckets and tensor groups of the step, before they are opened.
+        factor: the number by which the memory multiplies gradients; None for 1.
 
     Attributes:
         xp: the array functions of the gradients.
-        context: of the step.
-        like: an array of the framework, where the gradients are.
+        context: the context of the step.
+        like: an array of the framework, on the device of the gradients.
     """
 
     def __init__(self, engine: Engine, buckets: Sequence[BucketOrGroup], factor: Array | None = None) -> None:
@@ -61,20 +62,21 @@ class Look(Mapping[str, Array]):
         return energies
 
     def gradient_energies(self, names: Sequence[str]) -> Energies:
-        """||g||^2 of some tensors, where g is this rank's gradient without what its memory adds. A pass over it."""
+        """||g||^2 of some tensors. g is this rank's gradient, without the residual or momentum. The function reads all
+        elements of g."""
         return of_arrays(self.xp, {name: self._bucket_of[name].gradient(name) for name in names}, self._factor)
 
     @property
     def addresses(self) -> dict[str, int]:
-        """Address of x of each tensor that is in a bucket, by name; x is made if it was not."""
+        """The address of x for each tensor that is in a bucket, by name. x is computed if it was not yet computed."""
         return {name: place for bucket in self._buckets for name, place in bucket.addresses.items()}
 
     def lost_when_sent(self, names: Sequence[str]) -> tuple[Energies, set[str]]:
-        """||x - C(x)||^2 of what this step sends, to be read when the step has ended.
+        """||x - C(x)||^2 of the C(x) that this step sends. Read the result when the step has ended.
 
         Returns:
             The errors of the tensors whose errors can be computed, and the names of these tensors. An error cannot be
-            computed if this rank's C(x) does not follow from its x alone, or if nothing is kept of x.
+            computed if this rank's C(x) does not depend on its x alone, or if the step keeps no residual.
         """
         for bucket in self._buckets:
             bucket.make_x()
@@ -91,7 +93,8 @@ class Look(Mapping[str, Array]):
             energies.add(names, bucket.measure_left(), places=[bucket.places[name] for name in names])
 
     def _by_bucket(self, names: Sequence[str] | set[str]) -> Iterator[tuple[BucketOrGroup, list[str]]]:
-        """Each bucket and tensor group that has some of these tensors, and their names in its order."""
+        """Each bucket and tensor group that contains some of these tensors, and the names of these tensors, in its
+        order."""
         wanted = set(names)
         for bucket in self._buckets:
             if own := [name for name in bucket.names if name in wanted]:
@@ -99,11 +102,12 @@ class Look(Mapping[str, Array]):
 
 
 def observe(engine: Engine, function: Callable[[Look], Mapping[str, Array]] | None) -> None:
-    """Has a function look at x in each step, before x is compressed; None for no function.
+    """Calls a function in each step with a `Look`, before x is compressed.
 
     Args:
         engine: the engine.
-        function: function that returns, by name, the arrays that are compressed in place of x of some tensors.
+        function: gets the `Look`, and returns, by name, arrays to compress in place of x for some tensors. None for no
+            function.
     """
     if function is None:
         engine.before_compress = None

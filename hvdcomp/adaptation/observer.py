@@ -1,4 +1,4 @@
-"""The base class of observers, which measure statistics that a policy requests."""
+"""The base class of observers. Observers measure the statistics that a policy requests."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ class Observer:
     """Base of all observers. Methods do nothing by default.
 
     Class attributes:
-        measures: the statistics that it measures.
+        measures: the statistics that the observer measures.
     """
 
     measures: ClassVar[frozenset[Statistic]]
 
     def begin_step(self, period_ends: bool) -> None:
-        """Begins a step; `period_ends` is whether it is the last of a period."""
+        """Begins a step. period_ends: whether the step is the last of a period."""
 
     def before_compress(self, look: Look) -> Mapping[str, Array]:
-        """Looks at x in a step, if the engine is watched by this function (`look.observe`)."""
+        """Observes x in a step. The engine calls this method if it was passed to `look.observe`."""
         return {}
 
     def statistics(self, request: Request, batches: int) -> dict[str, Any]:
-        """The measurements, by field of `Statistics`. It may wait for the device.
+        """The measurements, by the field names of `Statistics`. The method may wait for the device.
 
         Args:
-            request: the policy's request, for some of `measures`.
-            batches: number of batches of the starting size that this rank processed in the period.
+            request: the request of the policy, which names some of `measures`.
+            batches: the number of batches, of the size at the start, that this rank has processed in the period.
         """
         raise NotImplementedError
 

@@ -18,10 +18,10 @@ from hvdcomp.policies.request import Request, Statistic
 
 
 class Predicted(Observer):
-    """Predictions made before the training, which do not change.
+    """Predictions that are made before the training and do not change.
 
     Args:
-        exchange_seconds: as in `Statistics`; None if the policy does not ask for it.
+        exchange_seconds: as in `Statistics`; None if the policy does not request it.
     """
 
     measures: ClassVar[frozenset[Statistic]] = frozenset({Statistic.EXCHANGE_SECONDS})
@@ -37,15 +37,15 @@ class Observers:
     """The observers of one rank.
 
     Args:
-        plans: the plans, with the tensors whose level is decided.
-        measuring: whether this rank measures statistics, as rank 0 does.
-        clock: clock of the steps.
+        plans: makes plans, and names the tensors whose level the policy decides.
+        measuring: whether this rank measures statistics. Rank 0 does.
+        clock: the clock that times steps.
         exchange_seconds: as in `Predicted`.
 
     Attributes:
-        sums: observer of sums of gradients.
-        times: observer of step times.
-        gains: observer of the engine for the decision in force, or None.
+        sums: the observer that sums gradients.
+        times: the observer of step times.
+        gains: the observer of the engine for the current decision, or None.
     """
 
     def __init__(
@@ -71,22 +71,22 @@ class Observers:
     def two_levels(self, decision: MultiLevel) -> Observer:
         """The observer that compresses the whole model twice and measures the gains.
 
-        Every rank has it, because the result sent may be that of two compressions.
+        Every rank needs this observer, because the result that is sent may have been compressed twice.
         """
         return CompressionGains(self._plans, decision, self._measuring, self._clock)
 
     @property
     def all(self) -> tuple[Observer, ...]:
-        """All observers, those that wait for the device first, after which times are known too."""
+        """All observers. Observers that wait for the device are first, because times are known only after this wait."""
         return (*([] if self.gains is None else [self.gains]), self.sums, self.times, self._predicted)
 
     def begin_step(self, period_ends: bool) -> None:
-        """Begins a step; `period_ends` is whether it is the last of a period."""
+        """Begins a step. period_ends: whether the step is the last of a period."""
         for observer in self.all:
             observer.begin_step(period_ends)
 
     def end_step(self, ever: Set[Statistic]) -> None:
-        """Ends a step; `ever` are the statistics that the policy may request."""
+        """Ends a step. ever: the statistics that the policy may ever request."""
         if self._measuring and self.times.measures & ever:
             self.times.end_step()
 

@@ -1,4 +1,4 @@
-"""The plan of a policy's decision: the compressor of each tensor."""
+"""Makes the plan for a policy's decision. A plan gives each tensor a compressor."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from hvdcomp.specs.levels import Level, Unit
 
 
 def levelled_tensors(engine: Engine) -> tuple[str, ...]:
-    """The names of the tensors whose level a policy may set: all but those that are too small to be compressed."""
+    """The names of the tensors whose level a policy may set. All tensors that are large enough to be compressed are
+    included."""
     return tuple(name for name, tensor in engine.tensors.items() if engine.planner.may_compress(tensor))
 
 
-_MOST_KEPT = 64  # number of cached plans, more than any policy here reuses
+_MOST_KEPT = 64  # number of cached plans; no policy reuses more
 
 
 class Plans:
@@ -26,10 +27,10 @@ class Plans:
 
     Args:
         engine: the engine.
-        names: names of the tensors whose level is decided; all others are sent as without a policy.
+        names: the names of the tensors whose level the policy decides. All other tensors are sent as without a policy.
 
     Attributes:
-        previews: computes what compression by a plan would keep and lose.
+        previews: computes C(x) and the error for a plan, without sending.
     """
 
     def __init__(self, engine: Engine, names: tuple[str, ...]) -> None:
@@ -44,7 +45,8 @@ class Plans:
         return self._own
 
     def at_levels(self, levels: Mapping[str, Level | None]) -> Plan:
-        """Each named tensor at a level of its own method; a routed method without a level does not change."""
+        """The plan in which each named tensor has a level of its own method. A method without a level does not
+        change."""
         own = self.engine.compressor
         chosen = {}
         for name, level in levels.items():
@@ -53,11 +55,12 @@ class Plans:
         return self._with(chosen)
 
     def at_factors(self, factors: Mapping[str, float]) -> Plan:
-        """Each named tensor at a compression factor."""
+        """The plan in which each named tensor has its compression factor."""
         return self._with({name: at_factor(self.engine, name, factor) for name, factor in factors.items()})
 
     def at_factor(self, factor: float, of: Unit = "bytes") -> Plan:
-        """All of `names` at one compression factor. Cached, because GraVAC asks for it in every step."""
+        """The plan in which all of `names` have the same compression factor. The plan is cached, because GraVAC asks
+        for it in every step."""
         key = factor, of
         if key not in self._at_factor:
             if len(self._at_factor) == _MOST_KEPT:
@@ -66,7 +69,8 @@ class Plans:
         return self._at_factor[key]
 
     def with_methods(self, methods: Mapping[str, str | None], others: str | None) -> Plan:
-        """Each named tensor with the compressor of its spec, all others with `others`; None is the engine's own."""
+        """The plan in which each named tensor has the compressor of its spec, and all others have `others`. None means
+        the engine's own compressor."""
         compressors = {
             spec: self.engine.compressor if spec is None else parse_compressor(spec)
             for spec in {others, *methods.values()}
@@ -85,8 +89,8 @@ class Plans:
 
 
 def at_factor(engine: Engine, name: str, factor: float, of: Unit = "bytes") -> Compressor:
-    """The compressor whose payload for a tensor is nearest to dense / `factor`, in bytes or elements; no compression
-    for factor 1."""
+    """The compressor whose payload for a tensor is closest to dense / `factor`, in bytes or elements. Factor 1 gives no
+    compression."""
     if factor <= 1:
         return NoCompression()
     tensor = engine.tensors[name]

@@ -1,4 +1,5 @@
-"""What compression would keep of tensors, and lose, without sending anything: for policies that measure."""
+"""Computes C(x) and the compression error of tensors without sending anything. Policies that measure compression use
+this module."""
 
 from __future__ import annotations
 
@@ -21,17 +22,17 @@ from hvdcomp.exchange.engine_bucket import prepared_states
 from hvdcomp.exchange.tensor_state import TensorState
 from hvdcomp.kernels import cuda
 
-_MOST_BUCKETS = 32  # a policy looks at a handful of levels in turn
+_MOST_BUCKETS = 32  # a policy previews only a few levels
 
 Kept = dict[str, Array | SparseVector]
 
 
 class Previews:
-    """Compresses as if this rank were the only one that sends; changes nothing that a step sees.
+    """Compresses tensors as if this rank were the only rank. The compression does not change anything that a step uses.
 
     Args:
         tensors: all tensors, by name.
-        states: state of each tensor, by name.
+        states: the state of each tensor, by name.
     """
 
     def __init__(self, tensors: Mapping[str, TensorInfo], states: Mapping[str, TensorState]) -> None:
@@ -50,8 +51,8 @@ class Previews:
         """C(x) of some tensors of a step, by name.
 
         Args:
-            compressors: as of `lost`.
-            lost: gets ||x - C(x)||^2 of each.
+            compressors: as in `lost`.
+            lost: an `Energies` to which ||x - C(x)||^2 of each tensor is added.
         """
         return self.kept_alone(look.xp, {name: look[name] for name in names}, compressors, look.context, lost)
 
@@ -65,8 +66,8 @@ class Previews:
         """||x - C(x)||^2 of some tensors of a step.
 
         Args:
-            compressors: by name; the same object for the same compressors is quickest.
-            sources: arrays that are compressed in place of x, by name, of the tensors where that is something else.
+            compressors: the compressors by name. If you pass the same mapping again, the function is faster.
+            sources: arrays that are compressed in place of x, by name. Tensors whose x is compressed are not in it.
         """
         return self._lost(look.xp, names, look, look.addresses, compressors, look.context, sources)
 
@@ -78,11 +79,11 @@ class Previews:
         context: Context,
         lost: Energies | None = None,
     ) -> Kept:
-        """C(x) of some tensors that no step has, by name.
+        """C(x) of some arrays that do not belong to a step, by name.
 
         Args:
-            context: context of the step, whose name is not read.
-            lost: gets ||x - C(x)||^2 of each.
+            context: the context of the step. The `name` of the context is not used.
+            lost: an `Energies` to which ||x - C(x)||^2 of each tensor is added.
         """
         addresses, _alive = self._addresses(xp, xs)
         kept: Kept = {}
@@ -93,7 +94,7 @@ class Previews:
                 lost.add(bucket.names, bucket.lost(xp, xs[bucket.names[0]]))
             bucket.release()
         pairs = {}
-        for name in [name for name in xs if name not in kept]:  # in this order, also that of additions
+        for name in [name for name in xs if name not in kept]:  # in this order, which is also the order of additions
             kept[name] = self._of_tensor(xp, xs[name], compressors[name], dataclasses.replace(context, name=name))
             pairs[name] = (xs[name], kept[name])
         if lost is not None:
@@ -103,12 +104,13 @@ class Previews:
     def lost_alone(
         self, xp: ModuleType, xs: Mapping[str, Array], compressors: Mapping[str, Compressor], context: Context
     ) -> Energies:
-        """||x - C(x)||^2 of some tensors that no step has; arguments as of `kept_alone`."""
+        """||x - C(x)||^2 of some arrays that do not belong to a step. The arguments are those of `kept_alone`."""
         addresses, _alive = self._addresses(xp, xs)
         return self._lost(xp, list(xs), xs, addresses, compressors, context, {})
 
     def _addresses(self, xp: ModuleType, xs: Mapping[str, Array]) -> tuple[dict[str, int], Sequence[Array]]:
-        """Addresses of the tensors that a bucket takes, as in a step, and the arrays that must live as long."""
+        """The addresses of the arrays that fit a bucket, as in a step, and the arrays that must be kept alive while the
+        addresses are used."""
         placed = _placed(xp, list(xs.values())) if xs else None
         if placed is None:
             return {}, []
@@ -128,10 +130,10 @@ class Previews:
         """||x - C(x)||^2 of some tensors.
 
         Args:
-            xs: x by name.
-            addresses: address of x, by name, of the tensors that the step has in a bucket.
+            xs: x of each tensor, by name.
+            addresses: the address of x, by name, for tensors that are in a bucket of the step.
             compressors: by name; the same object for the same compressors is quickest.
-            sources: as of `lost`.
+            sources: as in `lost`.
         """
         energies = Energies()
         done: set[str] = set()
@@ -140,7 +142,7 @@ class Previews:
             placed = _placed(xp, [sources[name] for name in own]) if own else ([], [])
             assert placed is not None
             self._run(xp, bucket, xs, addresses, dict(zip(own, placed[1], strict=True)), context)
-            del placed  # which has kept the arrays alive
+            del placed  # `placed` has kept the arrays alive until here
             energies.add(bucket.names, bucket.lost(xp, xs[bucket.names[0]]))
             bucket.release()
             done.update(bucket.names)
@@ -160,7 +162,7 @@ class Previews:
     def _grouped(
         self, xp: ModuleType, names: Sequence[str], xs: Mapping[str, Array], compressors: Mapping[str, Compressor]
     ) -> list[_PreviewBucket]:
-        """Tensors that are compressed together, in buckets; on a device those that kernels take."""
+        """Puts tensors that are compressed together into buckets. On a device, only tensors that kernels support."""
         if not names:
             return []
         first = xs[names[0]]
@@ -180,7 +182,8 @@ class Previews:
                 )
                 for own in families.values()
             ]
-            self._buckets[key] = (compressors, buckets)  # as long as these are kept, no others get their id
+            # keeps the compressors alive, so that no other object gets the same id
+            self._buckets[key] = (compressors, buckets)
         return self._buckets[key][1]
 
     def _run(
@@ -200,16 +203,16 @@ class Previews:
 
 
 def _placed(xp: ModuleType, arrays: Sequence[Array]) -> tuple[Sequence[Array], Sequence[int]] | None:
-    """As `cuda.placed`, on the host too; None where no bucket takes the arrays."""
+    """Like `cuda.placed`, but also for the host. None if the arrays do not fit a bucket."""
     placed = cuda.placed(arrays)
     return xp.hosted(arrays) if placed is None else placed
 
 
 class _Room:
-    """Memory that all buckets use in turn.
+    """Memory that all buckets use, one after the other.
 
     Attributes:
-        on_device: as of `DeviceKernels.room`.
+        on_device: as in `DeviceKernels.room`.
     """
 
     def __init__(self) -> None:
@@ -217,7 +220,8 @@ class _Room:
         self.on_device: dict[str, Any] = {}
 
     def on_host(self, sizes: np.ndarray) -> list[tuple[list[np.ndarray], np.ndarray]]:
-        """Two vectors of each size, and their addresses: those of the first, and those of the second."""
+        """Two sets of vectors, with one vector of each size in each set, and the addresses of the vectors of each
+        set."""
         ends = np.cumsum(sizes)
         if len(self._vectors[0]) < ends[-1]:
             self._vectors = [np.empty(ends[-1], np.float32) for _ in range(2)]
@@ -226,15 +230,15 @@ class _Room:
 
 
 class _PreviewBucket:
-    """A bucket that sends nothing.
+    """A bucket that compresses without sending.
 
     Args:
-        room: memory for x and C(x).
-        device, xp: as of `Bucket`.
+        room: the memory for x and C(x).
+        device, xp: as in `Bucket`.
 
     Attributes:
-        names: names of its tensors.
-        bucket: the bucket of its compressors.
+        names: the names of the bucket's tensors.
+        bucket: the bucket that the compressors fill.
     """
 
     def __init__(
@@ -250,15 +254,15 @@ class _PreviewBucket:
         self._room = room
         if device is not None:
             self.bucket.kernels.room = room.on_device
-        self._made: Sequence[Sequence[Array]] = ()  # x, and C(x)
+        self._made: Sequence[Sequence[Array]] = ()  # the arrays of x, and the arrays of C(x)
 
     def run(self, xs: Sequence[Array], addresses: Mapping[str, int], sources: Mapping[str, int]) -> None:
-        """A step of this rank alone, which has begun, and in which nothing was kept before.
+        """Runs a step as if this rank were the only rank, without a residual. Call `bucket.begin` first.
 
         Args:
-            xs: x of each tensor.
-            addresses: address of x, by name.
-            sources: addresses of the arrays that are compressed in place of x, by name.
+            xs: the array x of each tensor.
+            addresses: the address of x, by name.
+            sources: the addresses of arrays that are compressed in place of x, by name.
         """
         bucket, segments = self.bucket, self.bucket.segments
         made: Sequence[tuple[Sequence[Array], Any]] = (
@@ -273,21 +277,21 @@ class _PreviewBucket:
         bucket.compressors[0].preview_bucket(bucket)
 
     def means(self, xp: ModuleType, like: Array) -> Sequence[Array]:
-        """C(x) of each tensor; like: an array of the framework."""
+        """C(x) of each tensor. like: an array of the framework."""
         means = self._made[1]
         if self.bucket.device is not None:
             return means
-        empty = xp.flatten(like)[:0]  # not a part of it: that would keep all of it
+        empty = xp.flatten(like)[:0]  # not a view of `like`, because a view would keep all of `like` in memory
         return [
             xp.reshape(xp.from_numpy(mean.copy(), like=empty), tensor.shape)
             for mean, tensor in zip(means, self.bucket.tensors, strict=True)
         ]
 
     def lost(self, xp: ModuleType, like: Array) -> Array:
-        """||x - C(x)||^2 of each tensor, float64 (tensors,); like: an array of the framework."""
+        """||x - C(x)||^2 of each tensor, float64 (tensors,). like: an array of the framework."""
         sums = self.bucket.sums_of("measure_left")
         return xp.from_numpy(sums, like=like) if self.bucket.device is None else sums
 
     def release(self) -> None:
-        """Forgets x and C(x), whose memory on a device is needed elsewhere."""
+        """Releases x and C(x), because other code needs their memory on a device."""
         self._made = ()

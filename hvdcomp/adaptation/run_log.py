@@ -1,4 +1,4 @@
-"""Rank 0's records of a run in the decision log: its start and each decision."""
+"""Writes the start of a run and each decision to the decision log, on rank 0."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from hvdcomp.policies.request import Statistics
 
 
 class RunLog:
-    """Writes to a decision log until writing fails: a full disk must not end the training or block the ranks.
+    """Writes to a decision log. If writing fails, the object stops writing, because a full disk must not end the
+    training or block the ranks.
 
     Args:
         log: the decision log, or None.
@@ -29,7 +30,7 @@ class RunLog:
         self._progress = progress
 
     def start(self, plans: Plans) -> None:
-        """Logs that a run begins or is resumed."""
+        """Writes that a run begins or is resumed."""
         engine, policy = plans.engine, self._channel.policy
         self._write(
             DecisionLog.start,
@@ -44,7 +45,7 @@ class RunLog:
         )
 
     def decision(self, statistics: Statistics, decision: Decision) -> None:
-        """Logs a decision for the present or next step."""
+        """Writes a decision for the current or next step."""
         self._write(
             DecisionLog.decision,
             decision,

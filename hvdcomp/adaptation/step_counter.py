@@ -1,4 +1,4 @@
-"""A training's progress in steps and epochs, with growing batches, and its step times."""
+"""Counts the steps and epochs of a training, also if batches grow, and measures step times."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Rates = tuple[float, ...]
 
 @dataclass
 class Progress:
-    """Counts steps and epochs that ended.
+    """Counts the steps and epochs that have ended.
 
-    An epoch is `steps_per_epoch` batches of the starting size. A step that accumulates several batches takes that many;
-    the end of an epoch that does not fill a step is dropped, as data loaders do.
+    An epoch has `steps_per_epoch` batches of the size at the start. A step that accumulates several batches counts as
+    several batches. If the last batches of an epoch are too few for a step, they are dropped, as in data loaders.
 
     Attributes:
-        steps_per_epoch: number of batches of an epoch; None if epochs are not counted.
-        step, epoch: numbers of steps and epochs that ended.
-        taken: number of batches of the starting size in the present epoch's steps.
+        steps_per_epoch: the number of batches of an epoch; None if epochs are not counted.
+        step, epoch: the numbers of steps and epochs that have ended.
+        taken: the number of batches, of the size at the start, in the steps of the current epoch.
     """
 
     steps_per_epoch: int | None
@@ -34,11 +34,11 @@ class Progress:
 
     @property
     def epoch_or_none(self) -> int | None:
-        """Number of epochs that ended; None if epochs are not counted."""
+        """The number of epochs that have ended; None if epochs are not counted."""
         return self.epoch if self.steps_per_epoch else None
 
     def advance(self, accumulation: int) -> bool:
-        """Counts a step of `accumulation` batches; returns whether an epoch ended with it."""
+        """Counts a step of `accumulation` batches. Returns whether an epoch ends with this step."""
         self.step += 1
         if not self.steps_per_epoch:
             return False
@@ -50,19 +50,20 @@ class Progress:
         return True
 
     def grow(self, accumulation: int) -> None:
-        """Ends the epoch if its remaining batches do not fill a step of `accumulation` batches, the new number.
+        """Changes to steps of `accumulation` batches. If the remaining batches of the epoch do not fill such a step,
+        the epoch ends.
 
-        Its end then has no decision, as there was one a step before.
+        No decision is made at this end of an epoch, because a decision was made one step earlier.
         """
         if self.steps_per_epoch and self.taken and self.steps_per_epoch - self.taken < accumulation:
             self.epoch += 1
             self.taken = 0
 
     def continue_after(self, steps_per_epoch: int | None, accumulation: int) -> None:
-        """Converts `taken`, counted with another number of steps per epoch, to the same share of an epoch.
+        """Converts `taken` after a change of the number of steps per epoch, so that it is the same share of an epoch.
 
         Args:
-            steps_per_epoch: the former number of steps per epoch; None if unknown.
+            steps_per_epoch: the previous number of steps per epoch; None if unknown.
             accumulation: as in `grow`.
         """
         if steps_per_epoch and self.steps_per_epoch and steps_per_epoch != self.steps_per_epoch:
@@ -78,7 +79,8 @@ class Progress:
         return epoch_ended and self.epoch % period.epochs == 0
 
     def accumulates(self, period: Period | None) -> bool:
-        """Whether gradients of the present or next step are accumulated for its period."""
+        """Whether the gradients of the current step (or, between two steps, the next one) are accumulated for its
+        period."""
         return period is None or not period.last or self.step % period.steps >= period.steps - period.last
 
     def next_ends(self, period: Period | None) -> bool:
@@ -87,26 +89,26 @@ class Progress:
 
 
 class StepClock:
-    """Times steps from end to end, without the paused time between them.
+    """Measures the time from the end of one step to the end of the next, without the time during pauses.
 
     Args:
-        clock: function that returns seconds.
+        clock: a function that returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._ended: float | None = None
-        self._pauses = 0  # under way, one within another
+        self._pauses = 0  # number of current pauses, which may be nested
 
     def lap(self) -> float:
-        """Ends a step; returns the seconds since the end of the step before, NaN if there was none."""
+        """Ends a step. Returns the seconds since the end of the previous step, or NaN for the first step."""
         end, before = self._clock(), self._ended
         self._ended = end
         return float("nan") if before is None else end - before
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Excludes the time inside from the next step."""
+        """A context manager. The time inside does not count for the next step."""
         start = self._clock()
         self._pauses += 1
         try:
@@ -118,7 +120,8 @@ class StepClock:
 
 
 class StepTimes(Observer):
-    """The time of each step of a period by the host's clock, which on an accelerator is right on average."""
+    """The time of each step of a period, measured with the host's clock. On an accelerator, only the average is
+    correct."""
 
     measures: ClassVar[frozenset[Statistic]] = frozenset({Statistic.STEP_TIMES})
 

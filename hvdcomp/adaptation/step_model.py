@@ -1,6 +1,6 @@
-"""The performance model of one training: the predicted time of a step under a plan, by a calibration.
+"""The performance model of one training. The model predicts the time of a step for a plan, with a calibration.
 
-Only rank 0 reads the calibration; the other ranks get the results.
+Only rank 0 reads the calibration. The other ranks get the results.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class StepModel:
     Args:
         engine: the engine, with the training's tensors, compressor, memory and ranks.
         source: a calibration file, or the name of a preset.
-        model: model of the calibration; None for the model whose tensors have the training's shapes.
-        batch: batch size of one rank; None for the calibration's.
-        overlaps: whether Horovod carries casts itself, during the backward pass.
+        model: the model in the calibration; None for the model whose tensors have the same shapes as in this training.
+        batch: the batch size of one rank; None for the batch size of the calibration.
+        overlaps: whether Horovod itself exchanges tensors that are only cast, during the backward pass.
 
     Raises:
-        CalibrationError: if the calibration cannot be read, or is of another model.
-        ValueError: for a batch size, if the calibration does not give its own.
+        CalibrationError: if the calibration cannot be read, or belongs to another model.
+        ValueError: if `batch` is given but the calibration does not say its own batch size.
     """
 
     def __init__(
@@ -44,44 +44,44 @@ class StepModel:
         self._overlaps = overlaps
 
     def seconds(self, plan: Plan, encode: EncodeTime | None, early: int | None = None) -> float:
-        """Predicted seconds of a step.
+        """The predicted seconds of a step.
 
         Args:
             plan: the step's plan.
-            encode: encode time of all compressed tensors; None without any.
-            early: least bytes of a bucket sent during the backward pass; None for the engine's setting.
+            encode: the encode time of all compressed tensors; None if no tensor is compressed.
+            early: the fewest bytes of a bucket that is sent during the backward pass; None for the engine's setting.
         """
         exchange = self.exchange(plan, self.carried(plan))
         network, compute = self.calibration.network, self.facts.compute
         least: float | None = early or self.engine.overlap.least_bytes
-        if least is not None and self.facts.early_bytes is not None:  # the library's buckets
+        if least is not None and self.facts.early_bytes is not None:  # the library has its own buckets
             least = self.facts.early_bytes
         parts = predict_step(network, compute, exchange, self.facts.bucket_bytes, self._setting, encode, least)
         return float(parts.total)
 
     def alone_s(self) -> float:
-        """Predicted seconds of a step without an exchange."""
+        """The predicted seconds of a step without an exchange."""
         step, _ = passes(self.facts.compute, self._setting)
         return float(step)
 
     def exchange(self, plan: Plan, overlapped: bool) -> Exchange:
-        """The exchange of a plan; `overlapped` is as in `Exchange`.
+        """The exchange of a plan. overlapped: as in `Exchange`.
 
         Raises:
-            SpecError: for methods that the model does not know.
+            SpecError: if the model does not know a method.
         """
         tensors, ranks = self.engine.tensors.values(), self.engine.communicator.world_size
         return exchange_of_plan(tensors, plan, overlapped, ranks, self.ranks_per_node)
 
     def carried(self, plan: Plan) -> bool:
-        """Whether Horovod itself carries all tensors of a plan."""
+        """Whether Horovod itself exchanges all tensors of a plan."""
         return self._overlaps and self.engine.planner.casts(plan)
 
     def encode(self, compressor: Compressor) -> EncodeTime:
         """The encode time of a compressor for all tensors.
 
         Raises:
-            CalibrationError: if it is unknown.
+            CalibrationError: if this time is unknown.
         """
         return self._known(self.known_encode(compressor), compressor)
 
@@ -89,13 +89,13 @@ class StepModel:
         """The encode time of a compressor at `factor` times its level.
 
         Raises:
-            CalibrationError: if it is unknown at every level.
+            CalibrationError: if this time is unknown at every level.
         """
         tensors, known = list(self.engine.tensors.values()), self.facts.compute.encode
         return self._known(encode_time_at(compressor, factor, known, tensors, self.ranks_per_node), compressor)
 
     def known_encode(self, compressor: Compressor) -> EncodeTime | None:
-        """As `encode`; None if unknown."""
+        """Like `encode`, but None if the time is unknown."""
         tensors, known = list(self.engine.tensors.values()), self.facts.compute.encode
         return encode_time_of(compressor, known, tensors, self.ranks_per_node)
 
@@ -113,7 +113,7 @@ class StepModel:
 
 @contextmanager
 def errors_of(source: str) -> Iterator[None]:
-    """Turns errors of a prediction into CalibrationErrors that name the calibration."""
+    """A context manager that turns errors of a prediction into CalibrationErrors that name the calibration."""
     try:
         yield
     except CalibrationError:

@@ -1,8 +1,8 @@
-"""The array operations of compression, once for each framework.
+"""The array operations that compression needs, implemented for each framework.
 
-`arrays_for(x)` returns the module of functions for the framework of `x`. All modules define the same functions;
-compressors call them as `xp.name(...)` and depend on no framework. A function that returns a changed array may reuse
-the storage of its first argument only if its docstring says so. Operations that are alike on the frameworks' arrays
+`arrays_for(x)` returns the module of functions for the framework of `x`. All modules define the same functions.
+Compressors call the functions as `xp.name(...)` and depend on no framework. A function may reuse the storage of its
+first argument for the result only if its docstring says so. Some operations have the same form in all frameworks and
 need no function: operators, `abs`, and `x.T`, `x.sum(1, keepdims=True)`, `x.mean()`, `x.max()`, `x.any(1)`,
 `x.clip(low, high)`, `x.cumsum(0)`.
 """
@@ -23,7 +23,7 @@ def arrays_for(array: Any) -> ModuleType:
     """The module of array functions for the framework of `array`.
 
     Raises:
-        TypeError: for anything but a NumPy array or a PyTorch tensor.
+        TypeError: if `array` is neither a NumPy array nor a PyTorch tensor.
     """
     kind = type(array)
     if kind not in _of_type:
@@ -31,7 +31,7 @@ def arrays_for(array: Any) -> ModuleType:
     return _of_type[kind]
 
 
-_of_type: dict[type, ModuleType] = {}  # read several times in each step
+_of_type: dict[type, ModuleType] = {}  # cached, because it is read several times in each step
 
 
 def _module_for(array_type: type) -> ModuleType:

@@ -1,4 +1,4 @@
-"""Arrays whose memory begins at a cache line, which is 64 bytes long."""
+"""Arrays whose memory begins at a cache line (a multiple of 64 bytes)."""
 
 from __future__ import annotations
 

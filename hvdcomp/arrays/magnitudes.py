@@ -1,9 +1,9 @@
-"""Statistics and selection of the largest magnitudes of a vector, on any device.
+"""Selects the largest magnitudes of a vector, and computes their statistics, on any device.
 
 Threshold sparsifiers count the elements that reach a threshold, and finally choose the indices of k of them. No
-function makes the host wait for an accelerator, and all shapes follow from known sizes: counts and thresholds are
-scalar arrays. On the host, where shapes may depend on elements, one pass sets the largest elements aside, and functions
-that concern no other elements use only these.
+function makes the host wait for an accelerator: counts and thresholds are scalar arrays, and all shapes follow from
+known sizes. On the host, shapes may depend on the values. So one pass copies the largest elements to a small array.
+Functions that need only the largest elements then read this small array.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import numpy as np
 from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.types import Array, wide_dtype
 
-_SAMPLE_STRIDE = 97  # samples about 1 %; a prime, to avoid the periods of rows and channels
+_SAMPLE_STRIDE = 97  # samples about 1 %; it is a prime, so that the sample does not repeat with rows or channels
 _SMALLEST_SAMPLE = 1024
-_PIECE = 1 << 16  # elements; intermediate results stay in a core's cache
+_PIECE = 1 << 16  # number of elements; with so few, intermediate results stay in a core's cache
 
 
 def sample_stride(size: int) -> int:
-    """Distance between the sampled elements of a vector. The sample has 1 % of the elements, but at least about
+    """The distance between the sampled elements of a vector. The sample has 1 % of the elements, but at least about
     1024."""
     return min(_SAMPLE_STRIDE, size // _SMALLEST_SAMPLE | 1)
 
 
 def elements_of_sample(ratio: float, size: int) -> int:
-    """Number of elements in the share `ratio` of a sample of `size` elements: max(1, ceil(ratio * size))."""
+    """The number of elements in the share `ratio` of a sample of `size` elements: max(1, ceil(ratio * size))."""
     return max(1, math.ceil(ratio * size))
 
 
@@ -40,7 +40,7 @@ class Magnitudes:
     Args:
         xp: the array functions of the vector.
         x: a vector of at least one element.
-        need: the number of largest elements that `top` may be asked for.
+        need: the largest k for which `top` will be called.
 
     Attributes:
         xp: the array functions of thresholds and counts.
@@ -51,7 +51,7 @@ class Magnitudes:
         self._place = xp.from_numpy
         self._like = x
         self._set_aside: _LargestElements | None = None
-        if not xp.waits(x):  # NumPy is faster, and the choice is the same for all frameworks
+        if not xp.waits(x):  # NumPy is faster, and with NumPy all frameworks make the same choice
             xp, values = numpy_arrays, xp.to_numpy(values)
             self._set_aside = _largest(values, min(need, values.shape[0]))
         self.xp, self._values = xp, values
@@ -79,7 +79,7 @@ class Magnitudes:
         return self.xp.count_nonzero(self._above(threshold)[0] >= threshold)
 
     def mean_excess(self, threshold: Any) -> Any:
-        """Mean of |x| - threshold over the elements with |x| >= threshold; 0 if there are none."""
+        """The mean of |x| - threshold over the elements with |x| >= threshold; 0 if there are no such elements."""
         return self._mean(self._above(threshold)[0], self._rounded(self.count(threshold).clip(1)), threshold)
 
     def _mean(self, values: Array, count: Any, threshold: Any) -> Any:
@@ -87,19 +87,20 @@ class Magnitudes:
         piece = _PIECE if self.xp is numpy_arrays else values.shape[0]
 
         def of(values: Array) -> Any:
-            return ((values - threshold).clip(0, math.inf) / count).sum()  # divided first: the sum may overflow
+            # divided before it is added, because the sum may overflow
+            return ((values - threshold).clip(0, math.inf) / count).sum()
 
         return sum(of(values[start : start + piece]) for start in range(0, values.shape[0], piece))
 
     def pick(self, low: Any, high: Any, k: int, limit: int) -> Array:
-        """Indices (k,) of the k largest among `limit` elements.
+        """The indices (k,) of the k largest among `limit` elements.
 
-        The `limit` elements are, in index order, first the elements with |x| >= high, and then the elements with low <=
-        |x| < high or NaN. At least `limit` elements must meet these conditions; with low = 0, all elements do.
+        The `limit` elements are first the elements with |x| >= high, and then elements with low <= |x| < high or NaN,
+        both in index order. At least `limit` elements must meet one of these conditions. With low = 0, all elements do.
         """
         low, high = self._rounded(low), self._rounded(high)
         if self.xp is numpy_arrays and self.count(high) >= k:
-            low = high  # no elements below are needed
+            low = high  # no elements below `high` are needed
         values, places = self._above(low)
         chosen = self.xp.first_places(values, low, high, limit)
         if chosen.shape[0] > k:
@@ -107,10 +108,10 @@ class Magnitudes:
         return self._placed(chosen, places)
 
     def top(self, k: int) -> Array:
-        """Indices (k,) of the k largest elements, k <= `need`. NaN counts as largest. The indices are int32 if the
-        vector is not too long for them.
+        """The indices (k,) of the k largest elements, with k <= `need`. NaN counts as largest. The indices are int32
+        unless the vector is too long for int32.
 
-        The choice among equal elements is not specified.
+        Which of several equal elements are chosen is not specified.
         """
         set_aside = self._set_aside
         if set_aside is None:
@@ -118,14 +119,16 @@ class Magnitudes:
         return self._placed(self.xp.top(set_aside.values, k), set_aside.places)
 
     def _above(self, threshold: Any) -> tuple[Array, Array | None]:
-        """Magnitudes that include all that reach a threshold, and their indices (None if these are all)."""
+        """Some magnitudes and their indices, which include all magnitudes that reach a threshold. If the result is all
+        magnitudes, the indices are None."""
         set_aside = self._set_aside
         if set_aside is None or not threshold > set_aside.level:
             return self._values, None
         return set_aside.values, set_aside.places
 
     def _rounded(self, number: Any) -> Any:
-        """A number in the vector's element type, as NumPy is several times slower with a wider one."""
+        """Converts a number to the element type of the vector, because NumPy is several times slower with a wider
+        type."""
         return number if type(number) is float else self.xp.astype(number, self.xp.dtype_name(self._values))
 
     def _placed(self, indices: Array, places: Array | None = None) -> Array:
@@ -134,7 +137,8 @@ class Magnitudes:
 
 
 class _LargestElements(NamedTuple):
-    """The largest elements of a vector on the host, in index order: all above a level, and some that equal it."""
+    """The largest elements of a vector on the host, in index order: all elements above a level, and some that equal the
+    level."""
 
     level: float
     places: np.ndarray
@@ -142,7 +146,8 @@ class _LargestElements(NamedTuple):
 
 
 def _largest(values: np.ndarray, need: int) -> _LargestElements | None:
-    """At least the `need` largest elements, above a level from the sample; None if they are not few, or too few."""
+    """The elements above a level that a sample gives, which include the `need` largest. None if there are too few, or
+    so many that a separate array does not help."""
     sample = values[:: sample_stride(values.shape[0])]
     expected = need / values.shape[0] * len(sample)
     rank = math.ceil(1.5 * expected + 4 * math.sqrt(expected) + 4)

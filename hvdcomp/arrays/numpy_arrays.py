@@ -1,4 +1,4 @@
-"""Array operations in NumPy: the reference for the other frameworks' versions."""
+"""Array operations in NumPy. These operations are the reference for the versions in other frameworks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvdcomp.arrays.types import Array
 from hvdcomp.errors import ConfigurationError
 
 _UNSIGNED_32 = np.dtype("uint32")
-_PIECE = 1 << 16  # elements; intermediate results stay in a core's cache
+_PIECE = 1 << 16  # number of elements; with so few, intermediate results stay in a core's cache
 
 
 def dtype_name(x: Array) -> str:
@@ -23,7 +23,7 @@ def dtype_name(x: Array) -> str:
     return _name_of(x.dtype)
 
 
-@functools.cache  # NumPy composes the name on every access
+@functools.cache  # cached, because NumPy builds the name on every access
 def _name_of(dtype: np.dtype) -> str:
     return dtype.name
 
@@ -39,13 +39,14 @@ def waits(x: Array) -> bool:
 
 
 def astype(x: Array, dtype: str) -> Array:
-    """`x` with another element type; `x` itself if it has that type already.
+    """`x` with another element type, or `x` itself if it already has this type.
 
-    Conversion to integers drops the fraction. The result is not specified for NaN, and for numbers that are too large
-    for the integer type.
+    Conversion to integers drops the fraction. For NaN, and for numbers that are too large for the integer type, the
+    result is not specified.
 
     Raises:
-        ConfigurationError: for bfloat16, if the package ml_dtypes, which adds this type to NumPy, is not installed.
+        ConfigurationError: if the type is bfloat16 and the package ml_dtypes is not installed, which adds bfloat16 to
+            NumPy.
     """
     if dtype == "bfloat16":
         _require_bfloat16()
@@ -57,7 +58,7 @@ def astype(x: Array, dtype: str) -> Array:
 
 @functools.cache
 def _require_bfloat16() -> None:
-    """Makes bfloat16 a type of NumPy, as TensorFlow does when it is imported."""
+    """Adds bfloat16 to NumPy's types. The import of TensorFlow does the same."""
     try:
         import ml_dtypes  # noqa: F401
     except ImportError:
@@ -98,11 +99,11 @@ def to_numpy(x: Array) -> np.ndarray:
 
 
 def hosted(arrays: Sequence[Array], dtype: str = "float32") -> tuple[list[Array], list[int]] | None:
-    """Arrays on the host in row-major order, and the addresses of their first elements.
+    """The arrays in row-major order, and the addresses of their first elements, if all arrays are on the host.
 
     Returns:
-        The arrays, or row-major copies. None if an array has another element type, or is on a device that cannot share
-        storage with NumPy.
+        The arrays, with row-major copies of arrays in another order, and the addresses. None if an array has another
+        element type, or is on a device that cannot share storage with NumPy.
     """
     if any(dtype_name(x) != dtype for x in arrays):
         return None
@@ -111,17 +112,17 @@ def hosted(arrays: Sequence[Array], dtype: str = "float32") -> tuple[list[Array]
 
 
 def concatenate(arrays: Sequence[Array], axis: int = 0) -> Array:
-    """The vectors end to end, or the matrices one below the other (side by side for axis 1), in fresh storage."""
+    """Joins vectors end to end, or matrices one below the other (side by side with axis 1), in new storage."""
     return np.concatenate(arrays, axis)
 
 
 def as_bytes(x: Array) -> Array:
-    """The elements as a uint8 vector, row-major; a view where possible."""
+    """The bytes of the elements in row-major order, a uint8 vector; a view if possible."""
     return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
 
 
 def from_bytes(x: Array, like: Array) -> Array:
-    """A uint8 vector read as elements of `like`'s type in `like`'s shape; a view."""
+    """A view of a uint8 vector, with the element type and the shape of `like`."""
     return x.view(like.dtype).reshape(like.shape)
 
 
@@ -134,7 +135,7 @@ def to_bfloat16_bits(x: Array) -> Array:
 
 
 def from_bfloat16_bits(bits: Array) -> Array:
-    """float32 values of int16 bfloat16 bit patterns."""
+    """The float32 values of bfloat16 numbers, which are given as int16 bit patterns."""
     return (bits.view(np.uint16).astype(_UNSIGNED_32) << 16).view(np.float32)
 
 
@@ -148,7 +149,7 @@ def first_places(x: Array, low: Any, high: Any, limit: int) -> Array:
     """The indices, int64, of `limit` elements of a vector: first the elements of at least `high`, and then the elements
     of at least `low`, or NaN.
 
-    If fewer than `limit` elements meet these conditions, NumPy returns fewer indices; the other frameworks need at
+    If fewer than `limit` elements meet these conditions, NumPy returns fewer indices. The other frameworks need at
     least `limit` such elements.
     """
     places = [np.flatnonzero(x >= high)[:limit]]
@@ -168,7 +169,7 @@ def count_nonzero(x: Array) -> Array:
 
 
 def sort(x: Array) -> Array:
-    """The vector in ascending order, in fresh storage."""
+    """The vector in ascending order, in new storage."""
     return np.sort(x)
 
 
@@ -218,20 +219,22 @@ def mean_to_std(arrays: Sequence[Array]) -> Array:
 
 
 def add_scaled(totals: Sequence[Array], arrays: Sequence[Array], factor: float, found_inf: Array) -> list[Array]:
-    """Adds `factor` times an array to each total. The totals stay unchanged if the only element of `found_inf` is NaN.
-    May reuse the storage of the totals. An array may have a narrower element type than its total."""
+    """Adds `factor` times an array to each total, and returns the totals. The totals do not change if the only element
+    of `found_inf` is NaN. The result may reuse the storage of the totals. An array may have a narrower element type
+    than its total."""
     if found_inf[0] != 0:
         return list(totals)
     return [np.add(total, x * total.dtype.type(factor), out=total) for total, x in zip(totals, arrays, strict=True)]
 
 
 def take(x: Array, indices: Array) -> Array:
-    """The elements of the vector `x`, or the rows of the matrix, at `indices`, in fresh storage."""
+    """The elements of the vector `x`, or the rows of the matrix, at `indices`, in new storage."""
     return x[indices]
 
 
 def add_at(x: Array, indices: Array, values: Array) -> Array:
-    """The vector `x` with `values` added at `indices` (each at most once); reuses the storage of x."""
+    """Adds `values` to the vector `x` at `indices`, in which no index occurs twice. The result reuses the storage of
+    x."""
     x[indices] += values
     return x
 
@@ -242,15 +245,15 @@ def reciprocal_or_zero(x: Array, threshold: Array) -> Array:
 
 
 def finite_or_zero(x: Array) -> Array:
-    """`x` with zeros in place of inf and NaN; may reuse the storage of x."""
+    """`x` with zeros in place of inf and NaN. The result may reuse the storage of x."""
     return np.where(np.isfinite(x), x, x.dtype.type(0))
 
 
 def aligned(x: Array) -> Array:
-    """The array in row-major order, in memory that begins at a cache line: a copy, unless the array already meets both
-    conditions.
+    """The array in row-major order, in memory that begins at a cache line. The array is copied unless it already meets
+    both conditions.
 
-    The order in which some libraries add up the products of an array's elements depends on its address.
+    In some libraries, the order in which products of elements are added depends on the address of the array.
     """
     if x.flags.c_contiguous and x.ctypes.data % CACHE_LINE == 0:
         return x
@@ -262,8 +265,8 @@ def aligned(x: Array) -> Array:
 def eigenvectors(x: Array) -> Array:
     """Orthonormal eigenvectors of a finite symmetric matrix, as rows, in descending order of their eigenvalues.
 
-    Waits for an accelerator. LAPACK's iteration may fail to converge, in single precision even for an ordinary
-    gradient. The result is then the unit vectors, which are an orthonormal basis, too.
+    Waits for an accelerator. LAPACK's iteration may fail to converge, even for an ordinary gradient in single
+    precision. The result is then the unit vectors, which are also an orthonormal basis.
     """
     try:
         return np.linalg.eigh(x)[1].T[::-1]
@@ -272,13 +275,13 @@ def eigenvectors(x: Array) -> Array:
 
 
 def interval_index(bounds: Array, points: Array) -> Array:
-    """For each point the index, int64, of the first of the ascending bounds that is above the point. The index of the
-    last bound, if no bound is above the point."""
+    """For each point, the index, int64, of the first bound that is above the point. If no bound is above the point, the
+    index of the last bound. Bounds are in ascending order."""
     return np.minimum(np.searchsorted(bounds, points, side="right"), bounds.shape[0] - 1)
 
 
 def where(condition: Array, x: Array, y: Array) -> Array:
-    """Elementwise x where the condition holds, else y, broadcast."""
+    """For each element, x if the condition is true, otherwise y. The arguments are broadcast."""
     return np.where(condition, x, y)
 
 
@@ -288,22 +291,23 @@ def bitcast(x: Array, dtype: str) -> Array:
 
 
 def floor(x: Array) -> Array:
-    """Elementwise largest whole number not above x; reuses the storage of x."""
+    """The largest integers that are not above the elements of x. The result reuses the storage of x."""
     return np.floor(x, out=x)
 
 
 def row_dots(x: Array, y: Array) -> Array:
-    """Dot products (r, 1), float64, of the rows of two matrices; products of float32 numbers are exact.
+    """The dot products (r, 1), float64, of the rows of two matrices. Products of float32 numbers are exact.
 
-    The order of additions is that of `hvd_sum_of_squares` (quant.h): every 16th product, and then these sums by halves.
-    Another order might round a norm halfway between two numbers of the element type to the other one.
+    The order of additions is the same as in `hvd_sum_of_squares` (quant.h): every 16th product is added, and then the
+    16 sums are added by halves. With another order, a norm that is nearly halfway between two numbers of the element
+    type might be rounded differently.
     """
     rows, length = x.shape
     whole = length // 16
     with np.errstate(over="ignore", invalid="ignore"):
         products = x.astype(np.float64)
         products *= products if x is y else y
-        # A third of the time of a reduce.
+        # This takes a third of the time of a reduce.
         lanes = np.einsum("rwl->lr", products[:, : 16 * whole].reshape(rows, whole, 16))
         if length % 16:
             lanes[: length % 16] += products[:, 16 * whole :].T
@@ -313,24 +317,26 @@ def row_dots(x: Array, y: Array) -> Array:
 
 
 def row_norms(x: Array) -> Array:
-    """2-norms (r, 1) of the rows of a matrix; sums are float64, so that squares neither overflow nor vanish."""
+    """The 2-norms (r, 1) of the rows of a matrix. Sums are float64, so that squares neither overflow nor become
+    zero."""
     with np.errstate(over="ignore"):
         return np.sqrt(row_dots(x, x)).astype(x.dtype)
 
 
 def hadamard(x: Array) -> Array:
-    """Each row of a matrix (r, n), float32, times the Walsh-Hadamard matrix of n rows, without the factor 1 / sqrt(n);
-    n is a power of two.
+    """Multiplies each row of a matrix (r, n), float32, by the Walsh-Hadamard matrix of n rows, without the factor 1 /
+    sqrt(n). n is a power of two.
 
-    Sums and differences are of neighbours first, then of elements two apart, four apart and so on: in this order the
-    kernels give the same bits.
+    The first pass computes sums and differences of neighbours. The next passes use elements that are two apart, four
+    apart, and so on. Kernels use the same order, so they give the same bits.
     """
     rows, length = x.shape
     result = np.empty_like(x)
     step = max(1, _PIECE // length)
     with np.errstate(over="ignore", invalid="ignore"):
         for start in range(0, rows, step):
-            piece = np.ascontiguousarray(x[start : start + step].T)  # additions of whole rows are the fastest
+            # transposed, because additions of whole rows are fastest
+            piece = np.ascontiguousarray(x[start : start + step].T)
             other = np.empty_like(piece)
             apart = 1
             while apart < length:
@@ -350,9 +356,10 @@ def row_largest(x: Array) -> Array:
 
 
 def found_inf(arrays: Sequence[Array]) -> Array:
-    """One float32 element (1,): 0 if every element of every array is finite, else NaN."""
+    """One float32 element (1,): 0 if every element of every array is finite, otherwise NaN."""
     with np.errstate(over="ignore", invalid="ignore"):
-        # A sum is finite only if every element is, and takes half the time. It may also overflow.
+        # A sum takes half the time of a check of each element, and is finite only if every element is. But a sum of
+        # finite elements may overflow, so then each element is checked.
         finite = all(math.isfinite(np.add.reduce(x, axis=None)) or np.isfinite(x).all() for x in arrays)
     return np.array([0.0 if finite else np.nan], np.float32)
 
@@ -363,7 +370,8 @@ def select(found_inf: Array, x: Array, y: Array) -> Array:
 
 
 def spoil(x: Array, found_inf: Array) -> Array:
-    """Adds the only element of `found_inf` (0 or NaN) to the first element of `x`; reuses the storage of x."""
+    """Adds the only element of `found_inf` (0 or NaN) to the first element of `x`. The result reuses the storage of
+    x."""
     if x.size and found_inf[0] != 0:
         x = np.array(x)
         x[(0,) * x.ndim] = np.nan
@@ -371,7 +379,8 @@ def spoil(x: Array, found_inf: Array) -> Array:
 
 
 def read_later(x: Array) -> Callable[[], float]:
-    """A function that waits for the device and returns the only element of `x` as a number."""
+    """Returns a function. When you call the function, it waits for the device and returns the only element of `x` as a
+    number."""
     return x.item
 
 
@@ -393,7 +402,7 @@ def like_originals(arrays: Sequence[Array], originals: Sequence[Array]) -> list[
 
 
 def protected(x: Array) -> Array:
-    """A view of `x` that refuses changes in place, where the framework has such views; else `x` itself."""
+    """A read-only view of `x`, if the framework has read-only views; otherwise `x` itself."""
     view = np.asarray(x).view()
     view.flags.writeable = False
     return view
@@ -405,7 +414,7 @@ def changes(x: Array) -> int | None:
 
 
 def share_storage(x: Array, y: Array) -> bool:
-    """Whether the arrays may have elements in common."""
+    """Whether the two arrays may share memory."""
     return np.may_share_memory(x, y)
 
 
@@ -415,7 +424,8 @@ def stream(x: Array) -> Any:
 
 
 def mark(like: Array, spare: float | None = None) -> float:
-    """A mark of the present time on the device of `like`: a CUDA event on a GPU, the host's clock on a CPU.
+    """A mark of the current time on the device of `like`. On a GPU it is a CUDA event, and on a CPU it is the time of
+    the host's clock.
 
     Args:
         like: an array on the device.
@@ -425,5 +435,5 @@ def mark(like: Array, spare: float | None = None) -> float:
 
 
 def seconds_between(start: float, end: float) -> float | None:
-    """Seconds between two marks; None if the device has not reached the second one."""
+    """The seconds between two marks; None if the device has not yet reached the second mark."""
     return end - start

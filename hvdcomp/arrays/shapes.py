@@ -1,4 +1,4 @@
-"""Array operations on shapes and element types only; payloads are counted by running a compressor on them.
+"""Array operations on shapes and element types only. To count a payload, hvdcomp runs a compressor on such arrays.
 
 The module has the functions of `numpy_arrays` that compressors call. These functions, and the methods of a
 `ShapeArray`, return only the shape and the type of the result, without computation or memory.
@@ -14,7 +14,7 @@ import numpy as np
 
 from hvdcomp.arrays.types import DTYPE_BYTES, number_of_elements
 
-# The result of an operation has the later of its operands' types.
+# The result of an operation has the wider type of its operands, which is the later one in this table.
 _WIDTH = {dtype: place for place, dtype in enumerate(DTYPE_BYTES)}
 
 
@@ -27,7 +27,7 @@ class ShapeArray:
     """
 
     __slots__ = ("dtype", "shape")
-    __array_ufunc__ = None  # lets the operators below serve NumPy scalars too
+    __array_ufunc__ = None  # makes NumPy scalars use the operators below
 
     def __init__(self, shape: Sequence[int], dtype: str) -> None:
         self.shape = tuple(shape)
@@ -35,7 +35,7 @@ class ShapeArray:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
+        """The number of bytes of all elements."""
         return number_of_elements(self.shape) * DTYPE_BYTES[self.dtype]
 
     def __getitem__(self, key: Any) -> ShapeArray:
@@ -55,7 +55,7 @@ class ShapeArray:
         )
 
     def itself(self, *_: Any, **__: Any) -> ShapeArray:
-        """This array, as the result of operations that keep shape and type."""
+        """This array. This array is the result of all operations that keep shape and type."""
         return self
 
     __neg__ = __invert__ = __abs__ = clip = cumsum = itself
@@ -66,7 +66,7 @@ class ShapeArray:
         return ShapeArray(self.shape[::-1], self.dtype)
 
     def sum(self, axis: int | None = None, keepdims: bool = False) -> ShapeArray:
-        """The shape of a sum over all elements, (), or over the rows of a matrix, (r,) or (r, 1)."""
+        """A sum. The shape of the sum is () for all elements, or (r,) or (r, 1) for the rows of a matrix."""
         shape = () if axis is None else (self.shape[0], 1) if keepdims else self.shape[:1]
         return ShapeArray(shape, self.dtype)
 

@@ -1,14 +1,16 @@
-"""Conversion between TensorFlow's and PyTorch's tensors on a GPU without a copy, by DLPack.
+"""Converts between TensorFlow's and PyTorch's tensors on a GPU with DLPack, without a copy.
 
-Each framework queues its kernels on its own stream, and frees memory as soon as nothing refers to it, although a kernel
-of the other framework may still read it. So each conversion needs two measures:
+Each framework queues its kernels on its own stream. It frees memory as soon as nothing refers to the memory, even if a
+kernel of the other framework may still read it. Therefore the conversion has two safeguards:
 
-- To PyTorch: in `to_dlpack` the host waits for TensorFlow's stream. To TensorFlow: the host waits for PyTorch's stream,
-  once for all arrays. TensorFlow does not expose its stream, so that streams cannot wait for each other.
-- TensorFlow's storage that PyTorch reads is referenced until the step has ended with such a wait. PyTorch's storage
-  that TensorFlow reads is referenced until TensorFlow has released it, and a later wait for its stream.
+- To convert to PyTorch, the host waits for TensorFlow's stream in `to_dlpack`. To convert to TensorFlow, the host waits
+  for PyTorch's stream, once for all arrays. The streams cannot wait for each other, because TensorFlow does not expose
+  its stream.
+- If PyTorch reads TensorFlow's storage, a reference to this storage is kept until the step ends with such a wait. If
+  TensorFlow reads PyTorch's storage, a reference is kept until TensorFlow has released the storage and the host has
+  then waited for TensorFlow's stream.
 
-The conversions also work on the CPU, where tests run them without queues and waits.
+The conversions also work on the CPU. Tests run the conversions on the CPU, without queues and waits.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from hvdcomp.arrays.tensorflow_tensors import array_of
 from hvdcomp.arrays.types import Array
 
 _ALIGNMENT = 64  # bytes; TensorFlow aborts the process for operations on tensors with another alignment
-_CUDA = 2  # a device type of DLPack
+_CUDA = 2  # DLPack's number for CUDA devices
 _DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL of CUDA's driver
 _pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
@@ -48,7 +50,8 @@ class DeviceTensors:
 
     Attributes:
         name: TensorFlow's name of the device.
-        device: PyTorch's device. Numbers differ if TensorFlow sees only some of the GPUs, as in Horovod's examples.
+        device: PyTorch's device. The frameworks number a GPU differently if TensorFlow sees only some of the GPUs, as
+            in Horovod's examples.
     """
 
     def __init__(self, tensor: tf.Tensor) -> None:
@@ -67,7 +70,7 @@ class DeviceTensors:
         """Like `tensorflow_tensors.in_graph`, but the Python function gets and returns PyTorch tensors."""
 
         def called(*inside: tf.Tensor) -> list[tf.Tensor]:
-            # Otherwise PyTorch would initialise GPU 0 too.
+            # Otherwise PyTorch would initialise GPU 0 as well.
             with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
                 try:
                     return self.tensors(function(*self.arrays(inside)))
@@ -81,7 +84,7 @@ class DeviceTensors:
         return list(results)
 
     def arrays(self, tensors: Sequence[tf.Tensor]) -> list[torch.Tensor]:
-        """PyTorch arrays that share the storage of eager tensors; waits for TensorFlow."""
+        """PyTorch arrays that share the storage of eager tensors. The host waits for TensorFlow."""
         done_with = [number for number, storage in self._of_torch.items() if _holders(storage) == 1]
         capsules = [_numbered(tf.experimental.dlpack.to_dlpack(tensor), self.device.index) for tensor in tensors]
         arrays = [dlpack.from_dlpack(capsule).to(self.device) for capsule in capsules]  # int32 may be on the host
@@ -91,9 +94,9 @@ class DeviceTensors:
         return arrays
 
     def tensors(self, arrays: Sequence[torch.Tensor]) -> list[tf.Tensor]:
-        """TensorFlow tensors that share the storage of arrays; waits for PyTorch.
+        """TensorFlow tensors that share the storage of arrays. The host waits for PyTorch.
 
-        An array that is not row-major, or not aligned to 64 bytes, is copied.
+        An array is copied if it is not row-major or not aligned to 64 bytes.
         """
         ready = [
             array if array.is_contiguous() and array.data_ptr() % _ALIGNMENT == 0 else _copied(array)
@@ -119,7 +122,7 @@ class DeviceTensors:
 
 
 def _numbered(capsule: Any, number: int | None) -> Any:
-    """The capsule with its GPU's number set."""
+    """Sets the number of the GPU in a capsule, and returns the capsule."""
     header = _header_of(capsule)
     if header.device_type == _CUDA:
         header.device_id = number
@@ -131,7 +134,7 @@ def _header_of(capsule: Any) -> _TensorHeader:
 
 
 def _ordinal(address: int) -> int:
-    """CUDA's number of the device of an address."""
+    """CUDA's number of the device to which an address belongs."""
     number = ctypes.c_int()
     failed = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute(
         ctypes.byref(number), ctypes.c_int(_DEVICE_ORDINAL), ctypes.c_void_p(address)
@@ -142,7 +145,7 @@ def _ordinal(address: int) -> int:
 
 
 def _holders(storage: torch.UntypedStorage) -> int:
-    """Number of references to a storage, this one included."""
+    """The number of references to a storage, including the caller's."""
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 

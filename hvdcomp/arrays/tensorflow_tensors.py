@@ -1,7 +1,8 @@
-"""Conversion between TensorFlow's tensors and the engine's arrays, on the host without a copy.
+"""Converts between TensorFlow's tensors and the engine's arrays. On the host nothing is copied.
 
-On the host TensorFlow's tensors are NumPy arrays, which `numpy_arrays` and the kernels accept. TensorFlow itself copies
-tensors from a GPU to the host, and results back, unless `tensorflow_on_device` converts them.
+On the host, TensorFlow's tensors are NumPy arrays, which `numpy_arrays` and the kernels accept. If a tensor is on a
+GPU, TensorFlow itself copies it to the host, and copies the result back, unless `tensorflow_on_device` converts the
+tensor.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ def in_graph(function: Callable[..., Sequence[Array]], tensors: Sequence[tf.Tens
     """Adds a call of a Python function to TensorFlow's current graph.
 
     Args:
-        function: gets an array for each tensor, which it must not change, and returns as many arrays. TensorFlow uses
-            the returned arrays, without a copy if an array is aligned to 64 bytes.
-        tensors: the inputs; the results have their shapes and element types.
+        function: gets one array for each tensor, and returns one array for each tensor. The function must not change
+            its arguments. TensorFlow uses a returned array without a copy if the array is aligned to 64 bytes.
+        tensors: the inputs. The results have the same shapes and element types.
         name: name of the operation.
     """
 
@@ -34,17 +35,18 @@ def in_graph(function: Callable[..., Sequence[Array]], tensors: Sequence[tf.Tens
 
 
 def tensor_of(array: Array) -> tf.Tensor:
-    """A tensor that shares an array's storage; a copy if the array is read-only."""
+    """A tensor that shares the storage of an array, or a copy if the array is read-only."""
     return tf.experimental.dlpack.from_dlpack(np.require(array, requirements=("C", "W")).__dlpack__())
 
 
 def array_of(tensor: tf.Tensor) -> Array:
-    """An array that shares an eager tensor's storage, or a copy if the tensor is on a GPU. Do not change the array.
+    """An array that shares the storage of an eager tensor, or a copy if the tensor is on a GPU. Do not change the
+    array.
     """
     return np.asarray(tensor)
 
 
 def _read_only(array: np.ndarray | np.generic) -> np.ndarray:
-    whole = np.asarray(array)  # a scalar tensor comes as a number
+    whole = np.asarray(array)  # TensorFlow gives a scalar tensor as a number
     whole.flags.writeable = False
     return whole

@@ -1,6 +1,6 @@
 """Array operations in PyTorch, on CPU and CUDA. A function waits for the device only if its docstring says so.
 
-Functions are documented under the same names in `numpy_arrays`.
+The functions of the same names in `numpy_arrays` have the documentation.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def as_bytes(x: Array) -> Array:
 
 
 def from_bytes(x: Array, like: Array) -> Array:
-    if not x.numel():  # its address may not be aligned for a view of another type
+    if not x.numel():  # the address of an empty array may not be aligned for a view with another type
         return x.new_empty(like.shape, dtype=like.dtype)
     return x.view(like.dtype).view(like.shape)
 
@@ -99,8 +99,8 @@ def top(x: Array, k: int) -> Array:
 
 
 def first_places(x: Array, low: Any, high: Any, limit: int) -> Array:
-    # Element j of a mask, counted from 0, is where the running count of its elements first exceeds j. This search needs
-    # neither the number of elements on the host nor a scatter.
+    # True element number j of a mask is at the first index at which the running count of true elements exceeds j. This
+    # search needs neither the number of true elements on the host nor a scatter.
     index = torch.int32 if x.shape[0] < 2**31 else torch.int64
     front = x >= high
     in_front, behind = (torch.cumsum(mask, 0, dtype=index) for mask in (front, ~(front | (x < low))))
@@ -230,10 +230,11 @@ def found_inf(arrays: Sequence[Array]) -> Array:
     filled = [x for x in arrays if x.numel()]
     if not filled:
         return torch.zeros(1, device=arrays[0].device)
-    # A finite sum implies finite elements, and is the fastest test on the host; but a sum may also overflow.
+    # If a sum is finite, all elements are finite, and this is the fastest test on the host. But a sum of finite
+    # elements may overflow.
     if all(not waits(x) and math.isfinite(x.sum().item()) for x in filled):
         return torch.zeros(1)
-    # The largest magnitude is inf or NaN if and only if an element is; x - x is then NaN, else 0.
+    # The largest magnitude is inf or NaN if and only if some element is inf or NaN. Then x - x is NaN, otherwise 0.
     largest = torch.stack([norm.to(filled[0].device) for norm in torch._foreach_norm(filled, float("inf"))])
     return (largest - largest).sum().float().reshape(1)
 

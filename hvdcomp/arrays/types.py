@@ -1,11 +1,11 @@
-"""The type of arrays, and sizes of element types, independent of any framework."""
+"""The type of arrays, and the sizes of element types. This file does not depend on a framework."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# A NumPy array or a torch.Tensor; `hvdcomp.arrays` says what code for both may do with it. Not a Protocol: array
-# functions are attributes of a module (`xp`), and mypy does not know their results.
+# A NumPy array or a torch.Tensor. `hvdcomp.arrays` says which operations work for both. It is not a Protocol, because
+# array functions are attributes of a module (`xp`), and mypy does not know their result types.
 Array = Any
 
 FLOATING = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -16,7 +16,7 @@ DTYPE_BYTES = {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64"
 
 
 def number_of_elements(shape: tuple[int, ...]) -> int:
-    """Product of the dimensions; 1 for a scalar."""
+    """The product of the dimensions; 1 for a scalar."""
     count = 1
     for dimension in shape:
         count *= dimension
@@ -30,16 +30,17 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Bytes of an element of a floating-point type."""
+    """The number of bytes of an element of a floating-point type."""
     return FLOATING[dtype]
 
 
 def wide_dtype(dtype: str) -> str:
-    """The element type of computations with a floating-point type: the type itself, but at least float32."""
+    """The element type in which to compute with numbers of a floating-point type: the type itself, or float32 if the
+    type is narrower."""
     return dtype if FLOATING[dtype] > 2 else "float32"
 
 
 def allreduce_dtype(dtype: str) -> str:
-    """The element type of allreduces of a type: the type itself, but float32 for bfloat16, which Horovod cannot
-    add."""
+    """The element type in which to allreduce numbers of a type. The result is the type itself, but float32 for
+    bfloat16, which Horovod cannot add."""
     return "float32" if dtype == "bfloat16" else dtype

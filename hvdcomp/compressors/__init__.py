@@ -1,5 +1,4 @@
-"""The compressors and the memories, by name. A class with a `name` in a file of this folder is found without
-registration."""
+"""The compressors and the memories, by name. Each class in this folder that has a `name` is listed automatically."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ from hvdcomp.specs.registry import classes_by_name
 
 COMPRESSORS: dict[str, type[Compressor]] = {}
 MEMORIES: dict[str, type[Memory]] = {}
-# Filled afterwards, because `parsing`, one of the modules searched, imports both names. Routers and `TwoLevel` have
-# their own notation in specs.
+# The two names are filled only now, because one of the searched modules, `parsing`, imports them. Routers and
+# `TwoLevel` are left out, because they have their own notation in specs.
 COMPRESSORS.update(
     {
         name: kind

@@ -1,7 +1,8 @@
-"""The base class of compressors: a frozen description of a method, with one level, and a generator that runs a step.
+"""The base class of compressors. A compressor is a frozen description of a method and its level. The generator
+`aggregate` runs one step.
 
-A compressor holds no tensors and may be shared, compared, hashed and printed. All arrays that outlive a step are
-passed in and returned as its state.
+A compressor contains no tensors, so it may be shared, compared, hashed and printed. Arrays that a method needs in the
+next step are its state: the caller passes the state in, and `aggregate` returns the new state.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from hvdcomp.specs.levels import Level
 
 
 class HorovodMethod:
-    """Descriptor of a method that Horovod calls on its `compression` argument.
+    """A descriptor for a method that Horovod calls on its `compression` argument, and that a compressor does not have.
 
-    On a class, or on an object without the method, the descriptor returns a function that raises an error, whose
-    message says what to write instead.
+    Users may pass a compressor, or its class, where Horovod expects a `Compression`. The descriptor then returns a
+    function that raises an error, and the message says what to write instead.
     """
 
     def __init__(self, function: Callable[..., Any] | None = None) -> None:
@@ -41,7 +42,7 @@ class HorovodMethod:
 
 
 def refuse_description(given: Any) -> Callable[..., None]:
-    """A function that raises ConfigurationError, whose message says what to write in place of `compression=given`."""
+    """A function that raises ConfigurationError. The message says what to write in place of `compression=given`."""
 
     def refuse(*_: Any) -> None:
         if isinstance(given, type):
@@ -65,28 +66,30 @@ class Compressor(Described):
         name: the method's name in a spec string.
         examples: example spec strings of the method, the most common first. The manual shows the first example. The
             tests of all compressors, and `hvdcomp bench encode`, use all examples.
-        level_name: the field that says how hard to compress (such as "ratio"), or None if the method has no such field.
-        sends: the payload of one rank for a tensor, in words.
+        level_name: the name of the field that says how strongly to compress (such as "ratio"), or None if the method
+            has no such field.
+        sends: a description, in words, of the payload that one rank sends for a tensor.
         biased: whether the expectation of the result over the method's random choices differs from the gradient. By
-            default biased methods use error feedback. A cast's rounding does not count.
+            default biased methods use error feedback. The rounding of a cast does not count as bias.
         lossless: whether the receivers get the exact gradient.
-        variance: for an unbiased method whose error can be larger than x itself, a bound of E|x - C(x)|^2 / |x|^2 that
-            holds for any tensor. 0 for all others: biased methods leave out a part of x, and no element's error is
-            larger than the largest element of x in `terngrad`, `globalqsgd`, `natural`, `int8`, `int4` and `fp8`. The
-            expected error of `eden` is smaller than x (`known_error`).
-        known_error: the expectation of |x - C(x)|^2 / |x|^2, if it is about the same for every x of many elements, so
-            that policies need not compress x to learn it; None for all others.
-        sent_is_own: whether C(x), the decoded form of what this rank sent, depends on this rank's x only. This is False
-            if ranks compress each other's chunks: then a step does not show how much of x this rank's compressor alone
-            would have kept.
-        in_units: whether the result is in the gradient's units, so that an optimizer can compute momentum from the
-            result.
-        nested: whether compressing first at a milder level, and then the result at a stronger level, gives the same as
-            compressing once at the stronger level. This holds for methods that keep elements of x.
+        variance: a bound of E|x - C(x)|^2 / |x|^2 that holds for any tensor. The variance is given for unbiased methods
+            whose error can be larger than x itself, and is 0 for all other methods. Biased methods leave out a part of
+            x, so their error is not larger than x. In `terngrad`, `globalqsgd`, `natural`, `int8`, `int4` and `fp8`, no
+            element's error is larger than the largest element of x. The expected error of `eden` is smaller than x
+            (`known_error`).
+        known_error: the expectation of |x - C(x)|^2 / |x|^2, if it is about the same for every large x. Policies then
+            need not compress x to measure the error. None for all other methods.
+        sent_is_own: whether C(x), the decoded form of this rank's payload, depends only on this rank's x. `sent_is_own`
+            is False if ranks compress each other's chunks. In this case, a step does not show how much of x this rank's
+            compressor alone would have kept.
+        in_units: whether the result is in the units of the gradient. Only then can an optimizer compute momentum from
+            the result.
+        nested: whether two compressions, first at a milder level and then at a stronger level, give the same result as
+            one compression at the stronger level. `nested` is true for methods that keep elements of x unchanged.
         period: number of steps after which payload sizes repeat.
         keeps_state: whether the method has a state from step to step.
         of_matrices: whether the method treats a tensor as a matrix whose rows are the first dimension.
-        form: name of the class's method that implements its bucket form.
+        form: the name of the class's method that implements its bucket form.
         reference: the publication.
     """
 
@@ -112,7 +115,8 @@ class Compressor(Described):
     decompress: ClassVar[Any] = HorovodMethod()
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
-        """Runs one step for one tensor: yields requests for collectives, is sent their answers, returns an `Outcome`.
+        """Runs one step for one tensor. The generator yields requests for collectives, receives their results from the
+        engine, and returns an `Outcome`.
 
         Args:
             xp: array functions for the framework of `x` (`hvdcomp.arrays`).
@@ -135,7 +139,8 @@ class Compressor(Described):
         return type(self), tuple(fields.items())
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
-        """Runs one step for all tensors of a bucket: `aggregate` of each tensor, in compiled code.
+        """Runs one step for all tensors of a bucket in compiled code, with the same results as `aggregate` of each
+        tensor.
 
         Optional. Tensors that are in no bucket use `aggregate`. `aggregate` is also the reference implementation with
         which tests compare the bucket form.
@@ -145,17 +150,18 @@ class Compressor(Described):
     def preview(
         self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context
     ) -> Array | SparseVector:
-        """Compresses x as if this rank were the only rank, and returns C(x), the decoded result; arguments as in
-        `aggregate`."""
+        """Compresses x as if this rank were the only rank, and returns C(x), the decoded result. The arguments are
+        those of `aggregate`."""
         return run_alone(checked.aggregate(self, xp, x, state, context))[0].sent
 
     def preview_bucket(self, bucket: Bucket) -> None:
-        """Runs a bucket's step that has begun as if this rank were the only rank, so that the results are C(x)."""
+        """Runs a bucket's step as if this rank were the only rank, so that the results are C(x). Call `bucket.begin`
+        first."""
         run_alone(self.aggregate_bucket(bucket), bucket.context.world_size)
 
     def prepare(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> tuple[Array, ...]:
-        """The state at the beginning of a step: a new state if `state` is empty, else `state` adapted to the present
-        level."""
+        """The state at the beginning of a step. If `state` is empty, this is a new state; otherwise it is `state`,
+        adapted to the current level."""
         return ()
 
     def route(self, tensor: TensorInfo) -> Compressor:
@@ -163,8 +169,8 @@ class Compressor(Described):
         return self
 
     def method_for(self, tensor: TensorInfo) -> Compressor:
-        """The method for a tensor, at its own level. Unlike `route`, it returns the method even if this level saves no
-        bytes, because another level may save bytes."""
+        """The method for a tensor, at the method's own level. Unlike `route`, this function returns the method even if
+        this level saves no bytes, because another level may save bytes."""
         return self
 
     def leaves(self) -> Iterator[Compressor]:
@@ -172,7 +178,7 @@ class Compressor(Described):
         yield self
 
     def name_patterns(self) -> Iterator[str]:
-        """The patterns of tensor names by which a router chooses; none for other compressors."""
+        """The patterns of tensor names by which a router chooses. Other compressors have no patterns."""
         yield from ()
 
     def wire_dtype(self, dtype: str) -> str | None:
@@ -182,47 +188,50 @@ class Compressor(Described):
     def payload_bytes(
         self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32", ranks: int = 1
     ) -> int:
-        """Bytes that one rank passes to the collectives for a tensor in one step, indices and scales included.
+        """The bytes that one rank passes to the collectives for a tensor in one step, including indices and scales.
 
-        Counted by running `aggregate` on arrays without values. If the bytes differ from step to step, their mean over
-        a period.
+        The bytes are counted by running `aggregate` on arrays without values. If the bytes differ from step to step,
+        the result is the mean over a period.
 
         Args:
             shape: shape of the tensor.
             level: the level. Default: the compressor's own level.
             dtype: element type of the dense tensor.
-            ranks: number of ranks; matters only if chunks are scattered.
+            ranks: the number of ranks. The number of ranks matters only for exchange "scatter".
         """
         return int(sum(payload.bytes for payload in self.at_level(level).payloads(shape, dtype, ranks)))
 
     def payloads(self, shape: tuple[int, ...], dtype: str = "float32", ranks: int = 1) -> tuple[SentPayload, ...]:
-        """The payloads that `payload_bytes` adds up: one for each collective of a step, in order."""
+        """The payloads of a step, one for each collective, in order. `payload_bytes` adds up the bytes of the
+        payloads."""
         return payloads_of(self, tuple(shape), dtype, ranks if self.scatters(ranks) else 1)
 
     def scatters(self, ranks: int) -> bool:
-        """Whether each of this number of ranks averages one chunk of a tensor for all ranks (`gathering`)."""
+        """Whether, among this number of ranks, each rank averages one chunk of a tensor for all ranks (`gathering`)."""
         return False
 
     def bytes_in_bucket(self, tensor: TensorInfo, context: Context) -> tuple[float, float]:
-        """Bytes that a rank passes to collectives for a tensor of a bucket in a step: in all, and within its node."""
+        """The bytes that a rank passes to collectives for a tensor of a bucket in a step: the total, and the bytes sent
+        within its node."""
         payloads = payloads_of_step(self, tensor.shape, tensor.dtype, context.step % self.period)
         return sum(payload.bytes for payload in payloads), 0
 
     def payload_floats(self, shape: tuple[int, ...], level: Level | None = None) -> float:
-        """The payload in the papers' unit: values sent, counted as 32-bit floats, without indices."""
+        """The payload in the unit that papers use: the values sent, counted as 32-bit floats, without indices."""
         return self.payload_bytes(shape, level) / 4
 
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
-        """The level whose payload is nearest to dense bytes / `compression_factor`; None without a level."""
+        """The level whose payload is closest to dense bytes / `compression_factor`; None if the method has no level."""
         if not compression_factor >= 1:
             raise SpecError(f"compression factor {compression_factor} is not allowed: it must be at least 1")
         return None
 
     def level_for_elements(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
-        """The level for a compression factor that counts elements instead of bytes, so that indices do not count.
+        """The level for a compression factor that counts elements instead of bytes. Indices do not count.
 
-        The number of elements sent (or of 32-bit numbers, for methods that send other numbers) is closest to the
-        tensor's elements / `compression_factor`. For methods without indices, this is the same as `level_for`.
+        At this level, the number of elements sent is closest to the tensor's elements / `compression_factor`. For
+        methods that send other numbers than elements, 32-bit numbers are counted. For methods without indices, the
+        result is the same as from `level_for`.
         """
         return self.level_for(compression_factor, shape)
 
@@ -237,11 +246,11 @@ class Compressor(Described):
 
     @property
     def level(self) -> Level | None:
-        """How hard this compressor compresses, in its own unit; None if it has no level."""
+        """How strongly this compressor compresses, in its own unit; None if it has no level."""
         return None if self.level_name is None else getattr(self, self.level_name)
 
     def at_level(self, level: Level | None) -> Compressor:
-        """The same method at another level (itself if `level` is None)."""
+        """The same method at another level. Returns this compressor if `level` is None."""
         if level is None:
             return self
         if self.level_name is None:

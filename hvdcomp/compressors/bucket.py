@@ -1,9 +1,9 @@
-"""Buckets: the tensors of a step that one method compresses together, in a few passes of compiled code.
+"""Buckets. A bucket is a set of tensors that one method compresses together, in a few passes of compiled code.
 
-In addition to `aggregate` for one tensor, a compressor may have a form for all tensors of a bucket, `aggregate_bucket`.
-This form is a generator too, and yields one request per round for all tensors. Its kernels compute x from the gradients
-and the residuals, compress x in the same pass, and write the mean over the ranks to the results. Without kernels, or
-without such a form, tensors are in no bucket (`exchange.tensor_group`).
+A compressor has `aggregate` for one tensor. A compressor may also have `aggregate_bucket` for all tensors of a bucket.
+This second form is a generator, too, and yields one request per round for all tensors. The kernels of this form compute
+x from the gradients and the residuals, compress x in the same pass, and write the mean over the ranks to the results.
+If there are no kernels, or the compressor has no such form, tensors are not put in buckets (`exchange.tensor_group`).
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ GATHERED_BYTES = 2**30
 """The most bytes of payloads that a rank gathers at a time, by default: a sixteenth of the memory of a V100 with 16 GB.
 A step that gathers more goes in parts, and starts nothing in the backward pass."""
 
-_MOST_ON_DEVICE = 4  # buckets that start early
+_MOST_ON_DEVICE = 4  # largest number of buckets that start during the backward pass
 
 ROW_ALIGNMENT = 8
 """The length of a payload's row is a multiple of this number of bytes: those of the largest element type."""
 
-_QUICK = 1 << 20  # elements that kernels pass over in less than a millisecond
+_QUICK = 1 << 20  # number of elements that a kernel processes in less than a millisecond
 
 
 def least_early_bytes(least: int, everything: int, on_device: bool) -> int:
-    """The least bytes of gradients in a bucket that starts in the backward pass: `least`, or on a CUDA device a quarter
-    of all.
+    """The fewest bytes of gradients in a bucket that starts during the backward pass. The number is `least`, or, on a
+    CUDA device, at least a quarter of all bytes.
 
-    On a CUDA device, the host launches each bucket separately, and launching one bucket takes about as long as
-    launching all buckets together. When the host limited a step, thirteen buckets made the step 1.9 times as long, and
-    four buckets 1.3 times (docs/encoding.md).
+    On a CUDA device, the host launches the kernels of each bucket separately. Launching a small bucket takes about as
+    long as launching one bucket with all tensors. In a measurement with a slow host, a step with thirteen buckets took
+    1.9 times as long as with one bucket, and a step with four buckets 1.3 times as long (docs/encoding.md).
 
     Example:
         >>> least_early_bytes(LEAST_BYTES, 100_000_000, on_device=True)
@@ -66,12 +66,12 @@ the residual, or an x from which the next step subtracts what `sent_rule` says w
 
 
 class PayloadRows(NamedTuple):
-    """The rows of a payload that has one for each of several ranks.
+    """The rows of a payload that has one row for each of several ranks.
 
     Attributes:
         numbers: the row of each tensor, int64 (tensors,).
         ranks: number of rows.
-        length: minimum bytes of a row; a row grows if its contents need more.
+        length: the minimum number of bytes of a row. A row is longer if its contents need more bytes.
     """
 
     numbers: np.ndarray
@@ -80,11 +80,11 @@ class PayloadRows(NamedTuple):
 
 
 class Payload(NamedTuple):
-    """Storage of the payload that a bucket sends.
+    """The storage of the payload that a bucket sends.
 
     Attributes:
         vector: the payload (count,).
-        with_room: the same storage with 4 bytes or more behind it, in all a multiple of 8.
+        with_room: the same storage with at least 4 additional bytes at the end. The total is a multiple of 8 bytes.
     """
 
     vector: Array
@@ -93,30 +93,31 @@ class Payload(NamedTuple):
 
 @dataclass(eq=False)
 class Bucket:
-    """The tensors that one bucket form compresses, and their step under way.
+    """The tensors that one bucket form compresses, and the state of their current step.
 
     Attributes:
-        tensors: the tensors, of at least one element each, and of one element type.
-        compressors: the compressor of each tensor; all of one class, different only in their level.
+        tensors: the tensors. Each has at least one element, and all have the same element type.
+        compressors: the compressor of each tensor. All are of the same class and differ only in their level.
         memory: the memory of all tensors.
         device: the device of the bucket's kernels; None for the host.
-        widens: whether gradients are in a 16-bit type, become float32 in `x`, and results are cast back in `narrowed`.
-            If not, gradients are float32.
-        xp: the array functions of payloads: NumPy's on the host.
+        widens: whether gradients have a 16-bit type. 16-bit gradients then become float32 in `x`, and the results are
+            cast back in `narrowed`. If False, gradients are float32.
+        xp: the array functions for payloads. On the host, these are NumPy's.
         context: the context of the step; its name is empty.
         suffix: text that is appended to the tensors' names for random numbers.
-        states: the method's states, fitted by `prepare`, or None if it keeps nothing.
+        states: the method's states, adapted by `prepare`, or None if the method has no state.
         table: the description of the tensors for kernels.
         segments: the rows of the table.
-        keeps: whether the memory keeps what is not sent.
+        keeps: whether the memory keeps the part of x that is not sent.
         x: the column of the table that holds x.
-        layout: the object that the bucket form computes once from tensors and levels; None at first.
-        found_inf: whether x, or the part of x that is sent, holds an inf or NaN, as returned by `call`. Set it before
-            the first request.
-        factors: the object whose storage `sent_product` of the table points into, or None. Its `commit` is called if
-            the step counts. A holder of the product must hold this object too.
-        rows: the rows of the payload, if it has one for each of several ranks.
-        factor: the factor of this step's gradients; None for 1.
+        layout: an object that the bucket form computes once from the tensors and levels; None at first.
+        found_inf: whether x, or the sent part of x, contains an inf or NaN, in the form that `call` returns. The bucket
+            form must set it before its first request.
+        factors: the object that owns the storage of the product that `sent_product` of the table points to, or None.
+            The engine calls the `commit` of this object if the step counts. Keep a reference to this object as long as
+            you use the product.
+        rows: the rows of the payload, if the payload has one row for each of several ranks.
+        factor: the number by which this step multiplies the gradients; None for 1.
     """
 
     tensors: Sequence[TensorInfo]
@@ -168,8 +169,7 @@ class Bucket:
         return isinstance(self.memory, MomentumCorrection) and self.memory.masking
 
     def draw_keys(self, shared: bool = False) -> np.ndarray:
-        """Writes the keys of the method's random numbers in this step to the table, and returns the keys, uint64
-        (tensors,).
+        """Writes the keys of this step's random numbers to the table. Returns the keys, uint64 (tensors,).
 
         Args:
             shared: whether all ranks draw the same numbers.
@@ -186,7 +186,7 @@ class Bucket:
 
         Args:
             context: the context of the step.
-            factor: the factor of the gradients; None for 1.
+            factor: the number by which gradients are multiplied; None for 1.
             suffix: as in the attributes.
         """
         self.context, self.suffix = context, suffix
@@ -205,16 +205,17 @@ class Bucket:
             self.kernels.begin(factor, memory.is_momentum)
 
     def call(self, kernel: str, *arguments: Any, aside: bool = False) -> bool | Array:
-        """Calls a kernel with the table.
+        """Calls a kernel. The table is the kernel's first argument.
 
         Args:
             kernel: its name in `src/kernels.def`.
-            arguments: numbers, and arrays of `xp`, whose addresses the kernel gets.
-            aside: on a device, whether the next request may be sent before the kernel has ended; the bucket's next
-                call still waits for it.
+            arguments: further arguments: numbers, or arrays of `xp`. The kernel gets the addresses of the arrays.
+            aside: whether, on a device, the next request may be sent before the kernel has ended. The bucket's next
+                call still waits for the kernel.
 
         Returns:
-            Whether the kernel found an inf or NaN; on a device, an array of one element, NaN if so and 0 if not.
+            Whether the kernel found an inf or NaN. On a device, this is an array of one element: NaN if the kernel
+            found one, otherwise 0.
         """
         if self.device is not None:
             return self.kernels.call(kernel, *arguments, aside=aside)
@@ -226,7 +227,8 @@ class Bucket:
         return bool(function(self.table.address, *addresses))
 
     def sums_of(self, kernel: str) -> Array:
-        """Calls a kernel that computes a sum for each tensor; the sums, float64 (tensors,), an array of `xp`."""
+        """Calls a kernel that computes a sum for each tensor. Returns the sums, an array of `xp`, float64
+        (tensors,)."""
         if self.device is not None:
             sums = self.zeros(len(self.tensors), "float64")
             self.call(kernel, sums)
@@ -235,8 +237,8 @@ class Bucket:
         return self.segments["sums"][:, 0].copy()
 
     def compressed(self) -> list[np.ndarray]:
-        """The arrays that are compressed, as views of the storage that the table names. Only on the host, and only
-        after x was computed."""
+        """The arrays that are compressed, as views of the storage that the table points to. Call this only on the host,
+        and only after x was computed."""
         vectors = self.table.vectors("source" if self.segments["source"].all() else self.x)
         return [vector.reshape(tensor.shape) for vector, tensor in zip(vectors, self.tensors, strict=True)]
 
@@ -245,13 +247,14 @@ class Bucket:
         return np.zeros(count, dtype) if self.device is None else self.kernels.zeros(count, dtype)
 
     def places(self, *bytes_of: np.ndarray) -> tuple[np.ndarray, int]:
-        """Offsets of the tensors' parts in a payload, or in its rows: first the first parts of all tensors, and so on.
+        """The offsets of the tensors' parts in a payload, or in each row of a payload. The first parts of all tensors
+        come first, then the second parts, and so on.
 
         Args:
-            bytes_of: for each kind of part, its bytes for each tensor, int64 (tensors,).
+            bytes_of: for each kind of part, the number of bytes for each tensor, int64 (tensors,).
 
         Returns:
-            The offsets, int64 (kinds, tensors), and the bytes of the payload.
+            The offsets, int64 (kinds, tensors), and the number of bytes of the payload.
         """
         sizes = np.stack(bytes_of)
         numbers, ranks, length = self.rows or PayloadRows(np.zeros(len(self.tensors), np.int64), 1, 0)
@@ -269,9 +272,11 @@ class Bucket:
         """A payload on the kernels' device.
 
         Args:
-            count: number of elements; their bytes are rounded up to a multiple of 4, as ranks' payloads lie in a row.
+            count: the number of elements. The payload's bytes are rounded up to a multiple of 4, because an all-gather
+                places the payloads of all ranks behind each other.
             dtype: element type.
-            kept: whether later steps reuse the payload; if not, the payload is not cleared, and `let_go` ends its use.
+            kept: whether later steps reuse the payload. If False, the payload is not set to zero, and the caller must
+                pass it to `let_go` after use.
         """
         size = np.dtype(dtype).itemsize
         used = -(-count * size // 4) * 4
@@ -281,31 +286,33 @@ class Bucket:
 
 
 def gathered(rows: Array) -> tuple[Array, int, int]:
-    """The arguments by which kernels read the payloads of all ranks, the answer to an `AllGather` with room: the first
-    payload, the number of ranks, and the stride in bytes from one payload to the next."""
+    """Turns the answer of an `AllGather` with room, the payloads of all ranks, into arguments of kernels: the first
+    payload, the number of ranks, and the distance in bytes between two consecutive payloads."""
     stride = rows.strides[0] if isinstance(rows, np.ndarray) else rows.stride(0)
     return rows, len(rows), stride
 
 
 def any_found_inf(*flags: bool | Array) -> bool | Array:
-    """Whether any of several kernel calls found an inf or NaN; flags and result as `Bucket.call` returns them."""
+    """Whether any of several kernel calls found an inf or NaN. The flags and the result have the form that
+    `Bucket.call` returns."""
     on_device = [flag for flag in flags if not isinstance(flag, bool)]
     return sum(on_device[1:], on_device[0]) if on_device else any(flags)
 
 
 def address_of(array: Array) -> int:
-    """The address of the first element."""
+    """The address of an array's first element."""
     return array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data_ptr()
 
 
 def take_off(bucket: Bucket, zeros: np.ndarray, x: np.ndarray | None = None) -> None:
-    """Subtracts the sent part from x if a kernel has left this subtraction to the next step, which may have other
-    chunks.
+    """Subtracts the sent part from x, if a kernel has left this subtraction to the next step. Methods whose chunks may
+    change in the next step call this function.
 
     Args:
         bucket: the bucket after encoding.
-        zeros: on the host, as many zeros as the largest tensor has elements.
-        x: addresses of the difference; None for x itself, which is not allowed if a product of factors was sent.
+        zeros: used on the host only: a vector of zeros, as long as the largest tensor.
+        x: the addresses to which the differences are written; None to overwrite x. If a product of factors was sent,
+            None is not allowed.
     """
     segments = bucket.segments
     if not bucket.keeps or not segments["sent_rule"].any():
@@ -327,18 +334,18 @@ def take_off(bucket: Bucket, zeros: np.ndarray, x: np.ndarray | None = None) -> 
 
 
 class BucketStates:
-    """A method's states of a bucket's tensors from step to step, in flat storage.
+    """The states that a method keeps between steps for the tensors of a bucket, in flat storage.
 
-    Each tensor has the same number of arrays (length, columns). The first arrays of all tensors lie behind each other
-    in one vector, the second arrays in another; each array column by column.
+    Each tensor has the same number of arrays (length, columns). One vector contains the first arrays of all tensors,
+    another vector the second arrays, and so on. Each array is stored column by column.
 
     Args:
         states: the state of each tensor, float32 arrays.
         xp: the array functions.
 
     Attributes:
-        kept: the vectors that a step starts from and does not change.
-        next: the vectors that a step fills. If the step counts, the two swap roles.
+        kept: the vectors that a step reads and does not change.
+        next: the vectors that a step writes. If the step counts, `kept` and `next` swap roles.
     """
 
     def __init__(self, states: Sequence[tuple[Array, ...]], xp: ModuleType = numpy_arrays) -> None:
@@ -357,7 +364,8 @@ class BucketStates:
         )
 
     def places(self, members: Sequence[int]) -> list[np.ndarray]:
-        """For each vector the indices of some tensors' arrays; the tensors are given by their places in the bucket."""
+        """For each vector, the indices that the arrays of some tensors occupy. members: the places of these tensors in
+        the bucket."""
         empty = [np.zeros(0, np.int64)]
         ranges = [[np.arange(starts[member], starts[member + 1]) for member in members] for starts in self._starts]
         return [np.concatenate(empty + kind) for kind in ranges]
@@ -372,6 +380,7 @@ class BucketStates:
         self.kept, self.next = self.next, self.kept
 
     def settle(self, found_inf: Array) -> None:
-        """Keeps the new states if `found_inf` is 0, or the old states if it is NaN. The host need not know which."""
+        """Keeps the new states if `found_inf` is 0, and the old states if it is NaN. The host does not wait for the
+        value of `found_inf`."""
         self.next = [self._xp.where(found_inf == 0, new, old) for new, old in zip(self.next, self.kept, strict=True)]
         self.commit()

@@ -44,10 +44,10 @@ class NoCompression(Compressor):
         return Outcome(mean, x)
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
-        """As `aggregate`, in passes: `dense_encode` makes x and copies it to the payload; `dense_decode` writes the
-        mean to the results."""
+        """Like `aggregate`, but for all tensors of a bucket. The kernel `dense_encode` computes x and copies it to the
+        payload, and `dense_decode` writes the mean to the results."""
         if self.wire_dtype(bucket.dtype) == "float16":
-            return (yield from _in_half_precision(bucket, 2))  # x may overflow float16: the excess is kept
+            return (yield from _in_half_precision(bucket, 2))  # x may overflow float16; the residual keeps the excess
         wire = _wire(bucket, "float32")
         bucket.found_inf = bucket.call("dense_encode", wire.with_room)
         bucket.segments["sent_rule"] = EVERYTHING
@@ -62,11 +62,12 @@ class NoCompression(Compressor):
 
 @dataclass(frozen=True)
 class _Cast(Gathering):
-    """Base of casts to 16 bits, which travel as bit patterns and are added in float32.
+    """Base of casts to 16 bits. Ranks exchange the numbers as bit patterns, and add them in float32.
 
     Attributes:
-        rounding: "nearest" (ties to even), the same in every run; or "stochastic", at random to one of the two
-            neighbours, so that the expectation is the element itself. Both make the same magnitudes infinite.
+        rounding: "nearest" (ties to even), which is the same in every run; or "stochastic", which rounds at random to
+            one of the two neighbours, so that the expectation is the element itself. The same magnitudes become
+            infinite with both.
     """
 
     rounding: Rounding = "nearest"
@@ -89,13 +90,13 @@ class FP16(_Cast):
     """Casts gradients to IEEE half precision. Sums are in half precision, as in Horovod's own fp16 compression, or in
     float32.
 
-    Magnitudes beyond 65504 become infinite, and the step is skipped on all ranks, as after any overflow. With
-    exchange "gather" or "scatter", sums are float32 and only the elements themselves can overflow. With "scatter", a
-    rank sends and receives as many bytes as in an allreduce of half precision, with any number of ranks.
+    Magnitudes beyond 65504 become infinite, and all ranks skip the step, as after any overflow. With exchange "gather"
+    or "scatter", sums are float32, so only the elements themselves can overflow. With "scatter", a rank sends and
+    receives the same number of bytes as in an allreduce in half precision, for any number of ranks.
 
     Attributes:
-        exchange: "allreduce", with sums in half precision; or "gather", "scatter" or "auto", as in other methods, with
-            sums in float32.
+        exchange: "allreduce" adds in half precision. "gather", "scatter" and "auto" work as in other methods, and add
+            in float32.
         rounding: "nearest", or "stochastic" (unbiased). "stochastic" does not work with exchange "allreduce", whose
             sums are rounded to nearest.
 
@@ -152,9 +153,9 @@ class BF16(_Cast):
     """Casts gradients to bfloat16, exchanges the 16-bit values, and adds them in float32, so that no sum is rounded to
     16 bits.
 
-    With exchange "gather" among N ranks, a rank receives 2 (N - 1) bytes per element; with four ranks, these are as
-    many bytes as in an allreduce of float32. With "scatter", a rank sends and receives half the bytes of an allreduce
-    of float32, with any number of ranks.
+    With exchange "gather" among N ranks, a rank receives 2 (N - 1) bytes per element. With four ranks, an allreduce in
+    float32 would receive the same number of bytes. With "scatter", a rank sends and receives half the bytes of an
+    allreduce in float32, for any number of ranks.
 
     Example:
         >>> BF16().payload_bytes((1000, 1000))
@@ -182,11 +183,13 @@ class BF16(_Cast):
 
 
 def _bfloat16_at_random(xp: ModuleType, vector: Array, nearest: Array, purpose: str, context: Context) -> Array:
-    """bfloat16 bit patterns, int16, of a vector rounded at random: 16 random bits are added below the last bit.
+    """Rounds a vector at random to bfloat16, and returns the bit patterns, int16. The function adds 16 random bits
+    below the last bit that is kept.
 
     Args:
         vector: the numbers to round.
-        nearest: bit patterns of the numbers rounded to nearest; its infinities and NaNs are kept.
+        nearest: the bit patterns of the numbers rounded to nearest. Infinities and NaNs in the result come from these
+            patterns.
         purpose: purpose of the random numbers.
         context: the tensor's context.
     """
@@ -198,10 +201,11 @@ def _bfloat16_at_random(xp: ModuleType, vector: Array, nearest: Array, purpose: 
 
 
 def _half_at_random(xp: ModuleType, vector: Array, nearest: Array, purpose: str, context: Context) -> Array:
-    """float16 bit patterns of a vector rounded at random; digits below 2**-43 are left out.
+    """Rounds a vector at random to float16, and returns the bit patterns. Digits below 2**-43 are ignored.
 
-    Between two powers of two, and below 2**-14, float16 numbers are equally spaced. A magnitude is converted to 2**19
-    times its number of spacings, exact from 2**-20 on; 19 random bits are added, and the lowest 19 bits dropped.
+    Between two powers of two, and below 2**-14, float16 numbers are equally spaced. A magnitude is divided by this
+    spacing and multiplied by 2**19, which is exact from 2**-20 on. Then 19 random bits are added, and the lowest 19
+    bits are dropped.
     """
     bits = xp.bitcast(xp.astype(vector, "float32"), "int32")
     magnitudes = bits & 0x7FFFFFFF
@@ -222,12 +226,13 @@ def _random_words(xp: ModuleType, vector: Array, purpose: str, context: Context)
 
 
 def _with_signs(xp: ModuleType, codes: Array, bits: Array, nearest: Array, finite: Array) -> Array:
-    """Codes of magnitudes with the signs of float32 numbers; `nearest` where a number is not finite."""
+    """Adds the signs of float32 numbers to the codes of their magnitudes. If a number is not finite, the result is its
+    code in `nearest`."""
     return xp.where(finite, xp.astype(codes | ((bits >> 16) & -0x8000), "int16"), nearest)
 
 
 class _BitPatterns:
-    """A payload of one 16-bit number for each element of a bucket.
+    """A payload with one 16-bit number for each element of a bucket.
 
     Attributes:
         payload: the payload, uint8.
@@ -243,7 +248,7 @@ class _BitPatterns:
 
 
 def _in_half_precision(bucket: Bucket, nearest: int) -> BucketAggregation:
-    """A step with sums in half precision; `nearest` is an argument of the kernel `half_encode`."""
+    """Runs a step with sums in half precision. `nearest` is an argument of the kernel `half_encode`."""
     wire = _wire(bucket, "float16")
     bucket.found_inf = bucket.call("half_encode", wire.with_room, nearest)
     mean = yield AllReduce(wire.vector, with_room=wire.with_room)
@@ -253,8 +258,8 @@ def _in_half_precision(bucket: Bucket, nearest: int) -> BucketAggregation:
 
 
 def _wire(bucket: Bucket, dtype: str) -> Payload:
-    """A payload of one number for each element. On a device, where it would take as much memory as the model, a step
-    has it for itself; on the host it is the bucket's layout."""
+    """A payload with one number for each element. On the host, the payload is the bucket's layout and is reused. On a
+    device, each step allocates it anew, because it would need as much memory as the model."""
     wire: Payload | None = bucket.layout
     if wire is None:
         sizes = bucket.segments["size"]

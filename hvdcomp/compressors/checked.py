@@ -1,8 +1,8 @@
-"""Calls of `prepare` and `aggregate`, with checks of compressors that are not hvdcomp's own.
+"""Calls `prepare` and `aggregate`, and checks compressors that are not part of hvdcomp.
 
 Without these checks, a mistake in such a compressor might go unnoticed, cause an error elsewhere, or make ranks wait
-for payloads of different sizes. Every error names the method and the tensor. The methods of hvdcomp, which tests check,
-are called without checks.
+for payloads of different sizes. Every error names the method and the tensor. The methods of hvdcomp are called without
+checks, because tests check them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def is_ours(method: Any) -> bool:
 
 
 def prepare(method: Any, xp: ModuleType, x: Array, state: State, context: Context) -> State:
-    """`Compressor.prepare`, checked unless the method is hvdcomp's."""
+    """Calls `Compressor.prepare`, and checks the result unless the method is part of hvdcomp."""
     if is_ours(method):
         return tuple(method.prepare(xp, x, state, context))
     call = _Call(method, "prepare", x, context.name)
@@ -59,7 +59,7 @@ def prepare(method: Any, xp: ModuleType, x: Array, state: State, context: Contex
 
 
 def aggregate(method: Any, xp: ModuleType, x: Array, state: State, context: Context) -> Aggregation:
-    """`Compressor.aggregate`, checked unless the method is hvdcomp's."""
+    """Runs `Compressor.aggregate`, and checks its requests and result unless the method is part of hvdcomp."""
     if is_ours(method):
         generator: Aggregation = method.aggregate(xp, x, state, context)
         return generator
@@ -67,7 +67,8 @@ def aggregate(method: Any, xp: ModuleType, x: Array, state: State, context: Cont
 
 
 def require_named(method: Any) -> None:
-    """Raises SpecError, before a training begins, for a compressor whose class has no name or is not hashable."""
+    """Raises SpecError if the class of a compressor has no name or is not hashable. Call this before a training
+    begins."""
     kind = type(method)
     if is_ours(method):
         return
@@ -86,7 +87,8 @@ def require_named(method: Any) -> None:
 
 
 def require_sound(method: Any, tensor: TensorInfo, rank: int, ranks: int) -> None:
-    """Runs a compressor that is not hvdcomp's own on the shape of a tensor. Call this before ranks wait for each other.
+    """Runs a compressor that is not part of hvdcomp on the shape of a tensor. Call this before ranks wait for each
+    other.
 
     Raises:
         ConfigurationError: if the compressor fails, or if payloads differ between ranks or between steps of a period.
@@ -114,7 +116,7 @@ def require_sound(method: Any, tensor: TensorInfo, rank: int, ranks: int) -> Non
 
 
 class _Asked(NamedTuple):
-    """A request: its kind, operation and ranks, and shape and element type of each array."""
+    """A description of a request: its kind, operation and ranks, and the shape and element type of each array."""
 
     kind: str
     arrays: tuple[tuple[tuple[int, ...], str], ...]
@@ -134,7 +136,7 @@ def _in_words(requests: tuple[_Asked, ...]) -> str:
 
 
 def _asked(method: Any, shape: tuple[int, ...], dtype: str, context: Context) -> tuple[_Asked, ...]:
-    """What a method asks for in a step, found out with shapes alone."""
+    """The requests of a method in a step, found by running it on arrays without values."""
     requests: list[_Asked] = []
     x = shapes.ShapeArray(shape, dtype)
     generator = _checked(method, shapes, x, prepare(method, shapes, x, (), context), context)
@@ -200,7 +202,8 @@ def _checked(method: Any, xp: ModuleType, x: Array, state: State, context: Conte
 
 
 def _apart(xp: ModuleType, answer: Any, request: Request) -> Any:
-    """The answer in storage of its own, as that of other ranks has: alone, a rank gets what it has sent."""
+    """Copies the answer of a request to new storage. A single rank gets its own arrays as the answer, but the answers
+    of several ranks never share storage with x."""
     if xp is shapes:
         return answer
     sent = request.arrays
@@ -210,7 +213,7 @@ def _apart(xp: ModuleType, answer: Any, request: Request) -> Any:
 
 
 def without_sharing(array: Array, others: tuple[Array, ...]) -> Array:
-    """The array, or a row-major copy if it shares storage with others."""
+    """The array, or a row-major copy of the array if it shares storage with others."""
     xp = arrays_for(array)
     if any(arrays_for(other) is xp and xp.share_storage(array, other) for other in others):
         return xp.reshape(xp.concatenate([xp.flatten(array)]), tuple(array.shape))
@@ -257,18 +260,18 @@ def _finished(call: _Call, xp: ModuleType, outcome: Any, state: State) -> Outcom
             f"returns a state of the shapes {list(map(list, made))}, but was given a state of the shapes "
             f"{list(map(list, kept))}; return the same number of arrays, with the same shapes, as `prepare` does"
         )
-    if xp is numpy_arrays and not np.asarray(outcome.mean).flags.writeable:  # it may be x
+    if xp is numpy_arrays and not np.asarray(outcome.mean).flags.writeable:  # a read-only mean may be x itself
         return outcome._replace(mean=np.array(outcome.mean))
     return outcome
 
 
 class _Call:
-    """A call of a method of a compressor for a tensor.
+    """One call of a compressor's method for one tensor.
 
     Args:
         method: the compressor.
-        function: the name of its method.
-        x: the array, which it must not change.
+        function: the name of the compressor's method.
+        x: the array. The method must not change it.
         name: the tensor's name; empty if it is unknown.
     """
 
@@ -279,16 +282,16 @@ class _Call:
         self._changes = None if self._xp is None else self._xp.changes(x)
 
     def protected(self) -> Array:
-        """x, which refuses changes in place where its framework can do so."""
+        """x, made read-only if its framework supports this."""
         return self.x if self._xp is None else self._xp.protected(self.x)
 
     def require_unchanged(self) -> None:
-        """Raises ConfigurationError if the framework has counted a change of x."""
+        """Raises ConfigurationError if x was changed, as far as the framework counts changes."""
         if self._xp is not None and self._xp.changes(self.x) != self._changes:
             raise self.error(_CHANGES)
 
     def failed(self, error: Exception) -> ConfigurationError:
-        """The error in place of one that the compressor raised."""
+        """The error to raise in place of an error of the compressor."""
         if isinstance(error, ValueError) and "read-only" in str(error):
             return self.error(_CHANGES)
         if isinstance(error, NotImplementedError):
@@ -302,7 +305,7 @@ class _Call:
         return self.error(f"raised {type(error).__name__}: {error}{counted}")
 
     def error(self, problem: str) -> ConfigurationError:
-        """The error with this problem."""
+        """The error that names this problem, the method and the tensor."""
         kind, shape = type(self._method), list(self.x.shape)
         tensor = f"tensor {self._name!r} of shape {shape}" if self._name else f"a tensor of shape {shape}"
         where = f"{kind.__module__}.{kind.__qualname__}.{self._function}"

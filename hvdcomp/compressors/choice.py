@@ -1,4 +1,4 @@
-"""The choice of each tensor's compressor and memory, which depends on names, shapes and element types only."""
+"""Chooses the compressor and the memory of each tensor. The choice depends only on names, shapes and element types."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ class Chooser:
 
     Args:
         described: all tensors that may have a gradient; the same on all ranks.
-        compressor: the compressor, whose `route` gives each tensor its own.
-        memory: the memory of all tensors. None for the default: error feedback for biased compressors, and no memory
-            for the others; if any compressor has momentum correction, momentum correction for all tensors.
-        min_numel, min_ndim: tensors with fewer elements or dimensions are sent dense.
+        compressor: the user's compressor. The compressor's method `route` returns the compressor of each tensor.
+        memory: the memory of all tensors, or None for the default. By default, biased compressors get error feedback,
+            and other compressors get no memory. But if the default memory of any compressor is momentum correction, all
+            tensors get momentum correction.
+        min_numel, min_ndim: tensors with fewer elements or dimensions are sent uncompressed.
 
     Attributes:
         tensors: the tensors by name, sorted.
-        memory: the memory of all tensors; None if each has its compressor's default.
+        memory: the memory of all tensors; None if each tensor gets the default of its compressor.
     """
 
     described: InitVar[Iterable[TensorInfo]]
@@ -43,19 +44,19 @@ class Chooser:
     tensors: dict[str, TensorInfo] = field(init=False)
 
     def __post_init__(self, described: Iterable[TensorInfo]) -> None:
-        # Sorted, because the order of named parameters is up to the user and must not differ between ranks.
+        # Sorted, because the user chooses the order of named parameters, and the order must be the same on all ranks.
         self.tensors = {tensor.name: tensor for tensor in sorted(described, key=lambda tensor: tensor.name)}
-        if self.memory is None:  # momentum is for all tensors or for none
+        if self.memory is None:  # either all tensors have momentum, or none
             methods = (self.compressor, *self.plan_for(self.compressor).values())
             self.memory = next((kind.default_memory for kind in methods if kind.default_memory.is_momentum), None)
 
     def plan_for(self, compressor: Compressor) -> Plan:
-        """The plan of a compressor: small and low-dimensional tensors are sent uncompressed, unless the compressor is a
-        cast."""
+        """The plan for a compressor. The plan sends small and low-dimensional tensors uncompressed, unless the
+        compressor is a cast."""
         return MappingProxyType({name: self.choose(compressor, tensor) for name, tensor in self.tensors.items()})
 
     def choose(self, compressor: Compressor, tensor: TensorInfo) -> Compressor:
-        """The compressor that a tensor gets, dense if the tensor is small."""
+        """The compressor that a tensor gets. A small tensor gets no compression."""
         chosen = compressor.route(tensor) if tensor.size else NoCompression()
         return chosen if self.may_compress(tensor) or chosen.wire_dtype(tensor.dtype) is not None else NoCompression()
 
@@ -65,13 +66,13 @@ class Chooser:
         return is_large and not tensor.is_shared
 
     def memory_for(self, compressor: Compressor) -> Memory:
-        """The memory of a tensor that is sent by a compressor."""
+        """The memory of a tensor that this compressor compresses."""
         memory = compressor.default_memory if self.memory is None else self.memory
         return NoMemory() if compressor.lossless and not memory.is_momentum else memory
 
     def kept_bytes(self, compressor: Compressor) -> int:
-        """Bytes that a rank on a device keeps between steps for all tensors: residuals, momentum, and two copies of the
-        method's own arrays. On the host, there are also two copies of float32 residuals."""
+        """The bytes that a rank on a device keeps between steps for all tensors: residuals, momentum, and two copies of
+        the method's own arrays. On the host, there are two copies of float32 residuals as well."""
         kept = 0
         for name, chosen in self.plan_for(compressor).items():
             tensor, memory = self.tensors[name], self.memory_for(chosen)

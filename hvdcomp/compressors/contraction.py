@@ -1,9 +1,8 @@
-"""Refuses combinations of compressor and memory with which residuals, or the noise in momenta, would grow without
-limit.
+"""Refuses a combination of compressor and memory if residuals, or the noise in momenta, would grow without limit.
 
-Error feedback is for contractions: the residual must have less energy than x, E|x - C(x)|^2 < |x|^2 (Karimireddy et al.
-2019, arXiv:1901.09847, assumption A). If not, each step has more to send than the step before. The error (the variance)
-of some unbiased methods is too large for error feedback, but unbiased methods need no error feedback.
+Error feedback needs a contraction: the expected energy of the residual must be below that of x, E|x - C(x)|^2 < |x|^2
+(Karimireddy et al. 2019, arXiv:1901.09847, assumption A). Otherwise the residual grows with each step. The error (the
+variance) of some unbiased methods is too large for error feedback, but unbiased methods need no error feedback.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from hvdcomp.errors import SpecError
 
 
 def require_bounded_residuals(compressor: Compressor, memory: Memory | None) -> None:
-    """Raises SpecError if residuals would grow without end.
+    """Raises SpecError if residuals would grow without limit.
 
     Args:
         compressor: the compressor; all choices of a router are checked.
-        memory: the memory that the user gave; None for each compressor's default. A default momentum correction of one
-            compressor is the memory of all tensors.
+        memory: the memory that the user gave; None for the default of each compressor. If the default of one compressor
+            is momentum correction, all tensors use momentum correction.
     """
     methods = list(compressor.leaves())
     if memory is None:
@@ -41,10 +40,11 @@ def require_bounded_residuals(compressor: Compressor, memory: Memory | None) -> 
 
 
 def require_bounded_turns(compressors: Iterable[Compressor]) -> None:
-    """Raises SpecError if residuals would grow without limit when compressors with their own memories take turns.
+    """Raises SpecError if residuals would grow without limit when a training switches between these compressors, each
+    with its own memory.
 
-    The next method has to send the residual of the method before, and keeps the part that it does not send. So error
-    feedback, once begun, continues with every later method.
+    After a switch, the new method has to send the residual of the old method, and keeps the part that it does not send.
+    So once a method has used error feedback, every later method uses error feedback, too.
     """
     methods = [method for compressor in compressors for method in compressor.leaves()]
     for keeper in methods:
@@ -59,16 +59,16 @@ def require_bounded_turns(compressors: Iterable[Compressor]) -> None:
 
 
 def require_bounded_noise(method: Compressor, b1: float, local_steps: int) -> None:
-    """Raises SpecError if the noise of momenta that are sent without error feedback would grow without end.
+    """Raises SpecError if the noise of momenta that are sent without error feedback would grow without limit.
 
-    A momentum keeps a share a of the noise of the exchange before, and that share is compressed again. So noise of the
-    energy E becomes noise of the energy a^2 (1 + known_error) E in the next exchange, and new noise is added to it.
-    Scattered means are compressed a second time.
+    A momentum keeps a share a of the noise of the previous exchange, and the next exchange compresses this share again.
+    So noise with the energy E becomes noise with the energy a^2 (1 + known_error) E in the next exchange, and new noise
+    is added. With exchange "scatter", means are compressed a second time.
 
     Args:
         method: the method, used without a memory. A method whose error is not known is allowed.
-        b1: decay of the momentum in a step; a with an exchange in every step.
-        local_steps: number of steps between exchanges; a is the mean of b1, b1^2, ... over these steps.
+        b1: the decay of the momentum in a step. If ranks exchange in every step, a is b1.
+        local_steps: the number of steps between exchanges. a is the mean of b1, b1^2, ... over these steps.
     """
     if method.known_error is None:
         return

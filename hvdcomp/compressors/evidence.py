@@ -1,17 +1,17 @@
-"""How much quality each method lost in hvdcomp's own trainings, and the methods to try first. `auto` uses these results
-to propose methods, and `advise` reports them.
+"""How much quality each method lost in hvdcomp's own training runs, and which methods to try first. `auto` uses these
+results to propose methods, and `advise` reports them.
 
-`evidence.json` has methods at their own best learning rates, compared with uncompressed training at its own best
-learning rate: the complete rows of docs/best-rates.md. `python -m benchmarks.best_rates.which_method` writes it, with
-the methods to try first.
+`evidence.json` has the complete rows of docs/best-rates.md: each method at its own best learning rate, compared with
+uncompressed training at the best learning rate of uncompressed training. `python -m benchmarks.best_rates.which_method`
+writes this file, including the methods to try first.
 
-`evidence_one_rate.json` has the older trainings of docs/convergence.md, all of them at one learning rate. It is written
-by `python -m benchmarks.quality.convergence --evidence hvdcomp/compressors/evidence_one_rate.json`. It leaves out
-methods that were trained with other settings: `dgc`, which has a momentum of its own, and `signsgd`, which had another
-learning rate. A figure of this file counts only until `evidence.json` has the same method with the same optimizer on
-the same task.
+`evidence_one_rate.json` has the older training runs of docs/convergence.md, all of them at one learning rate. `python
+-m benchmarks.quality.convergence --evidence hvdcomp/compressors/evidence_one_rate.json` writes this file. The file
+leaves out methods that were trained with other settings: `dgc`, which has its own momentum, and `signsgd`, which had
+another learning rate. If `evidence.json` has the same method with the same optimizer on the same task, the figure of
+`evidence_one_rate.json` is ignored.
 
-Both files have means over the seeds of each training, every method with its default memory.
+The figures of both files are means over seeds. Every method had its default memory.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ class Evidence:
 
     Attributes:
         optimizer: "SGD", "Adam", "CompressedAdam" or "Muon".
-        training: its name in docs/best-rates.md or docs/convergence.md.
+        training: the name of the training in docs/best-rates.md or docs/convergence.md.
         metric: "loss" or "accuracy".
-        lost: by spec, the relative increase of the loss, or the decrease of accuracy in points, against uncompressed
-            gradients (CompressedAdam against AdamW); 0.01 is 1 % or one point.
-        at_best_rates: whether each method was trained at its own best learning rate; else all were at one rate.
+        lost: for each spec, the relative increase of the loss, or the decrease of the accuracy in points, compared with
+            uncompressed gradients (for CompressedAdam, compared with AdamW). 0.01 is 1 % or one point.
+        at_best_rates: whether each method was trained at its own best learning rate. If False, all methods were trained
+            at the same rate.
     """
 
     optimizer: str
@@ -69,7 +70,7 @@ _WITH_MUON = Evidence(
 
 @cache
 def evidence() -> tuple[Evidence, ...]:
-    """The results of all trainings: at best rates, and at one rate if a task was not trained at best rates."""
+    """The results of all trainings. If a task was not trained at best rates, its results at one rate are used."""
     at_best = [replace(one, at_best_rates=True) for one in map(_parse, _read("evidence.json")["trainings"])]
     return (*at_best, *without_replaced([*map(_parse, _read("evidence_one_rate.json")), _WITH_MUON], at_best))
 
@@ -89,7 +90,7 @@ def without_replaced(at_one_rate: Sequence[Evidence], at_best_rates: Sequence[Ev
 
 
 def _task_of(training: Evidence) -> tuple[str, str]:
-    """The optimizer, and the task: gpt of gpt-frozen, which CompressedAdam learned, and of gpt-muon."""
+    """The optimizer and the task of a training. The task of gpt-frozen (CompressedAdam) and of gpt-muon is gpt."""
     return training.optimizer, re.split("[-,]", training.training)[0]
 
 
@@ -100,7 +101,7 @@ def is_at_best_rates(optimizer: str) -> bool:
 
 @cache
 def chosen_by_rule() -> Mapping[str, tuple[str, ...]]:
-    """The methods to try first by the rule of the README's table, for each optimizer that the rule covers."""
+    """The methods to try first, for each optimizer in the README's table. The rule of this table has chosen them."""
     return {optimizer: tuple(specs) for optimizer, specs in _read("evidence.json")["first"].items()}
 
 
@@ -114,11 +115,11 @@ def _parse(record: Mapping[str, Any]) -> Evidence:
 
 
 def lost_with(compressor: Compressor, optimizer: str | None) -> float | None:
-    """The worst measured loss of a method, as in `Evidence`; None if nothing was measured.
+    """The largest loss of quality that was measured for a method, as in `Evidence`; None if nothing was measured.
 
-    For a two-level method, the results of the inner method hold, because it compresses the mean of a node as it would
-    compress the gradient of a rank. They do not hold for the same method with exchange "scatter", which rounds each
-    element twice.
+    For a two-level method, the results of its inner method are used: the inner method compresses the mean of a node in
+    the same way as the gradient of a rank. The results are not used for the same method with exchange "scatter",
+    because "scatter" rounds each element twice.
 
     Args:
         compressor: the method.
@@ -140,12 +141,12 @@ def worst_with(compressor: Compressor, optimizer: str) -> Evidence | None:
 
 
 def measured_specs() -> tuple[str, ...]:
-    """Specs of the measured methods."""
+    """The specs of all measured methods."""
     return tuple(dict.fromkeys(spec for training in evidence() for spec in training.lost))
 
 
 def in_words(compressor: Compressor) -> str:
-    """The measured losses of a method, as a sentence."""
+    """A sentence that states how much quality a method lost in measurements."""
     optimizers = dict.fromkeys(training.optimizer for training in evidence())
     worst = [found for name in optimizers if (found := worst_with(compressor, name)) is not None]
     if not worst:
@@ -189,6 +190,6 @@ RECOMMENDED: tuple[str, ...] = tuple(dict.fromkeys(spec for specs in FIRST.value
 
 
 def first_to_try() -> str:
-    """The methods to try first, as a sentence."""
+    """A sentence that names the methods to try first."""
     phrases = [f"with {optimizer} {' or '.join(specs)}" for optimizer, specs in FIRST.items()]
     return f"Methods to try first: {', '.join(phrases[:-1])}, {phrases[-1]} (docs/adam.md)."

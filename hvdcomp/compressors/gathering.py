@@ -1,9 +1,10 @@
-"""Methods whose payloads cannot be summed: each payload is decoded, and the decoded values are averaged.
+"""Methods whose payloads cannot be summed. Each payload is decoded, and the decoded values are averaged.
 
 There are two ways to exchange such payloads. With "gather", every rank receives and decodes the payloads of all ranks,
-so the work grows with the number of ranks. With "scatter", each rank averages one chunk of the tensor: it receives this
-chunk from every rank, decodes and averages the chunks, compresses the mean again, and sends the compressed mean to all
-ranks. A rank then receives and decodes two payloads with any number of ranks, and each element is rounded twice.
+so the work grows with the number of ranks. With "scatter", each rank averages one chunk of the tensor. The rank
+receives this chunk from every rank, decodes and averages the chunks, compresses the mean again, and sends the
+compressed mean to all ranks. With any number of ranks, a rank receives and decodes two payloads, and each element is
+rounded twice.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class Gathering(Compressor):
 
     Attributes:
         exchange: "gather": every rank receives and decodes the payloads of all ranks. "scatter": each rank averages one
-            chunk of the tensor, and compresses the mean again. "auto": "scatter" with four or more ranks, or the faster
-            of the two if the policy `Auto` is used.
+            chunk of the tensor, and compresses the mean again. "auto": "scatter" with four or more ranks, otherwise
+            "gather". With the policy `Auto`, the faster of the two.
     """
 
     exchange: Annotated[str, EXCHANGE] = field(default="gather", kw_only=True)
@@ -59,12 +60,12 @@ class Gathering(Compressor):
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, ...]:
         """Encodes a tensor, and returns its payload. The shapes and types of the payload depend only on the shape and
-        type of `x`; arguments as in `aggregate`."""
+        type of `x`. The arguments are those of `aggregate`."""
         raise NotImplementedError
 
     def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
-        """The decoded elements, float32, in order, in any shape and in new storage; or numbers from which `restore`
-        computes the elements.
+        """Decodes a payload. Returns the elements, float32, in their order, in any shape and in new storage; or numbers
+        from which `restore` computes the elements.
 
         Args:
             xp: array functions.
@@ -76,18 +77,19 @@ class Gathering(Compressor):
     def restore(self, xp: ModuleType, decoded: Array, shape: tuple[int, ...], context: Context) -> Array:
         """Computes the elements from the result of `decode`, or from the mean of these results over the ranks.
 
-        This function must be linear: it is the last step of a method that averages payloads before its last step.
+        This function must be linear, because ranks may average the results of `decode` and call this function on the
+        mean.
         """
         return decoded
 
     def decoded(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...], context: Context) -> Array:
-        """Decodes one payload, and returns its elements, a vector; `context` is the context of `encode`."""
+        """Decodes one payload, and returns its elements as a vector. `context` is the context that `encode` got."""
         return xp.flatten(self.restore(xp, self.decode(xp, parts, shape), shape, context))
 
     @property
     def of_means(self) -> Gathering:
-        """The compressor that compresses the mean of a chunk again: this compressor, or the same compressor at another
-        level, with the same chunks."""
+        """The compressor that compresses the mean of a chunk again. The compressor of means is the same method with the
+        same chunks, possibly at another level."""
         return self
 
     def with_exchange(self, exchange: str) -> Gathering:
@@ -100,7 +102,7 @@ class Gathering(Compressor):
     form: ClassVar[str] = "encode_bucket"
 
     def lay_out(self, bucket: Bucket) -> Any:
-        """The layout of a bucket, made once: an object with the `payload` that `encode_bucket` fills."""
+        """Makes the layout of a bucket, once. The layout is an object with the `payload` that `encode_bucket` fills."""
         raise NotImplementedError
 
     def encode_bucket(self, bucket: Bucket) -> None:
@@ -108,18 +110,20 @@ class Gathering(Compressor):
         raise NotImplementedError
 
     def decode_bucket(self, bucket: Bucket, first: Array, ranks: int, stride: int) -> bool | Array:
-        """Writes the mean of payloads (`gathered`) to the results; returns as `Bucket.call` does."""
+        """Writes the mean of the ranks' payloads to the results. The arguments come from `gathered`. Returns whether a
+        kernel found an inf or NaN, like `Bucket.call`."""
         raise NotImplementedError
 
     def payload(self, bucket: Bucket) -> Payload:
-        """Storage of a bucket's payload; makes the bucket's layout if it has none."""
+        """The storage of a bucket's payload. Makes the bucket's layout if there is none yet."""
         if bucket.layout is None:
             bucket.layout = self.lay_out(bucket)
         payload: Payload = bucket.layout.payload
         return payload
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
-        """C(x) is what `decode` makes of what `encode` makes of x; the result is the mean of the ranks' C(x)."""
+        """Encodes x, exchanges the payloads, and decodes them. C(x) is this rank's decoded payload, and the result is
+        the mean of the ranks' C(x)."""
         if self.scatters(context.world_size):
             return (yield from scatter(self, xp, x, context))
         ranks = yield AllGather(self.encode(xp, x, context))
@@ -129,8 +133,8 @@ class Gathering(Compressor):
         return outcome_like(xp, x, own if mean is sent else self.restore(xp, mean, shape, context), own)
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
-        """Like `aggregate`, but in passes over all tensors of the bucket: `encode_bucket` makes x and its payload, and
-        `decode_bucket` writes the mean of all ranks' payloads to the results."""
+        """Like `aggregate`, but in passes over all tensors of the bucket. `encode_bucket` computes x and its payload,
+        and `decode_bucket` writes the mean of all ranks' payloads to the results."""
         if self.scatters(bucket.context.world_size):
             return (yield from scatter_bucket(self, bucket))
         return (yield from self._gather_bucket(bucket))

@@ -16,8 +16,8 @@ HARMFUL = 0.05
 
 
 class Measured(NamedTuple):
-    """A measured setting of a method, in the training in which this setting lost most quality; attributes as in
-    `Evidence`."""
+    """The measurement of one setting of a method, in the training in which this setting lost most quality. The
+    attributes have the same meaning as in `Evidence`."""
 
     spec: str
     lost: float
@@ -25,7 +25,7 @@ class Measured(NamedTuple):
     training: str
 
     def in_words(self) -> str:
-        """The quality that the setting lost, compared with uncompressed gradients, in words."""
+        """A text that says how much quality the setting lost, compared with uncompressed gradients."""
         place = f"with {self.spec} in {self.training}"
         if self.lost == DIVERGED:
             return f"training diverged {place}"
@@ -37,7 +37,7 @@ class Measured(NamedTuple):
 
 
 def measured_with(compressor: Compressor, optimizer: str) -> Measured | None:
-    """The measurement of a method with an optimizer; None if there is none."""
+    """The measurement of a method with an optimizer; None if this method was not measured with this optimizer."""
     worst, spec = worst_with(compressor, optimizer), str(within(compressor))
     return None if worst is None else Measured(spec, worst.lost[spec], worst.metric, worst.training)
 
@@ -45,9 +45,10 @@ def measured_with(compressor: Compressor, optimizer: str) -> Measured | None:
 def harm_with(compressor: Compressor, optimizer: str, keeps: bool) -> Measured | None:
     """The measurement that shows that an optimizer learns badly with a method; None if there is no such measurement.
 
-    A setting that was not measured is judged by the measured settings of its method. Settings that compress at most as
-    strongly should not raise the loss more. So the smallest raise of the loss among these measured settings must be at
-    least `HARMFUL`. If all measured settings compress more strongly, the smallest must be at least twice `HARMFUL`.
+    A setting that was not measured is judged by the measured settings of its method. A measured setting that compresses
+    less strongly, or equally, should not raise the loss more than this setting. So this setting is harmful if each of
+    these measured settings raised the loss by at least `HARMFUL`. If all measured settings compress more strongly than
+    this setting, each of them must have raised the loss by at least twice `HARMFUL`.
 
     Args:
         compressor: the method.

@@ -1,7 +1,7 @@
-"""Chooses the array functions that compress a tensor: the framework's, or NumPy's.
+"""Chooses the array functions that compress a tensor: those of the framework, or those of NumPy.
 
-On the host, NumPy has the smaller overhead per operation, and the framework has threads. So a small float32 tensor is
-computed in NumPy with every framework; every other tensor is computed in the framework.
+On the host, NumPy has less overhead per operation, but the framework uses several threads. So NumPy compresses small
+float32 tensors, with every framework. The framework compresses all other tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LARGE = 1 << 16
 
 
 def numbers_may_overflow() -> Any:
-    """Silences NumPy's warnings: the step's flag reports an inf or NaN."""
+    """A context manager that silences NumPy's warnings of overflow, because the step's flag reports an inf or NaN."""
     return np.errstate(over="ignore", invalid="ignore", divide="ignore")
 
 
@@ -32,7 +32,7 @@ class Inside:
 
     Attributes:
         framework: the array functions of the tensor's framework.
-        xp: the array functions in which the tensor is computed: those of the framework, or NumPy's.
+        xp: the array functions that compress the tensor: those of the framework, or those of NumPy.
         like: an array of the framework.
     """
 
@@ -41,13 +41,15 @@ class Inside:
     like: Array
 
     def enter(self, array: Array) -> Array:
-        """An array of the framework or of `xp` as one of `xp`, in the same storage."""
+        """Converts an array of the framework to an array of `xp`, in the same storage. An array of `xp` is returned
+        unchanged."""
         if self.xp is self.framework or isinstance(array, np.ndarray | np.generic):
             return array
         return self.framework.to_numpy(array)
 
     def leave(self, array: Array) -> Array:
-        """An array of `xp` or of the framework as one of the framework, in the same storage if possible."""
+        """Converts an array of `xp` to an array of the framework, in the same storage if possible. An array of the
+        framework is returned unchanged."""
         if self.xp is self.framework or not isinstance(array, np.ndarray | np.generic):
             return array
         array = np.asarray(array)
@@ -55,7 +57,7 @@ class Inside:
         return self.framework.from_numpy(shared, like=self.like)
 
     def sent(self, sent: Array | SparseVector) -> Array | SparseVector:
-        """As `leave`, of what a compressor has sent."""
+        """Like `leave`, for the C(x) that a compressor returns."""
         return SparseVector(*map(self.leave, sent)) if isinstance(sent, SparseVector) else self.leave(sent)
 
 
@@ -79,7 +81,7 @@ def preview(
         context: the context of the tensor.
 
     Returns:
-        C(x), an array of the framework or several.
+        C(x), as an array of the framework, or as a sparse vector of such arrays.
     """
     inside = inside_of(framework, x)
     source = inside.enter(x)

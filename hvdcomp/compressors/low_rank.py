@@ -29,9 +29,9 @@ _DEPENDENT = 1e-5
 # Two factors and the state for the next step.
 _Factors = Generator[AllReduce, Array, tuple[Array, Array, tuple[Array, ...]]]
 
-_PIECE = 1 << 16  # elements of a task on rows
-_WIDTHS = 256, 1024  # columns of a task on columns, least and most
-_COLUMN_PIECE = 1 << 18  # elements of a task on columns, within the widths
+_PIECE = 1 << 16  # number of elements of a task that processes rows
+_WIDTHS = 256, 1024  # fewest and most columns of a task that processes columns
+_COLUMN_PIECE = 1 << 18  # number of elements of a task that processes columns, as far as `_WIDTHS` allows
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,19 @@ class PowerSGD(Compressor):
     The gradient is viewed as the matrix M of shape[0] rows. P = M Q is averaged and orthogonalised, Q = M' P is
     averaged, and the result is P Q'. Q is kept for the next step.
 
-    With `alternating`, a step does half of this iteration with one allreduce (Vogels et al. 2020, arXiv:2008.01425):
-    even steps average P = M Q with the orthogonalised Q of the step before, odd steps average Q = M' P with the
-    orthogonalised P; the result is again P Q'. Even steps send rows x rank values and odd steps columns x rank:
-    `payload_bytes` and `payload_floats` then return the mean of both, and a ledger has the bytes of each step.
+    With `alternating`, each step does half of this iteration, with a single allreduce (Vogels et al. 2020,
+    arXiv:2008.01425). Even steps average P = M Q with the orthogonalised Q of the previous step. Odd steps average Q =
+    M' P with the orthogonalised P of the previous step. The result is again P Q'. Even steps send rows x rank values,
+    and odd steps send columns x rank values. `payload_bytes` and `payload_floats` then return the mean of both, and a
+    ledger has the bytes of each step.
 
     Attributes:
-        rank: number of columns of the factors P and Q, at most the number of rows and of columns of the gradient
-            matrix.
+        rank: the number of columns of the factors P and Q. The rank is reduced if the gradient matrix has fewer rows or
+            columns.
         min_rate: a tensor is sent uncompressed unless its factors P and Q together have fewer than rows * columns /
             min_rate elements.
         iterations: power iterations per step, at most 100. Each iteration needs two allreduces and sends both factors.
-        alternating: whether to send one factor per step. Requires iterations=1.
+        alternating: whether to send only one factor per step. It requires iterations=1.
 
     Example:
         >>> PowerSGD(rank=4).payload_bytes((1000, 1000))
@@ -97,7 +98,8 @@ class PowerSGD(Compressor):
         return q, fit_columns(xp, x, state[1] if len(state) > 1 else None, rows, rank, context, "powersgd rows")
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
-        """Algorithm 1, lines 3 to 11. Q is orthogonalised as well, so that P has the size of M, not of its square."""
+        """Runs algorithm 1, lines 3 to 11. Q is orthogonalised as well, so that the values of P have the magnitude of M
+        rather than of its square."""
         m = as_matrix(xp, x)
         if self.alternating:
             p, q, state = yield from self._alternate(xp, m, state, context.step)
@@ -113,7 +115,8 @@ class PowerSGD(Compressor):
         return Outcome(approximation, approximation, state)
 
     def _alternate(self, xp: ModuleType, m: Array, state: tuple[Array, ...], step: int) -> _Factors:
-        """Half a power iteration: P, Q, and the state (Q, P), of which one factor is new and the other is kept."""
+        """Runs half a power iteration, which computes one factor and keeps the other. Returns P, Q, and the state (Q,
+        P)."""
         kept_q, kept_p = state
         if step % 2 == 0:
             q = orthogonalize(xp, kept_q)
@@ -126,11 +129,11 @@ class PowerSGD(Compressor):
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
         """Like `aggregate`, but in passes over all matrices of the bucket:
 
-        1. `lowrank_p` makes x, orthogonalises Q, and computes P = M Q.
+        1. `lowrank_p` computes x, orthogonalises Q, and computes P = M Q.
         2. `lowrank_q` orthogonalises the mean of P, and computes Q = M' P.
         3. `lowrank_decode` writes P Q' to the results, and `lowrank_keep` the new state.
 
-        An alternating step has the first or the second pass, which makes x then, and the third.
+        An alternating step runs the third pass and only one of the first two passes. This pass then computes x.
         """
         if bucket.layout is None:
             bucket.layout = LowRankBucket(bucket, [matrix_shape(tensor.shape) for tensor in bucket.tensors])
@@ -154,10 +157,11 @@ class PowerSGD(Compressor):
 
 
 class LowRankBucket:
-    """The bucket form of PowerSGD: shapes of a bucket's matrices, and the storage of their factors, made once.
+    """The bucket form of PowerSGD. The object has the shapes of a bucket's matrices and the storage of their factors,
+    and is made once.
 
-    All factors P of a bucket lie in one vector, all Q in another, each factor column by column, as in
-    `isa_lowrank.c`.
+    One vector contains all factors P of a bucket, and another vector all factors Q. Each factor is stored column by
+    column, as in `isa_lowrank.c`.
 
     Args:
         bucket: a bucket of `PowerSGD`.
@@ -184,7 +188,7 @@ class LowRankBucket:
             self._rows, self._columns = self._of_rows.passed, self._of_columns.passed
 
     def iterate(self, iterations: int) -> BucketAggregation:
-        """Whole power iterations."""
+        """Runs whole power iterations."""
         states = self._bucket.states
         assert states is not None
         (q,) = states.kept
@@ -196,7 +200,7 @@ class LowRankBucket:
         return found_inf
 
     def half(self, even: bool) -> BucketAggregation:
-        """One new factor: P in even steps, Q in odd ones."""
+        """Computes one new factor: P in even steps, and Q in odd steps."""
         states = self._bucket.states
         assert states is not None
         q, p = states.kept
@@ -211,17 +215,18 @@ class LowRankBucket:
         return found_inf
 
     def _send_p(self, q: Array, first: bool) -> AllReduce:
-        """P = M Q with Q orthogonalised."""
+        """Orthogonalises Q, computes P = M Q, and asks for the mean of P."""
         return self._send("lowrank_p", self._rows, q, self._unit_q, self._p, first)
 
     def _send_q(self, p: Array, first: bool) -> AllReduce:
-        """Q = M' P with P orthogonalised."""
+        """Orthogonalises P, computes Q = M' P, and asks for the mean of Q."""
         return self._send("lowrank_q", self._columns, p, self._unit_p, self._q, first)
 
     def _send(
         self, kernel: str, tasks: tuple[int, ...], other: Array, unit: Array, sent: Payload, first: bool
     ) -> AllReduce:
-        """Sends the product with the other factor, orthogonalised to `unit`; if `first`, makes x in the same pass."""
+        """Orthogonalises the factor `other` to `unit`, multiplies M by `unit`, and asks for the mean of the product. If
+        `first`, the same pass computes x."""
         found_inf = self._bucket.call(kernel, *tasks, other, unit, sent.vector, first)
         if first:
             self._bucket.found_inf = found_inf
@@ -239,19 +244,20 @@ class LowRankBucket:
 
 
 class _SentFactors:
-    """P and Q of the last step that counts, whose product the next step subtracts, and storage for the next P and Q."""
+    """P and Q of the last step that counted, and storage for the next P and Q. The next step subtracts the product P Q'
+    of the old pair from x."""
 
     def __init__(self, segments: np.ndarray, p: int, q: int) -> None:
         self._factors = [(np.empty(p, np.float32), np.empty(q, np.float32)) for _ in range(2)]
         self._products = [np.zeros(len(segments), FACTORS) for _ in range(2)]
-        self._turn = 0  # index of the pair that a step writes
+        self._turn = 0  # index of the pair (P, Q) that a step writes
         for product, factors in zip(self._products, self._factors, strict=True):
             for name, factor in zip("pq", factors, strict=True):
                 product[name] = factor.ctypes.data + factor.itemsize * segments[f"{name}_factor"]
             product["rank"], product["columns"] = segments["count"], segments["columns"]
 
     def write(self, bucket: Bucket, p: np.ndarray, q: np.ndarray) -> None:
-        """Records in the bucket's table that P Q' is what was sent of x."""
+        """Records in the bucket's table that P Q' is the sent part of x."""
         for kept, factor in zip(self._factors[self._turn], (p, q), strict=True):
             np.copyto(kept, factor)
         bucket.segments["sent_rule"] = PRODUCT
@@ -259,7 +265,7 @@ class _SentFactors:
         bucket.factors = self
 
     def commit(self) -> None:
-        """Keeps this step's factors; the next step writes the other pair."""
+        """Keeps this step's factors. The next step writes the other pair."""
         self._turn ^= 1
 
 
@@ -274,8 +280,8 @@ def as_matrix(xp: ModuleType, x: Array) -> Array:
 
 
 def rank_for(compression_factor: float, shape: tuple[int, ...]) -> int:
-    """The highest rank with which the two factors are no larger than 1 / `compression_factor` of the matrix; at least
-    1."""
+    """The highest rank for which both factors together have at most 1 / `compression_factor` of the matrix's elements;
+    at least 1."""
     rows, columns = matrix_shape(shape)
     rank = math.floor(rows * columns / (compression_factor * (rows + columns)))
     return max(1, min(rank, rows, columns))
@@ -284,10 +290,10 @@ def rank_for(compression_factor: float, shape: tuple[int, ...]) -> int:
 def fit_columns(
     xp: ModuleType, x: Array, kept: Array | None, length: int, rank: int, context: Context, purpose: str
 ) -> Array:
-    """The kept columns (length, any), cut to `rank` columns or filled up with random columns.
+    """The kept columns (length, any), reduced to `rank` columns, or completed with random columns.
 
-    All columns are drawn again if the kept columns have another length, for example from an older checkpoint with
-    another shape.
+    If the kept columns have another length (for example from an older checkpoint with another shape), all columns are
+    drawn at random.
     """
     if kept is None or kept.shape[0] != length:
         return random_columns(xp, x, length, rank, context, purpose)
@@ -300,7 +306,7 @@ def fit_columns(
 def random_columns(xp: ModuleType, x: Array, length: int, count: int, context: Context, purpose: str) -> Array:
     """Standard normal columns (length, count), the same on every rank and at every step.
 
-    A higher count begins with the columns of a lower one.
+    With a higher count, the first columns are the same as with a lower count.
     """
     start = Context(context.name, 0, context.seed, 0, context.world_size)
     dtype = wide_dtype(xp.dtype_name(x))
@@ -312,26 +318,27 @@ def random_columns(xp: ModuleType, x: Array, length: int, count: int, context: C
 
 
 def nonzero_columns(xp: ModuleType, new: Array, old: Array) -> Array:
-    """The new columns, with the old column where `orthogonalize` would treat the new one as zero.
+    """The new columns.
 
-    A zero gradient empties columns, and from zeros the power iteration would never start again.
+    If `orthogonalize` would treat a new column as zero, the old column is used. Columns become zero if the gradient is
+    zero, and the power iteration could never leave zero again.
     """
     norms = wide_norms(xp, new)
     return xp.where((norms > SMALLEST_NORM) & (norms < 1 / SMALLEST_NORM), new, old)
 
 
 def wide_norms(xp: ModuleType, matrix: Array) -> Array:
-    """2-norms (1, c) of a matrix's columns; sums are float64, so that squares neither overflow nor vanish."""
+    """The 2-norms (1, c) of a matrix's columns. Sums are float64, so that squares neither overflow nor become zero."""
     return xp.reshape(xp.row_norms(matrix.T), (1, -1))
 
 
 def orthogonalize(xp: ModuleType, matrix: Array) -> Array:
-    """Orthonormal columns spanning those of `matrix`, by modified Gram-Schmidt, in fresh storage.
+    """Orthonormal columns with the same span as the columns of `matrix`, by modified Gram-Schmidt, in new storage.
 
-    A column that is (nearly) zero, or depends on the columns before it, becomes zero instead of noise or NaN; so does
-    one whose norm overflows.
+    A column becomes zero if it is (nearly) zero, depends on earlier columns, or has a norm that overflows. Otherwise
+    such a column would become noise or NaN.
     """
-    # Columns are normalised first, so that no later square overflows or vanishes.
+    # Columns are normalised first, so that no later square overflows or becomes zero.
     columns = matrix * xp.reciprocal_or_zero(wide_norms(xp, matrix), SMALLEST_NORM)
     done = [columns[:, :1]]
     for _ in range(matrix.shape[1] - 1):

@@ -1,4 +1,5 @@
-"""Spectral ATOMO: a random choice of singular triplets, scaled so that the expectation is the gradient itself."""
+"""Spectral ATOMO sends a random choice of singular triplets. The triplets are scaled so that the expectation is the
+gradient."""
 
 from __future__ import annotations
 
@@ -26,12 +27,14 @@ class ATOMO(Compressor):
     The gradient is viewed as the matrix of shape[0] rows, M = sum of sigma_i u_i v_i'. Triplet i is sent with the
     probability p_i = min(1, c sigma_i), where c makes the probabilities add up to `rank`.
 
-    The paper draws each triplet independently, so that their number varies. Here systematic sampling draws exactly
-    `rank` triplets: the p_i are laid end to end on a line of length `rank`, and in every unit interval the triplet at
-    the same random offset is drawn. The probability of a triplet is still p_i, so the result is unbiased. As triplets
-    are orthogonal, its variance, the sum of sigma_i^2 (1 / p_i - 1), depends on the p_i alone and equals the paper's.
+    The paper draws each triplet independently, so the number of triplets varies. This class uses systematic sampling,
+    which draws exactly `rank` triplets. The p_i are the lengths of segments that lie end to end on a line of length
+    `rank`. The line is divided into intervals of length 1. One random offset between 0 and 1 is drawn. In each
+    interval, the segment at this offset says which triplet is sent. The probability of a triplet is still p_i, so the
+    result is unbiased. Because triplets are orthogonal, the variance is the sum of sigma_i^2 (1 / p_i - 1). The
+    variance depends only on the p_i, so it is the same as in the paper.
 
-    For speed, the method decomposes M M' (or M' M, if smaller) instead of M. Still, this is by far the slowest
+    For speed, the method decomposes M M' (or M' M, if it is smaller) instead of M. ATOMO is still by far the slowest
     compressor, and an accelerator waits for the decomposition.
 
     Attributes:
@@ -54,19 +57,20 @@ class ATOMO(Compressor):
     reference: ClassVar[str] = "Wang et al. 2018, arXiv:1806.04090"
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
-        matrix = xp.aligned(as_matrix(xp, x))  # as the last bits of a product may depend on where its factors lie
-        # M = sum of u_i (sigma_i v_i)', or the same of M' if M has more rows than columns.
+        # because the last bits of a product may depend on the addresses of its factors
+        matrix = xp.aligned(as_matrix(xp, x))
+        # M = sum of u_i (sigma_i v_i)'. If M has more rows than columns, the sum is M' instead.
         tall = matrix.shape[0] > matrix.shape[1]
         short, long = atoms(xp, matrix.T if tall else matrix)
         sigma = xp.flatten(xp.row_norms(long))
-        # Algorithm 1 gives p_i; a sampled triplet is sent as u_i and (sigma_i / p_i) v_i.
+        # Algorithm 1 gives p_i. A sampled triplet is sent as u_i and (sigma_i / p_i) v_i.
         offset = rank_generator(context, "atomo").random()
         chosen, weights = sampled_triplets(xp, sigma, min(self.rank, sigma.shape[0]), offset)
         short = xp.take(short, chosen)
         long = xp.take(long, chosen) * xp.reshape(xp.astype(weights, xp.dtype_name(long)), (-1, 1))
         left, right = (long, short) if tall else (short, long)
         ranks = yield AllGather((left, right))
-        # The mean over ranks of sum u_i (sigma_i / p_i) v_i', as one product of all ranks' vectors.
+        # The mean over ranks of the sums of u_i (sigma_i / p_i) v_i', as one product of all ranks' vectors.
         lefts = xp.concatenate([left for left, _ in ranks])
         rights = xp.concatenate([right for _, right in ranks])
         mean = lefts.T @ rights
@@ -83,11 +87,11 @@ class ATOMO(Compressor):
 
 
 def atoms(xp: ModuleType, matrix: Array) -> tuple[Array, Array]:
-    """Splits a matrix (m, n), m <= n, into the sum of m atoms u_i (sigma_i v_i)', most of it in the first.
+    """Splits a matrix M (m, n), m <= n, into a sum of m atoms u_i (sigma_i v_i)', in descending order of sigma_i.
 
-    The u_i are eigenvectors of M M'. They need not be accurate: with any orthonormal basis the atoms u_i (M' u_i)'
-    add up to M. So neither small singular values lost in rounding nor an M M' that overflows (it is then cleared,
-    which LAPACK needs) biases the result.
+    The u_i are eigenvectors of M M'. The u_i need not be accurate, because the atoms u_i (M' u_i)' add up to M for any
+    orthonormal basis. So the result is unbiased even if rounding changes small singular values, or if M M' overflows.
+    (If it overflows, it is set to zero, because LAPACK needs finite numbers.)
 
     Returns:
         u_i as rows (m, m), and sigma_i v_i = M' u_i as rows (m, n).
@@ -98,22 +102,24 @@ def atoms(xp: ModuleType, matrix: Array) -> tuple[Array, Array]:
 
 
 def sampled_triplets(xp: ModuleType, sigma: Array, count: int, offset: float) -> tuple[Array, Array]:
-    """Chooses `count` singular triplets by systematic sampling.
+    """Chooses `count` singular triplets by systematic sampling (`ATOMO`).
 
     Args:
         sigma: singular values (r,), descending.
         count: number of triplets, at most r.
-        offset: uniformly drawn from [0, 1).
+        offset: a number drawn uniformly from [0, 1).
 
     Returns:
-        The triplets' indices (count,) and weights 1 / p (count,), float64. A triplet of sigma 0 may fill a place.
+        The triplets' indices (count,) and their weights 1 / p (count,), float64. If fewer than `count` triplets have a
+        sigma above 0, triplets with sigma 0 complete them.
     """
     sigma = xp.astype(sigma, "float64")
     cumulative = sigma.cumsum(0)
     tails = cumulative[-1:] - cumulative + sigma
     budgets = xp.from_numpy(count - np.arange(sigma.shape[0], dtype=np.float64), like=sigma)
-    # Algorithm 1 gives p = 1 to one triplet after another until the remaining budget can be shared in proportion to
-    # sigma. Once that holds for a triplet it holds for all later ones, so that all can be tested at once.
+    # Algorithm 1 sets p = 1 for one triplet after another, until the rest of the budget can be divided in proportion to
+    # sigma. If this is possible from one triplet on, it is possible from every later triplet on. So all can be tested
+    # at once.
     certain = sigma * budgets > tails
     budget = count - xp.astype(certain, "float64").cumsum(0)[-1:]
     tail = xp.where(certain, 0.0, sigma).cumsum(0)[-1:]

@@ -1,9 +1,10 @@
-"""Memories: state that is added to a gradient before compression, and updated after compression (error feedback,
-momentum).
+"""Memories, such as error feedback and momentum. A memory adds its state to a gradient before compression, and updates
+the state after compression.
 
-A memory is a frozen dataclass without arrays. Its state is a tuple of arrays in the gradient's shape, which the engine
-stores by parameter name. States have at least single precision: a memory gets 16-bit gradients as float32, so that
-residuals are not rounded in each step. With `ErrorFeedback.dtype`, the user can ask for rounded residuals.
+A memory is a frozen dataclass without arrays. The state of a memory is a tuple of arrays in the gradient's shape, which
+the engine stores by parameter name. States have at least single precision. 16-bit gradients are cast to float32 before
+a memory gets them, so that residuals are not rounded in each step. With `ErrorFeedback.dtype`, you can choose rounded
+residuals.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class Memory(Described):
 
     Class attributes:
         name: the memory's name in a spec string.
-        is_momentum: whether the memory replaces the optimizer's momentum. Such a memory is used for every tensor, also
-            for uncompressed tensors, and the optimizer must have no momentum.
+        is_momentum: whether the memory replaces the optimizer's momentum. Such a memory is used for every tensor,
+            including uncompressed tensors, and the optimizer must have no momentum.
         keeps: the factor by which the residual is multiplied when the next step adds it.
         rounds_to: the 16-bit element type in which the residual is stored, or None if the residual is not rounded.
     """
@@ -44,11 +45,13 @@ class Memory(Described):
 
     @property
     def needs_all_gradients(self) -> bool:
-        """Whether `gradient_factor` returns a factor. To compute the factor, it needs all gradients of a step."""
+        """Whether `gradient_factor` returns a factor. To compute this factor, the memory needs all gradients of a
+        step."""
         return type(self).gradient_factor is not Memory.gradient_factor
 
     def gradient_factor(self, xp: ModuleType, gradients: Sequence[Array], size: int) -> Array | None:
-        """The factor of all gradients of a step before `compensate`, as a scalar array; None for 1.
+        """The factor by which all gradients of a step are multiplied before `compensate`, as a scalar array; None for
+        1.
 
         Args:
             xp: array functions.
@@ -62,12 +65,13 @@ class Memory(Described):
         raise NotImplementedError
 
     def compensate(self, xp: ModuleType, gradient: Array, state: State) -> tuple[Array, State]:
-        """The array x, which is compressed instead of the gradient, in new storage; and the state for `update`."""
+        """Computes the array x, which is compressed instead of the gradient. Returns x in new storage, and the state
+        for `update`."""
         raise NotImplementedError
 
     def update(self, xp: ModuleType, x: Array, sent: Array | SparseVector, state: State) -> State:
-        """The state for the next step, given x and C(x). May reuse the storage of `x`, but not the storage of the state
-        from `prepare`."""
+        """The state for the next step, computed from x and C(x). The new state may reuse the storage of `x`, but not
+        the storage of the state from `prepare`."""
         raise NotImplementedError
 
 
@@ -79,10 +83,10 @@ class ErrorFeedback(Memory):
         hvdcomp.Compression.from_spec("topk:ratio=0.01", memory="error_feedback:dtype=bf16")
 
     Attributes:
-        decay: factor of the residual before it is added; 1 keeps all of it.
-        dtype: element type of the residual between two steps: "float32" (4 bytes per element), or "fp16" or "bf16" (2
-            bytes per element). With a 16-bit type, x - C(x) is rounded to nearest, and the rounding error is lost.
-            Values beyond the type's range become its largest number. x itself is not rounded.
+        decay: the factor by which the residual is multiplied before it is added. 1 keeps the whole residual.
+        dtype: the element type of the residual between two steps: "float32" (4 bytes per element), or "fp16" or "bf16"
+            (2 bytes per element). With a 16-bit type, x - C(x) is rounded to nearest, and the rounding error is lost.
+            Values beyond the range of the type become its largest number. x itself is not rounded.
 
     Example:
         >>> str(ErrorFeedback(decay=0.9))
@@ -127,25 +131,27 @@ class ErrorFeedback(Memory):
 
 @dataclass(frozen=True)
 class MomentumCorrection(Memory):
-    """Momentum that is applied before compression, with a residual of this momentum (Lin et al. 2018, arXiv:1712.01887,
+    """Applies momentum before compression, and keeps a residual of this momentum (Lin et al. 2018, arXiv:1712.01887,
     section 3).
 
         u = momentum u + g        v = v + u
 
-    v is compressed. What a sparsifier sent is subtracted from v, and u becomes zero there (momentum factor masking),
-    so that stale momentum does not move weights after its gradient was sent. Other compressors and dense steps have no
-    places to mask: C(v) is subtracted from v only. So without masking and with everything sent, this is SGD with
-    momentum; with masking, a sparsifier that sends everything is SGD without momentum.
+    v is compressed. The values that a sparsifier sent are subtracted from v, and u becomes zero for these elements
+    (momentum factor masking). Masking prevents old momentum from moving weights after their gradient was sent. Other
+    compressors, and uncompressed steps, have no elements to mask, so C(v) is only subtracted from v. If everything is
+    sent without masking, this is SGD with momentum. If a sparsifier sends everything with masking, this is SGD without
+    momentum.
 
-    With `nesterov`, v = v + g + momentum u, which adds up to the Nesterov momentum of torch.optim.SGD. Weight decay
-    that the optimizer adds later is outside the momentum.
+    With `nesterov`, v = v + g + momentum u, which gives the same sum as the Nesterov momentum of torch.optim.SGD. The
+    momentum does not include weight decay that the optimizer adds later.
 
     Attributes:
-        momentum: factor of u; the optimizer's own momentum must be 0.
-        nesterov: whether the momentum is Nesterov's, as above.
-        clip: bound of the 2-norm of this rank's gradient, all tensors together and before anything is added, times
-            size**-1/2 with `size` ranks; 0 for no clipping. With a loss scaler, gradients include the loss scale.
-        masking: whether u becomes zero where elements are sent.
+        momentum: the factor of u. The optimizer's own momentum must be 0.
+        nesterov: whether to use Nesterov momentum, as above.
+        clip: the bound of the 2-norm of this rank's gradient; 0 for no clipping. The norm is computed over all tensors
+            together, before anything is added. With `size` ranks, the bound is multiplied by size**-1/2. With a loss
+            scaler, gradients include the loss scale.
+        masking: whether u becomes zero for elements that are sent.
 
     Example:
         >>> str(MomentumCorrection(momentum=0.8))
@@ -217,10 +223,11 @@ class NoMemory(Memory):
 
 
 def without(xp: ModuleType, x: Array, sent: Array | SparseVector) -> Array:
-    """x - C(x); may reuse the storage of `x`.
+    """x - C(x).
 
-    An element that overflows becomes zero, because an infinity would spoil all later steps. Elements of a sparse C(x)
-    have the signs of x, so that the difference can overflow only if C(x) is dense.
+    The result may reuse the storage of `x`. An element that overflows becomes zero, because an infinity would spoil all
+    later steps. Elements of a sparse C(x) have the same signs as in x, so the difference can overflow only if C(x) is
+    dense.
     """
     if isinstance(sent, SparseVector):
         values = xp.astype(sent.values, xp.dtype_name(x))

@@ -1,4 +1,4 @@
-"""Elements as multiples of a fraction of a scale, rounded at random: the common part of several quantizers.
+"""The common part of several quantizers: each element is rounded at random to a multiple of a fraction of a scale.
 
 Each quantizer has a form for one tensor, in array functions, and a form for a bucket, in kernels.
 """
@@ -19,17 +19,18 @@ from hvdcomp.compressors.protocol import Context
 from hvdcomp.compressors.randomness import random_words, rank_key
 from hvdcomp.kernels.limits import SMALLEST_SCALE
 
-_UNIT = 2.0**23  # one code step while rounding: values in steps / _UNIT, plus 23 random bits
+_UNIT = 2.0**23  # one code step while rounding: values are in steps / _UNIT, and 23 random bits are added
 
 
 def steps_of(bits: int) -> int:
-    """Number of steps from the lowest to the highest code of `bits` bits: `2 * s`, where `s` is the highest code,
-    or 1 for one bit."""
+    """The number of steps from the lowest to the highest code of `bits` bits. The number is `2 * s` if `s` is the
+    highest code, or 1 for one bit."""
     return max(1, 2**bits - 2)
 
 
 def in_runs(xp: ModuleType, x: Array, most: int) -> Array:
-    """A tensor's elements in runs of at most `most` neighbours, float32 (runs, length), padded with zeros."""
+    """Splits a tensor into runs of at most `most` neighbouring elements. Returns float32 (runs, length), padded with
+    zeros."""
     vector = xp.flatten(xp.astype(x, "float32"))
     length = min(most, vector.shape[0])
     return xp.reshape(pad(xp, vector, length), (-1, length))
@@ -38,7 +39,8 @@ def in_runs(xp: ModuleType, x: Array, most: int) -> Array:
 def encode_multiples(
     xp: ModuleType, size: int, runs: Array, scales: Array, bits: int, purpose: str, context: Context
 ) -> tuple[Array, Array]:
-    """Rounds elements at random to multiples of a fraction of the scale of their run; the packed codes, and the scales.
+    """Rounds elements at random to multiples of a fraction of the scale of their run. Returns the packed codes and the
+    scales.
 
     Args:
         xp: array functions.
@@ -49,7 +51,8 @@ def encode_multiples(
         purpose: purpose of the random numbers.
         context: the tensor's context.
     """
-    # floor(s x / scale + u) + s, with u uniform in [0, 1), in fixed point: times 2**23, u being 23 random bits.
+    # floor(s x / scale + u) + s, with u uniform in [0, 1), in fixed point: everything is multiplied by 2**23, and u is
+    # 23 random bits.
     highest = steps_of(bits) / 2 * _UNIT
     values = xp.flatten(runs * (xp.reciprocal_or_zero(scales, SMALLEST_SCALE) * highest))[:size]
     codes = random_words(xp, rank_key(context, purpose), size, like=values)
@@ -62,21 +65,22 @@ def encode_multiples(
 
 
 class Multiples(Gathering):
-    """Base of methods whose codes are integer multiples of a fraction of the scale, packed.
+    """Base of methods that send packed codes. A code is an integer, and its value is a multiple of a fraction of the
+    scale.
 
     Class attributes:
-        bits: bits of a code; a method may have them as a setting.
+        bits: the number of bits of a code. In some methods the number is a setting.
     """
 
     bits: ClassVar[int]
 
     @property
     def run(self) -> int | None:
-        """Number of neighbours that share a scale; None for all elements of a tensor."""
+        """The number of neighbouring elements that share a scale; None if all elements of a tensor share one scale."""
         return None
 
     def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
-        """(code - s) scale / s."""
+        """Decodes each code to (code - s) scale / s."""
         size = number_of_elements(shape)
         packed, scales = parts
         length, steps = min(self.run or size, size), steps_of(self.bits)
@@ -98,7 +102,7 @@ class MultiplesLayout:
 
     Args:
         bucket: the bucket.
-        length: number of elements that share a scale; None for all elements of a tensor.
+        length: the number of elements that share a scale; None if all elements of a tensor share one scale.
     """
 
     def __init__(self, bucket: Bucket, length: int | None) -> None:
@@ -114,7 +118,7 @@ class MultiplesLayout:
 
 
 def encode_multiples_of_bucket(bucket: Bucket, kernel: str, *arguments: float) -> None:
-    """Makes the payload of a bucket of codes that are rounded at random.
+    """Writes the payload of a bucket whose codes are rounded at random.
 
     Args:
         bucket: the bucket.

@@ -1,4 +1,5 @@
-"""The shares of a node's ranks in the tensors of a bucket: tensors are cut as one vector, or dealt out uncut."""
+"""Divides the tensors of a bucket among the ranks of a node. Either all tensors are cut as one vector, or each tensor
+goes whole to one rank."""
 
 from __future__ import annotations
 
@@ -13,12 +14,13 @@ UNIT = 8
 
 
 def between(context: Context, places: NodePlaces) -> Context:
-    """The context of the same step in the group "across"."""
+    """The context of the same step, for the group "across" (one rank on each node)."""
     return dataclasses.replace(context, rank=places.across.rank, world_size=places.across.size, node_places=None)
 
 
 def deal(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The rank that gets each tensor: the largest tensor first, always to the rank with the least elements.
+    """Chooses a rank for each tensor. The largest tensor is first, and each tensor goes to the rank that has the fewest
+    elements so far.
 
     Example:
         >>> deal([2, 9, 3, 3], 2)
@@ -34,13 +36,13 @@ def deal(sizes: Sequence[int], ranks: int) -> list[int]:
 def payloads_in_node(
     tensors: Sequence[TensorInfo], states: Sequence[int] | None, ranks: int
 ) -> tuple[SentPayload, SentPayload]:
-    """One rank's payloads within its node in a bucket's step: the payload before the exchange between nodes, and the
-    payload after it.
+    """One rank's payloads within its node in a step of a bucket: the payload before the exchange between nodes, and the
+    payload after this exchange.
 
     Args:
         tensors: the tensors of the bucket.
-        states: elements of the method's state of each tensor, if tensors are not cut; else None.
-        ranks: ranks of the node, 2 or more.
+        states: the number of elements of the method's state for each tensor, if tensors are not cut; otherwise None.
+        ranks: the number of ranks of the node, 2 or more.
 
     Example:
         >>> [payload.bytes for payload in payloads_in_node([TensorInfo("x", (10, 10))], None, 2)]  # rows of 56 elements
@@ -58,18 +60,18 @@ def payloads_in_node(
 
 
 def largest_share(sizes: Sequence[int], ranks: int) -> float:
-    """The largest share of elements that a rank of a node has if tensors are not cut."""
+    """The largest share of all elements that one rank of a node gets, if tensors are not cut."""
     return most_elements(sizes, tensors_of_ranks(sizes, ranks)) / sum(sizes)
 
 
 def tensors_of_ranks(sizes: Sequence[int], ranks: int) -> list[list[int]]:
-    """For each rank the places of its tensors, if tensors are not cut."""
+    """For each rank, the places of its tensors in the bucket, if tensors are not cut."""
     owners = deal(sizes, ranks)
     return [[place for place, owner in enumerate(owners) if owner == rank] for rank in range(ranks)]
 
 
 def most_elements(sizes: Sequence[int], dealt: Sequence[Sequence[int]]) -> int:
-    """The elements of the rank with most elements; `dealt` as from `tensors_of_ranks`."""
+    """The largest number of elements that one rank has. dealt: the result of `tensors_of_ranks`."""
     return max(sum(sizes[place] for place in places) for places in dealt)
 
 
@@ -79,7 +81,8 @@ def whole_units(elements: int) -> int:
 
 
 def pieces_of_rank(tensors: Sequence[TensorInfo], own: int, length: int) -> Iterator[tuple[int, TensorInfo]]:
-    """The pieces in a rank's shard of the concatenated tensors, each with its tensor's place."""
+    """The pieces of tensors in one rank's shard of the concatenated tensors, each with the place of its tensor in the
+    bucket."""
     place = 0
     for number, tensor in enumerate(tensors):
         inside = min((own + 1) * length, place + tensor.size) - max(own * length, place)

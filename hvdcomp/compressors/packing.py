@@ -1,9 +1,10 @@
-"""Packs small codes without gaps: eight 3-bit codes need three bytes.
+"""Packs small codes without gaps. For example, eight 3-bit codes need three bytes.
 
-A width that does not divide eight is split into planes of widths that do: 3-bit codes have a plane of their low two
-bits, followed by a plane of their high bits. A plane is packed in groups of 512 codes; the last group may be shorter.
-Byte j of a group of n bytes holds the codes j, j + n, j + 2 n, ..., the first in its lowest bits, so that packing is a
-few shifts of neighbouring bytes, in the kernels (`kernels/src/packing.h`) as in array functions.
+If the width of a code does not divide eight, the code is split into planes whose widths divide eight. For example,
+3-bit codes have a plane of their two low bits, and then a plane of their high bit. A plane is packed in groups of 512
+codes; the last group may be shorter. Byte j of a group of n bytes contains the codes j, j + n, j + 2 n, ..., and the
+lowest bits contain code j. With this order, packing needs only a few shifts of neighbouring bytes, both in the kernels
+(`kernels/src/packing.h`) and in array functions.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ GROUP = 512
 
 
 def pack(xp: ModuleType, codes: Array, bits: int) -> Array:
-    """Packs codes below 2**bits, uint8 (count,), into bytes, uint8; each plane ends with a whole byte."""
+    """Packs codes below 2**bits, uint8 (count,), into bytes, uint8. Each plane is padded to a whole byte."""
     planes, shift = [], 0
     for width in _planes_of(bits):
         part = codes >> shift if shift else codes
@@ -29,7 +30,7 @@ def pack(xp: ModuleType, codes: Array, bits: int) -> Array:
 
 
 def unpack(xp: ModuleType, packed: Array, bits: int, count: int) -> Array:
-    """The codes, uint8 (count,), that `pack` packed; with 8 bits the same array, else in fresh storage."""
+    """The codes, uint8 (count,), that `pack` has packed. With 8 bits this is the same array, otherwise a new array."""
     codes: Array = None
     start = shift = 0
     for width in _planes_of(bits):
@@ -41,17 +42,19 @@ def unpack(xp: ModuleType, packed: Array, bits: int, count: int) -> Array:
 
 
 def packed_bytes(bits: Any, count: Any) -> Any:
-    """Bytes of `count` packed codes of `bits` bits; arrays are taken elementwise."""
+    """The number of bytes of `count` packed codes of `bits` bits. If the arguments are arrays, the result is
+    elementwise."""
     return sum(-(-count * width // 8) * (bits & width != 0) for width in (8, 4, 2, 1))
 
 
 def _planes_of(bits: int) -> list[int]:
-    """The widths of the planes, from the lowest bits up."""
+    """The widths of the planes, beginning with the plane of the lowest bits."""
     return [width for width in (8, 4, 2, 1) if bits & width]
 
 
 def groups(xp: ModuleType, vector: Array, length: int) -> list[Array]:
-    """A vector as a matrix (groups, length), and the remaining elements as a matrix (1, remainder); none if empty."""
+    """Splits a vector into a matrix (groups, length) and a matrix (1, remainder) of the remaining elements. Empty
+    matrices are left out."""
     whole = vector.shape[0] // length
     parts = []
     if whole:
@@ -66,7 +69,7 @@ def _pack_plane(xp: ModuleType, codes: Array, width: int) -> Array:
     packed = []
     for group in groups(xp, pad(xp, codes & ((1 << width) - 1), together), GROUP):
         for bits in (4, 2, 1):
-            if bits >= width:  # codes of the second half lie `bits` above those of the first half
+            if bits >= width:  # codes of the second half are `bits` bits above those of the first half
                 half = group.shape[1] // 2
                 group = group[:, :half] | (group[:, half:] << bits)
         packed.append(xp.flatten(group))
@@ -82,7 +85,8 @@ def _unpack_plane(xp: ModuleType, packed: Array, width: int, count: int) -> Arra
 
 
 def pad(xp: ModuleType, vector: Array, multiple: int) -> Array:
-    """The vector, padded with zeros to a multiple of a length; the vector itself if none are missing."""
+    """The vector, padded with zeros until its length is a multiple of `multiple`. Returns the vector itself if nothing
+    is missing."""
     missing = -vector.shape[0] % multiple
     return xp.concatenate([vector, xp.zeros((missing,), like=vector)]) if missing else vector
 
@@ -100,15 +104,16 @@ def cut(xp: ModuleType, vector: Array, shapes: Iterable[tuple[int, ...]]) -> lis
 def average_decoded(
     ranks: Sequence[tuple[Array, ...]], decode: Callable[..., Array], context: Context
 ) -> tuple[Array, Array]:
-    """Decodes every rank's parts, one rank at a time and in rank order.
+    """Decodes the parts of every rank, one rank at a time and in rank order, and averages them.
 
     Args:
-        ranks: the parts of each rank, an `AllGather`'s answer.
-        decode: function from one rank's parts to a fresh array.
+        ranks: the parts of each rank, as an `AllGather` answers.
+        decode: a function that turns one rank's parts into a new array.
         context: the tensor's context.
 
     Returns:
-        The mean, and what this rank's parts decode to; the same array if there is one rank.
+        The mean, and the decoded parts of this rank. The mean and the decoded parts are the same array if there is only
+        one rank.
     """
     total = sent = decode(*ranks[0])
     for rank, parts in enumerate(ranks[1:], start=1):
@@ -116,7 +121,7 @@ def average_decoded(
         if rank == context.rank:
             sent = values
         if rank == 1:
-            total = total + values  # a new array: `sent` may be the first rank's values
+            total = total + values  # not in place, because `sent` may be the first rank's values
         else:
             total += values
     if len(ranks) > 1:
@@ -125,7 +130,7 @@ def average_decoded(
 
 
 def outcome_like(xp: ModuleType, x: Array, mean: Array, sent: Array) -> Outcome:
-    """The outcome of a method without a state, in the shape of `x`; `sent` in the element type of `x`, but at least
-    float32."""
+    """The outcome of a method that has no state. The mean and `sent` get the shape of `x`, and `sent` gets the element
+    type of `x`, or float32 if this is wider."""
     sent = xp.astype(sent, wide_dtype(xp.dtype_name(x)))
     return Outcome(xp.reshape(mean, x.shape), xp.reshape(sent, x.shape))

@@ -1,4 +1,4 @@
-"""Spec strings of compressors, routers included, and of memories."""
+"""Reads the spec strings of compressors (including routers) and of memories."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ _RULES = """write a compressor for each pattern of names, such as {"embed.*": "t
 def parse_compressor(spec: str) -> Compressor:
     """The compressor that a spec string describes, such as `topk:ratio=0.01` or `powersgd:rank=4`.
 
-    A JSON object contains rules for tensors: the first rule that matches a tensor decides. A rule is a pattern of
-    names, or `numel<N` or `ndim<N` for tensors with fewer than N elements or dimensions; its value is a spec string or
-    another such object: `{"embed.*": "topk:ratio=0.001", "numel<10000": "none", "*": "powersgd:rank=4"}`.
+    A spec may also be a JSON object of rules for tensors. The first rule that matches a tensor decides. The key of a
+    rule is a pattern of names, or `numel<N` or `ndim<N` for tensors with fewer than N elements or dimensions. The value
+    of a rule is a spec string or another JSON object. Example: `{"embed.*": "topk:ratio=0.001", "numel<10000": "none",
+    "*": "powersgd:rank=4"}`.
 
-    `two_level(...)` around a spec compresses between nodes only.
+    `two_level(...)` around a spec compresses only between nodes.
 
     Raises:
         SpecError: for an unknown method or field, a missing field, or a value of the wrong kind. The message lists the
@@ -42,13 +43,13 @@ def parse_compressor(spec: str) -> Compressor:
         rules = json.loads(spec, object_pairs_hook=tuple)
     except json.JSONDecodeError as error:
         raise SpecError(f"{spec!r} is not a JSON object: {error}; {_RULES}") from None
-    except RecursionError:  # deeper than routers may be nested
+    except RecursionError:  # routers are nested too deeply
         raise nested_too_deep() from None
     if not text.startswith("{"):
         raise SpecError(f"{spec!r} is not a JSON object; {_RULES}, or write one compressor without brackets and quotes")
     try:
         return _router(rules)
-    except RecursionError:  # deeper than routers may be nested
+    except RecursionError:  # routers are nested too deeply
         raise nested_too_deep() from None
 
 
@@ -67,7 +68,8 @@ def _within(text: str) -> str:
     inside = text.removeprefix(TwoLevel.name)
     if not (inside.startswith("(") and inside.endswith(")")):
         raise SpecError(f"{text!r} is not a valid spec; write two levels like this: 'two_level(topk:ratio=0.01)'")
-    if inside[1:].lstrip().startswith(TwoLevel.name):  # refused here, as a spec could nest it without end
+    # refused here, because otherwise a spec could nest it without limit
+    if inside[1:].lstrip().startswith(TwoLevel.name):
         raise SpecError(
             "two_level inside two_level is not allowed, because there are only two levels; write two_level once"
         )
@@ -75,7 +77,8 @@ def _within(text: str) -> str:
 
 
 def _router(rules: tuple[tuple[str, Any], ...]) -> Compressor:
-    """The router of rules: patterns up to the first condition; the condition and later rules in a nested router."""
+    """The router for these rules. The rules before the first condition are patterns. The condition and all later rules
+    become a nested router."""
     patterns = []
     for place, (key, value) in enumerate(rules):
         condition = CONDITION.fullmatch(key.strip())

@@ -1,8 +1,8 @@
 """The interface between compressors and the engine: requests for collectives, and the outcome of a step.
 
-The method `aggregate` of a compressor is a generator. It yields requests for collectives (`AllReduce`, `AllGather`,
-`AllToAll`, `ReduceScatter`), and the engine sends it the results. The engine fuses the requests of all tensors into a
-few collectives.
+The method `aggregate` of a compressor is a generator. The generator yields requests for collectives (`AllReduce`,
+`AllGather`, `AllToAll`, `ReduceScatter`), and the engine sends it the results. The engine fuses the requests of all
+tensors into a few collectives.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ local rank, one on each node. "All ranks" in a request means all ranks of its gr
 
 @dataclass(frozen=True)
 class AllReduce:
-    """Asks for the elementwise mean (or "sum", "max") over all ranks; answered with an array of the same shape.
+    """Asks for the elementwise mean (or "sum", "max") over all ranks. The answer is an array of the same shape.
 
     Attributes:
         array: the array to reduce.
         op: "mean", "sum" or "max".
-        with_room: for a NumPy vector only: its storage with 4 bytes or more behind its end (`bucket.Payload`), not used
-            for anything else, so that the engine can append its flag and send the vector without a copy.
+        with_room: for a NumPy vector only: the storage of the vector with at least 4 unused bytes after its end
+            (`bucket.Payload`). The engine can then append its flag and send the vector without a copy.
         group: the ranks that take part.
     """
 
@@ -44,17 +44,17 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class AllGather:
-    """Asks for every rank's parts; answered with one tuple of arrays per rank, in rank order.
+    """Asks for every rank's parts. The answer is one tuple of arrays for each rank, in rank order.
 
-    The parts may differ in dtype (values, indices, scales). They are sent packed in one byte buffer. Their shapes and
-    dtypes must be the same on all ranks.
+    The parts may differ in dtype (values, indices, scales). The parts are sent packed in one byte buffer. The parts'
+    shapes and dtypes must be the same on all ranks.
 
     Attributes:
         parts: the arrays to gather.
-        with_room: as in `AllReduce`; for a single part of bytes, with `in_rows`.
+        with_room: as in `AllReduce`, if there is a single part that consists of bytes, and `in_rows` is set.
         group: the ranks that take part.
-        in_rows: for bucket forms, with a single part, a vector: whether the answer is one array with a row for each
-            rank instead. The time to make such an answer does not depend on the number of ranks.
+        in_rows: whether the answer is instead one array with a row for each rank. The time to make such an answer does
+            not depend on the number of ranks. Only bucket forms may set this, with a single part that is a vector.
     """
 
     parts: tuple[Array, ...]
@@ -70,10 +70,11 @@ class AllGather:
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Sends each rank its rows; answered with one tuple of arrays per rank, in rank order: the rows for this rank.
+    """Sends each rank its rows. The answer is one tuple of arrays for each rank, in rank order: the rows that this rank
+    has received.
 
     Attributes:
-        parts: arrays with a row for each rank; row r is sent to rank r. As in `AllGather`, shapes and dtypes must be
+        parts: arrays with one row for each rank. Row r is sent to rank r. As in `AllGather`, shapes and dtypes must be
             the same on all ranks.
         with_room: None.
         group: the ranks that take part.
@@ -96,7 +97,7 @@ class ReduceScatter:
     """Asks for this rank's row of the elementwise mean (or "sum") over all ranks.
 
     Attributes:
-        array: a row for each rank; the answer is one row.
+        array: an array with one row for each rank. The answer is one row.
         op: "mean" or "sum".
         with_room: None.
         group: the ranks that take part.
@@ -114,7 +115,7 @@ class ReduceScatter:
 
 
 class SparseVector(NamedTuple):
-    """A flat vector that is zero but for `values` (k,) at `indices` (k,), each index at most once."""
+    """A flat vector with `values` (k,) at `indices` (k,), and zeros elsewhere. No index occurs twice."""
 
     indices: Array
     values: Array
@@ -124,10 +125,10 @@ class Outcome(NamedTuple):
     """The result of a compressor's step.
 
     Attributes:
-        mean: the aggregate over the ranks, which the optimizer gets, in the shape of the gradient, not yet rounded to
-            its element type.
-        sent: C(x), this rank's contribution as receivers decode it: dense in the gradient's shape, or sparse over its
-            flat elements, not rounded any further. Error feedback keeps x - C(x).
+        mean: the mean over the ranks, which the optimizer gets. The mean has the shape of the gradient and is not yet
+            rounded to the gradient's element type.
+        sent: C(x), this rank's contribution as receivers decode it, without further rounding. `sent` is dense in the
+            gradient's shape, or sparse with indices of the flat gradient. Error feedback keeps x - C(x).
         state: the compressor's state for the next step, a tuple of arrays of fixed shapes.
     """
 
@@ -144,11 +145,11 @@ Result = TypeVar("Result")
 
 
 def run_alone(generator: Generator[Request, Any, Result], ranks: int = 1) -> tuple[Result, list[Request]]:
-    """Runs a generator to its end as if this rank were the only rank. Returns its result and its requests.
+    """Runs a generator to its end as if this rank were the only rank. Returns the generator's result and its requests.
 
     Args:
         generator: the step of a compressor.
-        ranks: the number of ranks. All ranks count as sending the same, so sums are multiplied by this number.
+        ranks: the number of ranks. All ranks are assumed to send the same, so sums are multiplied by this number.
     """
     requests: list[Request] = []
     answer: Any = None
@@ -162,11 +163,11 @@ def run_alone(generator: Generator[Request, Any, Result], ranks: int = 1) -> tup
 
 
 def across(generator: Generator[Request, Any, Result], nodes: int) -> Generator[Request, Any, Result]:
-    """The generator with its requests sent to the group "across": one rank on each node.
+    """The same generator, but its requests go to the group "across", which has one rank on each node.
 
     Args:
         generator: the step of a compressor.
-        nodes: number of nodes; with one, the generator runs alone.
+        nodes: the number of nodes. With one node, the generator gets its own arrays as answers.
     """
     if nodes == 1:
         return run_alone(generator)[0]
@@ -191,16 +192,17 @@ def _alone(request: Request, ranks: int) -> Any:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor's description before training: enough to choose a compressor and count its bytes.
+    """The description of a tensor before training. The description is enough to choose a compressor and to count the
+    bytes that it sends.
 
     Attributes:
         name: the parameter's name.
-        shape: the shape that compressors see. In methods for matrices the first dimension is the rows.
+        shape: the shape that compressors see. Methods for matrices use the first dimension as the rows.
         dtype: element type.
-        in_framework: the shape in the framework, if it is another.
-        is_shared: whether ranks that exchange in other groups have the same tensor with the same gradient, and must get
-            the same mean. These ranks compress this tensor together with other tensors than this rank does, so the
-            tensor is sent uncompressed, or cast.
+        in_framework: the shape in the framework, if it differs from `shape`.
+        is_shared: whether ranks of other groups of ranks have the same tensor with the same gradient, and must get the
+            same mean. These ranks have this tensor in buckets with other tensors, so their compressed means would
+            differ. Therefore the tensor is sent uncompressed, or cast.
     """
 
     name: str
@@ -228,12 +230,12 @@ class Place(NamedTuple):
 
 
 class NodePlaces(NamedTuple):
-    """This rank's places in the groups "node" and "across".
+    """The places of this rank in the groups "node" and "across".
 
     Attributes:
         node: the place among the ranks of its node.
-        across: the place among the ranks of its local rank, one on each node.
-        owner: the local rank that compresses the tensor on each node, in methods that do not cut tensors.
+        across: the place among the ranks that have the same local rank, one on each node.
+        owner: the local rank that compresses the tensor on each node, for methods that do not cut tensors.
     """
 
     node: Place
@@ -243,7 +245,7 @@ class NodePlaces(NamedTuple):
 
 @dataclass(frozen=True)
 class Context:
-    """The tensor, the step and the rank of a call of a compressor.
+    """The tensor, the step and the rank for which a compressor is called.
 
     Attributes:
         name: the tensor's name.
@@ -251,8 +253,9 @@ class Context:
         seed: the run's seed.
         rank: this rank's number.
         world_size: number of ranks.
-        node_places: function from a tensor's name to this rank's `NodePlaces`. Its first call in a training may be
-            collective: all ranks call it in the same step. None if every rank counts as a node.
+        node_places: a function that returns this rank's `NodePlaces` for a tensor's name. The first call of this
+            function in a training may run a collective, so all ranks must call it in the same step. None if every rank
+            counts as a node.
     """
 
     name: str
@@ -264,5 +267,5 @@ class Context:
 
     @property
     def has_other_nodes(self) -> bool:
-        """Whether there is more than one node; matters to methods that send something within nodes."""
+        """Whether there is more than one node. Only methods that also send data within nodes use this."""
         return self.node_places is not None and self.node_places(self.name).across.size > 1

@@ -1,7 +1,7 @@
-"""Quantizers: each element is rounded at random to one of a few values, so that the expectation is the element itself.
+"""Quantizers round each element at random to one of a few values. The expectation of the result is the element itself.
 
-Rounding a number v up with probability v - floor(v), and down otherwise, is floor(v + u) with u uniform in [0, 1). All
-methods here do this with their own scale; `Natural` does it to the bits of a float.
+To round a number v up with probability v - floor(v), and down otherwise, compute floor(v + u) with u uniform in [0, 1).
+All methods in this file round in this way, each with its own scale. `Natural` rounds with the bits of a float.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ class QSGD(Multiples):
     """Rounds each element at random to a multiple of a fraction of its bucket's 2-norm (Alistarh et al. 2017, section
     3.1).
 
-    A code has 2**bits - 1 values, the multiples -s ... s of norm / s with s = 2**(bits - 1) - 1. One bit means + or -
-    norm (+ with probability (1 + x / norm) / 2), which is unbiased too, with a variance near bucket * norm**2.
+    A code has 2**bits - 1 values, the multiples -s ... s of norm / s with s = 2**(bits - 1) - 1. With one bit, the
+    values are + norm and - norm, and + is chosen with probability (1 + x / norm) / 2. This choice is unbiased, too, but
+    has a variance near bucket * norm**2.
 
     Attributes:
-        bits: bits per element, sign included, 1 to 8.
-        bucket: number of consecutive elements that share a norm; the last bucket may be shorter.
+        bits: bits per element, including the sign, 1 to 8.
+        bucket: number of consecutive elements that share a norm. The last bucket may be shorter.
 
     Example:
         >>> QSGD(bits=4).payload_bytes((1000, 1000))
@@ -75,7 +76,7 @@ class QSGD(Multiples):
         return self.bucket / steps_of(self.bits) ** 2
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
-        """Section 3.1: in each bucket, s x / norm is rounded at random to one of the whole numbers around it."""
+        """Applies section 3.1: in each run, rounds s x / norm at random to one of the two nearest integers."""
         size = number_of_elements(tuple(x.shape))
         runs = in_runs(xp, x, self.bucket)
         return encode_multiples(xp, size, runs, xp.row_norms(runs), self.bits, self.name, context)
@@ -93,12 +94,12 @@ class TernGrad(Multiples):
     """Rounds each element at random to -1, 0 or 1 times the largest magnitude (Wen et al. 2017, algorithm 1, with one
     scale per tensor).
 
-    Unbiased with respect to the clipped gradient. The standard deviation is computed about zero, as sqrt(mean(x**2)),
-    because gradients are modelled with mean zero. About its own mean, a constant tensor would have the deviation 0 and
-    be clipped to zeros.
+    The result is unbiased with respect to the clipped gradient. The standard deviation for clipping is computed about
+    zero, as sqrt(mean(x**2)), because gradients are assumed to have mean zero. If the deviation were computed about the
+    tensor's own mean, a constant tensor would have the deviation 0 and would be clipped to zeros.
 
     Attributes:
-        clip: magnitudes are first clipped to `clip` times the standard deviation of the elements; 0 or inf for no
+        clip: magnitudes are first clipped to `clip` times the standard deviation of the elements. 0 or inf means no
             clipping.
 
     Example:
@@ -120,7 +121,8 @@ class TernGrad(Multiples):
         super().__post_init__()
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
-        """Algorithm 1: sign(x) b times the scale, where b is 1 with the probability |x| / scale, else 0."""
+        """Runs algorithm 1: encodes sign(x) b times the scale. b is 1 with the probability |x| / scale, and 0
+        otherwise."""
         size = number_of_elements(tuple(x.shape))
         vector = xp.reshape(xp.astype(x, "float32"), (1, size))
         scale = xp.reshape(abs(vector).max(), (1, 1))
@@ -139,12 +141,12 @@ _INFINITE = 0x7F800000  # the exponent's bits
 
 @dataclass(frozen=True)
 class Natural(Gathering):
-    """Natural compression: rounds each element at random to a power of two, and sends the sign and the exponent, 9 bits
-    (Horvath et al. 2019, section 2).
+    """Natural compression: rounds each element at random to a power of two, and sends the sign and the exponent, which
+    are 9 bits (Horvath et al. 2019, section 2).
 
-    Random bits are added to the mantissa of a float and only the carry is kept, which rounds up to the next power of
-    two with exactly the right probability, for denormal numbers too (to 0 or 2**-126). Magnitudes above 2**127, the
-    highest power of two of float32, become 2**127; inf and NaN are kept.
+    The method adds random bits to the mantissa of a float and keeps only the carry. So the method rounds up to the next
+    power of two with exactly the right probability. The rounding is also unbiased for denormal numbers, which become 0
+    or 2**-126. Magnitudes above 2**127, the highest power of two in float32, become 2**127. inf and NaN are kept.
 
     Example:
         >>> Natural().payload_bytes((1000, 1000))
@@ -157,8 +159,9 @@ class Natural(Gathering):
     reference: ClassVar[str] = "Horvath et al. 2019, arXiv:1905.10988"
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
-        """The sign, and the exponent of x rounded to one of the powers of two around it: the upper one with the
-        probability (|x| - lower) / (upper - lower), which are the bits of the mantissa."""
+        """Encodes the sign, and the exponent after rounding |x| to the lower or the upper neighbouring power of two.
+        The upper neighbour is chosen with the probability (|x| - lower) / (upper - lower). The bits of the mantissa are
+        this probability."""
         vector = xp.flatten(xp.astype(x, "float32"))
         size = vector.shape[0]
         noise = random_words(xp, rank_key(context, self.name), size, like=vector) >> 9
@@ -190,23 +193,23 @@ class Natural(Gathering):
 
 
 class _NaturalLayout(NamedTuple):
-    """A bucket's payload: all exponents and then all signs."""
+    """The layout of a bucket's payload: first all exponents, and then all signs."""
 
     payload: Payload
 
 
 @dataclass(frozen=True)
 class GlobalQSGD(Compressor):
-    """Rounds each element at random to an integer multiple of a fraction of the largest magnitude of all ranks; an
+    """Rounds each element at random to an integer multiple of a fraction of the largest magnitude on any rank. An
     allreduce adds up the integers (Xin et al. 2023, uniform levels and maximum norm; integer sums as in IntSGD,
     Mishchenko et al. 2021).
 
-    An int32 carries 32 // bits fields. With N ranks, each sends -s ... s in a field, s = (2**bits - 1) // (2 N), so
-    that the sum of N codes fits the field. The payload does not depend on N, but the precision does: with more ranks, s
-    is smaller. `bits` must be large enough for s >= 1.
+    An int32 contains 32 // bits fields. With N ranks, each rank sends an integer from -s to s in a field. s is (2**bits
+    - 1) // (2 N), so that the sum of N integers fits the field. The payload has the same size for any N, but the
+    precision decreases: with more ranks, s is smaller. `bits` must be large enough for s >= 1.
 
     Attributes:
-        bits: bits per element in the sum, 2 to 16; 2, 4, 8 and 16 use all bits of an int32.
+        bits: bits per element in the sum, 2 to 16. Only 2, 4, 8 and 16 use all bits of an int32.
 
     Example:
         >>> GlobalQSGD().payload_bytes((1000, 1000))
@@ -223,7 +226,7 @@ class GlobalQSGD(Compressor):
     reference: ClassVar[str] = "Xin et al. 2023, arXiv:2305.18627; Mishchenko et al. 2021, arXiv:2102.08374"
 
     def levels(self, ranks: int) -> int:
-        """s, with this number of ranks: each rank sends -s ... s.
+        """The number s for this number of ranks: each rank sends integers from -s to s.
 
         Raises:
             ConfigurationError: if the sum over the ranks does not fit a field.
@@ -243,13 +246,13 @@ class GlobalQSGD(Compressor):
         s, ranks = self.levels(context.world_size), context.world_size
         vector = xp.flatten(xp.astype(x, "float32"))
         size = vector.shape[0]
-        # The scale: the largest magnitude of all ranks.
+        # The scale is the largest magnitude on any rank.
         scale = yield AllReduce(xp.reshape(abs(vector).max(), (1,)), op="max")
-        # floor(s x / scale + u), with u uniform in [0, 1): whole numbers from -s to s.
+        # floor(s x / scale + u), with u uniform in [0, 1), is an integer from -s to s.
         values = vector * (xp.reciprocal_or_zero(scale, SMALLEST_SCALE) * s)
         values += uniform(xp, rank_key(context, self.name), size, like=values)
         values = xp.floor(values).clip(-s, s)
-        # Their sum over the ranks is exact; times scale / (s N), it is the mean.
+        # The sum of the integers over the ranks is exact. Multiplied by scale / (s N), it is the mean.
         total = yield AllReduce(self._pack(xp, xp.astype(values, "int32")), op="sum")
         mean = xp.astype(self.unpack_words(xp, total, s * ranks), "float32")[:size]
         mean *= scale * (1 / (s * ranks))
@@ -259,9 +262,9 @@ class GlobalQSGD(Compressor):
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
         """Like `aggregate`, but in passes over all tensors of the bucket:
 
-        1. `globalqsgd_measure` makes x, and the largest magnitude of each tensor.
-        2. `globalqsgd_encode` rounds x to whole numbers, and packs these.
-        3. `globalqsgd_decode` writes the means of their sums to the results.
+        1. `globalqsgd_measure` computes x, and the largest magnitude of each tensor.
+        2. `globalqsgd_encode` rounds x to integers, and packs them.
+        3. `globalqsgd_decode` computes the means from the sums of the integers, and writes the means to the results.
         """
         if bucket.layout is None:
             bucket.layout = _GlobalLayout(bucket)
@@ -274,9 +277,10 @@ class GlobalQSGD(Compressor):
         return bucket.call("globalqsgd_decode", scales, ranks, total)
 
     def _pack(self, xp: ModuleType, codes: Array) -> Array:
-        """Packs codes below 2**(bits - 1) in magnitude, int32, as signed digits of int32 numbers to the base 2**bits.
+        """Packs codes, int32, as signed digits of int32 numbers to the base 2**bits.
 
-        The digits of a sum over ranks are the sums of the ranks' digits, without overflow.
+        Magnitudes of codes must be below 2**(bits - 1). If the numbers of all ranks are added, each digit of the sum is
+        the sum of the ranks' digits, without overflow.
         """
         fields = 32 // self.bits
         codes = pad(xp, codes, fields)
@@ -287,7 +291,7 @@ class GlobalQSGD(Compressor):
         return words
 
     def unpack_words(self, xp: ModuleType, words: Array, largest: int) -> Array:
-        """The digits, int32, of words whose digits are at most `largest` in magnitude."""
+        """Unpacks words into their digits, int32. Magnitudes of digits are at most `largest`."""
         fields = 32 // self.bits
         # Adding `largest` makes each digit non-negative, so that digits occupy separate bits.
         words = words + sum(largest << (self.bits * field) for field in range(fields))
@@ -311,7 +315,7 @@ class _GlobalLayout:
 
     def __init__(self, bucket: Bucket) -> None:
         for compressor in set(bucket.compressors):
-            compressor.levels(bucket.context.world_size)  # refuses too many ranks
+            compressor.levels(bucket.context.world_size)  # raises an error if there are too many ranks
         segments = bucket.segments
         segments["count"] = [compressor.bits for compressor in bucket.compressors]
         words = -(-segments["size"] // (32 // segments["count"]))

@@ -1,7 +1,8 @@
-"""Block quantizers: 8 or 4 bits per element, integers or floats, and one scale for each block of consecutive elements.
+"""Block quantizers send 8 or 4 bits per element (integers or floats), and one scale for each block of consecutive
+elements.
 
-A block's scale is its largest magnitude, which becomes the largest code, so that an outlier reduces the precision of
-its own block only. By default elements are rounded to the nearest code.
+The scale of a block is its largest magnitude, which becomes the largest code. So an outlier reduces only the precision
+of its own block. By default, elements are rounded to the nearest code.
 """
 
 from __future__ import annotations
@@ -38,14 +39,15 @@ _FORMAT = Rule(lambda value: value in ("e4m3", "e5m2"), '"e4m3" or "e5m2"')
 
 @dataclass(frozen=True)
 class BlockQuantizer(Gathering):
-    """Base of methods whose codes are fractions of their block's largest magnitude.
+    """Base of methods whose codes are fractions of the largest magnitude of their block.
 
-    With error feedback the residual stays small: an element's error is at most the distance of two codes.
+    With error feedback, residuals stay small, because the error of an element is at most the distance between two
+    codes.
 
     Attributes:
-        block: number of consecutive elements that share a scale; the last block may be shorter.
-        rounding: "nearest", the same in every run; or "stochastic", at random to one of the two neighbours, so that the
-            expectation is the element itself.
+        block: number of consecutive elements that share a scale. The last block may be shorter.
+        rounding: "nearest", which is the same in every run; or "stochastic", which rounds at random to one of the two
+            neighbours, so that the expectation is the element itself.
     """
 
     block: Count = 128
@@ -62,20 +64,20 @@ class BlockQuantizer(Gathering):
         return blocks, xp.row_largest(blocks)
 
     def _encode_bucket(self, bucket: Bucket, mantissa: int = 0) -> None:
-        """Calls the encoding kernel: for floats with this number of mantissa bits, or 0 for integers."""
+        """Calls the encoding kernel. mantissa: number of mantissa bits if codes are floats; 0 if codes are integers."""
         nearest = self.rounding == "nearest"
         encode_multiples_of_bucket(bucket, "blocks_encode", bucket.layout.length, mantissa, nearest)
 
 
 class _WholeNumbers(BlockQuantizer, Multiples):
-    """Codes are -s ... s times the scale / s, with s = 2**(bits - 1) - 1."""
+    """Base of methods whose codes are integers from -s to s, with s = 2**(bits - 1) - 1. The unit is scale / s."""
 
     @property
     def run(self) -> int:
         return self.block
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
-        """round(s x / scale) + s, with the largest magnitude of each block as its scale."""
+        """Encodes x as round(s x / scale) + s. The scale of a block is its largest magnitude."""
         size = number_of_elements(tuple(x.shape))
         blocks, scales = self._blocks(xp, x)
         if self.rounding == "stochastic":
@@ -93,7 +95,7 @@ class Int8(_WholeNumbers):
     """Sends each element as an integer from -127 to 127, in units of 1/127 of its block's largest magnitude. The error
     is at most 1/254 of this magnitude.
 
-    Rounding to nearest does not count as bias, as in a cast.
+    As in a cast, rounding to nearest does not count as bias.
 
     Example:
         >>> Int8().payload_bytes((1000, 1000))
@@ -114,9 +116,10 @@ class Int4(_WholeNumbers):
     """Sends each element as an integer from -7 to 7, in units of 1/7 of its block's largest magnitude. The error is at
     most 1/14 of this magnitude.
 
-    Many elements are smaller than this error and become zero, so rounding to nearest is used with error feedback.
-    Rounding to nearest is a contraction: |x - C(x)|^2 <= (b - 1) / (b - 1 + 196) |x|^2 with blocks of b elements; 0.4
-    |x|^2 by default. Stochastic rounding is unbiased, and used without error feedback.
+    Many elements are smaller than this error and become zero. Therefore rounding to nearest is used with error
+    feedback. Rounding to nearest is a contraction: |x - C(x)|^2 <= (b - 1) / (b - 1 + 196) |x|^2 with blocks of b
+    elements, which is 0.4 |x|^2 for the default block. Stochastic rounding is unbiased, and is used without error
+    feedback.
 
     Example:
         >>> Int4().payload_bytes((1000, 1000))
@@ -143,14 +146,14 @@ class FP8(BlockQuantizer):
     """Sends each element as an 8-bit float, relative to its block's largest magnitude (Micikevicius et al. 2022,
     section 3).
 
-    The relative error of `e4m3` is at most 1/16 for magnitudes of at least 2**-14 of the block's largest magnitude. The
-    relative error of `e5m2` is at most 1/8, for magnitudes of at least 2**-29 of it. The paper uses e5m2 for gradients,
-    with one scale for a tensor; with a scale for each block, the range of e4m3 is enough and its error half as large.
-    Rounding to nearest does not count as bias, as in a cast. PyTorch reads the codes as `float8_e4m3fn` and
-    `float8_e5m2`.
+    Let m be the largest magnitude of the block. The relative error of `e4m3` is at most 1/16 for magnitudes above
+    2**-14 m. The relative error of `e5m2` is at most 1/8 for magnitudes above 2**-29 m. The paper uses e5m2 for
+    gradients, with one scale for each tensor. With a scale for each block, the range of e4m3 is enough, and its error
+    is half as large. As in a cast, rounding to nearest does not count as bias. PyTorch reads the codes as
+    `float8_e4m3fn` and `float8_e5m2`.
 
     Attributes:
-        format: "e4m3", 4 bits of exponent and 3 of mantissa; or "e5m2".
+        format: "e4m3" (4 bits of exponent and 3 bits of mantissa) or "e5m2" (5 and 2).
         block: number of consecutive elements that share a scale. Blocks may be long, because floats keep their relative
             precision over many magnitudes.
 
@@ -169,7 +172,7 @@ class FP8(BlockQuantizer):
 
     @property
     def mantissa(self) -> int:
-        """Bits of the mantissa."""
+        """The number of bits of the mantissa."""
         return {"e4m3": 3, "e5m2": 2}[self.format]
 
     @property
@@ -183,10 +186,11 @@ class FP8(BlockQuantizer):
         return {"e4m3": 127 - 6, "e5m2": 127 - 14}[self.format] << 23
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
-        """The codes and scales, computed on the bits of float32 numbers; `kernels/src/float8.h` has the same in C.
+        """Computes the codes and the scales with the bits of float32 numbers.
 
-        Between two powers of two, and below the smallest normal number, codes are equally spaced: the number of
-        spacings above the power of two is rounded and added to the power's code.
+        `kernels/src/float8.h` does the same in C. Between two powers of two, and below the smallest normal number,
+        codes are equally spaced. So the distance from the power of two is divided by the spacing, rounded, and added to
+        the code of the power of two.
         """
         size = number_of_elements(tuple(x.shape))
         blocks, scales = self._blocks(xp, x)
@@ -194,11 +198,11 @@ class FP8(BlockQuantizer):
         magnitudes = abs(values).clip(0, self._largest)
         powers = (xp.bitcast(magnitudes, "int32") & 0x7F800000).clip(self._least, 254 << 23)
         if self.rounding == "nearest":
-            # The sum's last bit is worth one spacing; ties go to even.
+            # The last bit of this sum is worth one spacing. Ties go to even.
             powers_of_sum = powers + ((23 - self.mantissa) << 23)
             codes = xp.bitcast(magnitudes + xp.bitcast(powers_of_sum, "float32"), "int32") - powers_of_sum
         else:
-            # 2**23 times the number of spacings, exact, plus 23 random bits.
+            # The exact number of spacings times 2**23, plus 23 random bits.
             factors = xp.bitcast(((277 + self.mantissa) << 23) - self._least - (powers - self._least), "float32")
             codes = xp.astype(magnitudes * factors, "int32")
             codes += (random_words(xp, rank_key(context, self.name), size, like=values) >> 9) & 0x7FFFFF

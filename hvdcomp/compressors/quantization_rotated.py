@@ -1,8 +1,8 @@
-"""EDEN: rotates each block at random, and then sends one of a few levels for each element.
+"""EDEN rotates each block at random, and then sends one of a few levels for each element.
 
-After a random rotation, the elements of any block are distributed like normal numbers. The levels are the best ones for
-normal numbers (Lloyd-Max), and a scale for each block makes the result unbiased. So the error is known before the
-gradient is, and no error feedback is needed.
+After a random rotation, the elements of any block have nearly a normal distribution. The levels are the best levels for
+this distribution (Lloyd-Max), and a scale for each block makes the result unbiased. So the relative error is the same
+for every gradient and known in advance, and no error feedback is needed.
 """
 
 from __future__ import annotations
@@ -47,17 +47,18 @@ class EDEN(Gathering):
     """Rotates each block at random, and sends the nearest of 2**bits levels for each element (Vargaftik et al. 2022;
     with one bit DRIVE, Vargaftik et al. 2021).
 
-    The rotation of a block x of n elements is z = H D x, with the Walsh-Hadamard matrix H of n rows and random signs D.
-    With q the levels nearest to z / rms(z), the result is D H (s q), where s = |z|^2 / (n <z, q>). All ranks draw the
-    same signs, so that their payloads are averaged before one rotation back.
+    The rotation of a block x of n elements is z = H D x. H is the Walsh-Hadamard matrix of n rows, and D is a diagonal
+    of random signs. q are the levels that are nearest to z / rms(z). The result is D H (s q) with s = |z|^2 / (n <z,
+    q>). All ranks draw the same signs, so the decoded payloads are averaged first, and a single inverse rotation
+    follows.
 
     Attributes:
-        bits: bits per element, 1 to 4. The squared error is 57, 13, 3.6 or 0.95 % of |x|^2.
+        bits: bits per element, 1 to 4. The squared error is 57, 13, 3.6 or 0.95 % of |x|^2 for 1, 2, 3 or 4 bits.
         block: number of elements that are rotated together, 512 or 1024. The last block of a tensor is padded with
             zeros.
-        back: bits per element for the means, which exchange "scatter" compresses again, 1 to 4. Default: one more than
-            `bits`, at most 4. The error of the means is not averaged over ranks, so one more bit for the means lowers
-            the error of the result more than one more bit for the chunks.
+        back: bits per element, 1 to 4, for the means that exchange "scatter" compresses again. Default: one more than
+            `bits`, but at most 4. The error of the means is not averaged over ranks. Therefore one more bit for the
+            means reduces the error of the result more than one more bit for the chunks.
 
     Example:
         >>> EDEN(bits=2).payload_bytes((1024, 1024))
@@ -94,7 +95,7 @@ class EDEN(Gathering):
         return self if bits == self.bits else dataclasses.replace(self, bits=bits)
 
     def with_exchange(self, exchange: str) -> EDEN:
-        """Without `back`, if gathered."""
+        """The same method with another `exchange`. With "gather", `back` is dropped."""
         return dataclasses.replace(self, exchange=exchange, back=None if exchange == "gather" else self.back)
 
     @property
@@ -103,9 +104,10 @@ class EDEN(Gathering):
         return ERRORS[self.bits]
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
-        """The packed levels and the scales. A block whose norm is at most 2**-96 is sent as zeros.
+        """Computes the packed levels and the scales.
 
-        Without a factor 1 / sqrt(n), the rms of z is the norm of x, and s = |x|^2 / <z, q>.
+        A block whose norm is at most 2**-96 is sent as zeros. Here H has no factor 1 / sqrt(n). So the rms of z is the
+        norm of x, and s = |x|^2 / <z, q>.
         """
         vector = pad(xp, xp.flatten(xp.astype(x, "float32")), self.block)
         blocks = xp.reshape(vector, (-1, self.block))
@@ -127,7 +129,7 @@ class EDEN(Gathering):
         return pack(xp, xp.flatten(codes), self.bits), scales
 
     def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
-        """s q: the rotated elements (blocks, block)."""
+        """Computes s q, the rotated elements (blocks, block)."""
         packed, scales = parts
         codes = unpack(xp, packed, self.bits, scales.shape[0] * self.block)
         codes = xp.reshape(codes, (-1, self.block))
@@ -138,12 +140,13 @@ class EDEN(Gathering):
         return xp.where(codes & 1 == 1, -q, q) * scales
 
     def restore(self, xp: ModuleType, decoded: Array, shape: tuple[int, ...], context: Context) -> Array:
-        """D H (s q): the rotation back, here of the mean of all ranks' s q."""
+        """Computes D H (s q), the inverse rotation. `decoded` is s q of one rank, or the mean of the ranks' s q."""
         vector = xp.flatten(xp.hadamard(decoded))
         return (vector * self._signs(xp, vector, context))[: number_of_elements(shape)]
 
     def _signs(self, xp: ModuleType, like: Array, context: Context) -> Array:
-        """The diagonal of D, 1 or -1, float32, of the length of `like`: each word gives the signs of 32 elements."""
+        """The diagonal of D, 1 or -1, float32, with the length of `like`. One random word gives the signs of 32
+        elements."""
         words = random_words(xp, shared_key(context, self.name), like.shape[0] // 32, like)
         bits = (xp.reshape(words, (-1, 1)) >> xp.arange(32, like=words)) & 1
         return xp.flatten(xp.astype(1 - 2 * bits, "float32"))
@@ -157,7 +160,7 @@ class EDEN(Gathering):
         bucket.found_inf = bucket.call("eden_encode", layout.levels, self.block, layout.payload.vector)
 
     def decode_bucket(self, bucket: Bucket, first: Array, ranks: int, stride: int) -> bool | Array:
-        bucket.draw_keys(shared=True)  # a chunk's bucket may have decoded others, or encoded nothing
+        bucket.draw_keys(shared=True)  # the keys in the table may be missing, or belong to another chunk
         return bucket.call("eden_decode", bucket.layout.levels, self.block, first, ranks, stride)
 
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
@@ -166,10 +169,10 @@ class EDEN(Gathering):
 
 
 def _dots(xp: ModuleType, x: Array, y: Array) -> Array:
-    """Dot products (blocks, 1), float64, of the rows of two matrices, of which each has some groups of 512 elements.
+    """The dot products (blocks, 1), float64, of the rows of two matrices. The length of a row is a multiple of 512.
 
-    The products of eight elements, 64 apart, are added up as float32: the kernels in C would take longer to convert all
-    products than for all else.
+    The products of eight elements that are 64 apart are first added as float32. Otherwise the C kernels would convert
+    every product to float64, which would take longer than everything else.
     """
     parts = xp.reshape(x * y, (x.shape[0], -1, 8, 64))
     for half in (4, 2, 1):
@@ -179,16 +182,17 @@ def _dots(xp: ModuleType, x: Array, y: Array) -> Array:
 
 
 def _borders(bits: int) -> list[float]:
-    """The magnitudes halfway between two levels, of float32 as the levels are."""
+    """The magnitudes halfway between two neighbouring levels, rounded to float32 like the levels."""
     levels = np.array(LEVELS[bits], np.float32).astype(np.float64)
     return [float(border) for border in ((levels[1:] + levels[:-1]) / 2).astype(np.float32)]
 
 
 class _RotatedLayout:
-    """The layout of a bucket's payload: all scales, then the codes of each tensor, as of whole blocks.
+    """The layout of a bucket's payload: first all scales, and then the codes of each tensor, padded to whole blocks.
 
     Attributes:
-        levels: for kernels, the levels of each number of bits, and then the borders between them, float32 (2, 5, 8).
+        levels: the table for kernels, float32 (2, 5, 8): the levels for each number of bits, and then the borders
+            between levels.
     """
 
     def __init__(self, bucket: Bucket, block: int) -> None:

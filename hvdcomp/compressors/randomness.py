@@ -1,9 +1,11 @@
-"""Reproducible random numbers, the same on every rank, from private generators.
+"""Reproducible random numbers from private generators. The numbers are the same on every rank, unless ranks must
+differ.
 
-Numbers follow from the run's seed, the tensor's name, the purpose, the step and, where ranks must differ, the rank. For
-a few numbers, a NumPy generator is used. For one number per element, `random_words` computes each word from a key and
-the index of the word, without state, with the same result in every framework and in C. The global random state of
-Python, NumPy or a framework is never read or changed. Python's `hash` is not used, as it differs between processes.
+The numbers depend on the run's seed, the tensor's name, the purpose, the step and, if ranks must differ, the rank. If a
+method needs only a few numbers, it uses a NumPy generator. If a method needs one number for each element, the method
+uses `random_words`. This function computes each word from a key and the word's index, without state, and gives the same
+result in every framework and in C. This module never reads or changes the global random state of Python, NumPy or a
+framework. The module does not use Python's `hash`, which differs between processes.
 """
 
 from __future__ import annotations
@@ -21,47 +23,49 @@ from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.protocol import Context
 
 _ALL_BITS = 2**64 - 1
-_ROUNDS = 8  # of the bijection; after six, some pairs of elements of a small tensor are still 1 % likelier than others
-_LEAST_BITS = 6  # least bits of its domain; with fewer, some choices are likelier than others
+# of the bijection; after only six rounds, some pairs of elements of a small tensor are 1 % more likely than others
+_ROUNDS = 8
+_LEAST_BITS = 6  # fewest bits of the bijection's domain; with fewer bits, some choices are more likely than others
 
 
 def shared_generator(context: Context, purpose: str) -> np.random.Generator:
-    """A generator that is the same on every rank for this tensor, step and purpose."""
+    """A random generator for this tensor, step and purpose. The generator gives the same numbers on every rank."""
     text = f"{context.seed}|{context.name}|{context.step}|{purpose}"
     key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
     return np.random.Generator(np.random.Philox(key=key))
 
 
 def rank_generator(context: Context, purpose: str) -> np.random.Generator:
-    """A generator of this rank's own for this tensor, step and purpose."""
+    """A random generator for this tensor, step, purpose and rank. The generator gives other numbers on each rank."""
     return shared_generator(context, f"{purpose}|rank {context.rank}")
 
 
 def drawn(
     xp: ModuleType, draw: Callable[[], np.ndarray], shape: tuple[int, ...], dtype: str, like: Array
 ) -> Array:
-    """The array from `draw`, on the device of `like`; if `like` is a `ShapeArray`, its shape and type, not drawn."""
+    """Calls `draw`, and copies the result to the device of `like`. If `like` is a `ShapeArray`, nothing is drawn, and
+    the result is a `ShapeArray`."""
     return ShapeArray(shape, dtype) if isinstance(like, ShapeArray) else xp.from_numpy(draw(), like=like)
 
 
 def distinct_indices(xp: ModuleType, key: int, count: int, size: int, like: Array) -> Array:
-    """`count` different indices in [0, size), in ascending order, on the device of `like`.
+    """Draws `count` different indices in [0, size). The indices are in ascending order and on the device of `like`.
 
-    The indices are the images of 0, 1, 2 ... under a bijection chosen by the key: a Feistel network of eight rounds on
-    numbers of as many bits as `size` needs, at least six, applied again to results that are not below `size` ("cycle
-    walking", Black and Rogaway 2002, doi:10.1007/3-540-45760-7_9). Its halves have at most 32 bits, enough for sizes up
-    to 2**63. All indices are then shifted by `rotations`, which makes each index equally likely for any bijection.
-    `kernels/src/isa_sparse_random.c` has the same in C.
+    A bijection, chosen by the key, maps 0, 1, 2, ... to the indices. The bijection is a Feistel network of eight
+    rounds. The numbers in the network have as many bits as `size` needs, but at least six. If a result is not below
+    `size`, the bijection is applied again ("cycle walking", Black and Rogaway 2002, doi:10.1007/3-540-45760-7_9). Each
+    half has at most 32 bits, which is enough for sizes up to 2**63. At the end, all indices are shifted by `rotations`,
+    so that each index is equally likely for any bijection. `kernels/src/isa_sparse_random.c` does the same in C.
 
     Args:
         xp: array functions.
         key: 64-bit key.
         count: number of indices, at most `size`.
-        size: bound of the indices.
-        like: array whose device the result gets.
+        size: the indices are below this number.
+        like: an array on the device on which the result is needed.
 
     Returns:
-        int32 where the indices fit (size < 2**31), else int64; shape (count,).
+        The indices (count,), int32 if size < 2**31, otherwise int64.
     """
     dtype = "int32" if size < 2**31 else "int64"
 
@@ -79,12 +83,13 @@ def distinct_indices(xp: ModuleType, key: int, count: int, size: int, like: Arra
 
 
 def rotations(keys: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """The shift, modulo the size, of the indices that `distinct_indices` draws by each key; uint64, below `sizes`."""
+    """For each key, the shift that `distinct_indices` adds to its indices modulo the size; uint64, below `sizes`."""
     return step_keys(keys, 0, None) % sizes.astype(np.uint64)
 
 
 def _permuted(numbers: np.ndarray, bits: int, key: int) -> np.ndarray:
-    """A permutation of the numbers below 2**bits, uint64, chosen by the key."""
+    """The images of numbers, uint64, under a permutation of the numbers below 2**bits. The key chooses the
+    permutation."""
     low = bits // 2
     halves = [(numbers >> np.uint64(low)).astype(np.uint32), (numbers & np.uint64(2**low - 1)).astype(np.uint32)]
     widths = [bits - low, low]
@@ -99,22 +104,24 @@ def _permuted(numbers: np.ndarray, bits: int, key: int) -> np.ndarray:
 
 
 def tensor_keys(names: Sequence[str], seed: int, purpose: str) -> np.ndarray:
-    """64-bit keys, uint64 (names,), the input of `step_keys`."""
+    """A 64-bit key for each tensor, uint64 (names,). `step_keys` turns these keys into the keys of a step."""
     digests = [hashlib.blake2b(f"{seed}|{name}|{purpose}".encode(), digest_size=8).digest() for name in names]
     return np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
 
 
 def step_keys(keys: np.ndarray, step: int, rank: int | None) -> np.ndarray:
-    """The keys of a step, made from `tensor_keys`; rank None gives keys that all ranks share.
+    """The keys of a step, computed from `tensor_keys`. With rank None, all ranks get the same keys.
 
-    Each key goes through the generator SplitMix64 twice (Steele et al. 2014, doi:10.1145/2660193.2660195): output
-    `step` of the generator seeded by the key seeds a second one, and its output `rank` is the step's key.
+    Each key passes the generator SplitMix64 twice (Steele et al. 2014, doi:10.1145/2660193.2660195). The key is the
+    seed of a first generator, and output number `step` of this generator is the seed of a second one. Output number
+    `rank` of the second generator is the result.
     """
     return _mixed(_mixed(keys, step), -1 if rank is None else rank)
 
 
 def _mixed(keys: Any, number: int) -> Any:
-    """Output `number` of SplitMix64 seeded by each key: a uint64 array, or an int, which takes far less time."""
+    """Output `number` of SplitMix64 with each key as the seed. keys: a uint64 array, or an int, for which the function
+    is much faster."""
     keys = keys + (number + 1) * 0x9E3779B97F4A7C15 % 2**64 & _ALL_BITS
     keys = (keys ^ keys >> 30) * 0xBF58476D1CE4E5B9 & _ALL_BITS
     keys = (keys ^ keys >> 27) * 0x94D049BB133111EB & _ALL_BITS
@@ -132,7 +139,7 @@ def rank_key(context: Context, purpose: str) -> int:
 
 
 def _key(context: Context, purpose: str, rank: int) -> int:
-    """As `step_keys` has it."""
+    """The result of `step_keys` for one tensor, but much faster."""
     key: int = _mixed(_mixed(_name_key(context.name, context.seed, purpose), context.step), rank)
     return key
 
@@ -143,27 +150,29 @@ def _name_key(name: str, seed: int, purpose: str) -> int:
 
 
 def random_words(xp: ModuleType, key: int, count: int, like: Array) -> Array:
-    """Uniform 32-bit words, the same bits in every framework and in the kernels, made on the device of `like`.
+    """Uniform 32-bit words, computed on the device of `like`. The bits are the same in every framework and in the
+    kernels.
 
-    Word i depends on i and the key only: term i of a Weyl sequence that starts at the key's low half goes through the
-    two rounds of Wellons's integer hash "lowbias32" (https://github.com/skeeto/hash-prospector), with the key's high
-    half XORed in between. Without the Weyl sequence, elements 1024 apart would be correlated; if the high half were
-    added instead, tensors with nearby low halves would be. `kernels/src/randomness.h` has the same in C.
+    Word i depends only on i and the key. The function takes term i of a Weyl sequence that starts at the low half of
+    the key. The function applies the two rounds of Wellons's integer hash "lowbias32"
+    (https://github.com/skeeto/hash-prospector), with an XOR of the key's high half between the rounds. Without the Weyl
+    sequence, elements that are 1024 apart would be correlated. With an addition instead of the XOR, tensors whose keys
+    have similar low halves would be correlated. `kernels/src/randomness.h` does the same in C.
 
     Args:
         xp: array functions.
         key: 64-bit key.
         count: number of words.
-        like: float32 array whose device the words get.
+        like: a float32 array on the device on which the words are needed.
 
     Returns:
-        int32 (count,), in fresh storage. The high bits are the better ones.
+        int32 (count,), in new storage. The high bits are more random than the low bits.
     """
     low, high = np.array([key], np.uint64).view(np.int32).tolist()
     words = xp.arange(count, like=xp.bitcast(like, "int32"))
     words *= 0x9E3779B9 - 2**32
     words += low
-    words ^= (words >> 16) & 0xFFFF  # the sign bit is repeated: only the lower bits were shifted in
+    words ^= (words >> 16) & 0xFFFF  # `>>` repeats the sign bit, so only the low bits are used
     words *= 0x21F0AAAD
     words ^= (words >> 15) & 0x1FFFF
     words ^= high
@@ -172,7 +181,7 @@ def random_words(xp: ModuleType, key: int, count: int, like: Array) -> Array:
 
 
 def uniform(xp: ModuleType, key: int, count: int, like: Array) -> Array:
-    """Uniform numbers in [0, 1), float32 (count,), multiples of 2**-24, in fresh storage; see `random_words`."""
+    """Uniform numbers in [0, 1), float32 (count,), which are multiples of 2**-24, in new storage (`random_words`)."""
     numbers = xp.astype((random_words(xp, key, count, like) >> 8) & 0xFFFFFF, "float32")
     numbers *= 2.0**-24
     return numbers

@@ -1,8 +1,8 @@
-"""Reduce-scatter between nodes: each rank gets one row of the mean, and the rows are quantized on their way.
+"""A quantized reduce-scatter between nodes: each rank gets one row of the mean, and ranks send quantized rows.
 
-A rank has a row for each node. It encodes and sends the rows of other nodes; it decodes and adds up the payloads that
-it receives for its own row. `reduce_scatter` does this in array functions, and `ShardKernels` in kernels, on the host
-or a device, bit for bit the same.
+A rank has one row for each node. The rank encodes the rows of the other nodes and sends them. The rank receives
+payloads for its own row, decodes them, and adds them up. `reduce_scatter` does this with array functions, and
+`ShardKernels` does it with kernels, on the host or on a device. `reduce_scatter` and `ShardKernels` give the same bits.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from hvdcomp.kernels.tables import NOTHING
 
 
 class Codec(Protocol):
-    """A method whose payloads are decoded one by one.
+    """A method that can decode a payload without the payloads of other ranks.
 
     Attributes:
         unit: chunks begin at multiples of this number of elements of a tensor.
-        of_means: the method of the chunks' means: it encodes and decodes as this one does, at another level.
+        of_means: the method that compresses the means of chunks. The compressor of means is this method, possibly at
+            another level.
     """
 
     @property
@@ -37,33 +38,34 @@ class Codec(Protocol):
     def of_means(self) -> Codec: ...
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, ...]:
-        """The payload of a tensor."""
+        """Encodes a tensor, and returns its payload."""
 
     def decoded(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...], context: Context) -> Array:
-        """The elements of one payload, a vector; `context` is that of `encode`."""
+        """Decodes one payload, and returns its elements as a vector. `context` is the context that `encode` got."""
 
     def payload(self, bucket: Bucket) -> Payload:
-        """Storage of the bucket's payload."""
+        """The storage of the bucket's payload."""
 
     def encode_bucket(self, bucket: Bucket) -> None:
         """Writes the bucket's payload and sets its `found_inf`."""
 
     def decode_bucket(self, bucket: Bucket, first: Any, ranks: int, stride: int) -> bool | Array:
-        """Writes the mean of payloads (`gathered`) to the results; whether it holds an inf or NaN."""
+        """Writes the mean of the ranks' payloads to the results. The arguments come from `gathered`. Returns whether
+        the mean contains an inf or NaN."""
 
 
 def reduce_scatter(
     method: Codec, memory: Memory, xp: ModuleType, rows: Array, state: tuple[Array, ...], shard: Context
 ) -> Generator[Request, Any, tuple[Array, tuple[Array, ...]]]:
-    """This rank's row of the mean over nodes: what `ShardKernels` does in kernels.
+    """Computes this rank's row of the mean over nodes. `ShardKernels` does the same with kernels.
 
     Args:
-        rows: float32 (nodes, length), of which this rank's own stays as it is.
-        state: of the memory, which has the other rows: what this returned in the step before, or nothing.
-        shard: of the step, among the ranks that have rows for each other.
+        rows: float32 (nodes, length). This rank's own row is not compressed.
+        state: the state of the memory for the other rows, as returned in the previous step; empty in the first step.
+        shard: the context of the step, in the group of ranks that exchange rows.
 
     Returns:
-        The row (length,), float32, and the memory's state, whose arrays are (nodes - 1, length).
+        The row (length,), float32, and the state of the memory for the next step, arrays (nodes - 1, length).
     """
     nodes, own = rows.shape[0], shard.rank
     other_nodes = [node for node in range(nodes) if node != own]
@@ -81,13 +83,13 @@ def reduce_scatter(
 def reduce_chunks(
     method: Codec, xp: ModuleType, chunks: Sequence[Array], context: Context
 ) -> Generator[Request, Any, tuple[Array, list[tuple[Array, ...]]]]:
-    """The first half of a step with exchange "scatter": computes the mean of this rank's chunk. This rank's own x is
-    not compressed for this mean.
+    """Runs the first half of a step with exchange "scatter": computes the mean of this rank's chunk. This rank's own x
+    enters the mean uncompressed.
 
     Args:
         method: the method that encodes chunks.
         xp: array functions.
-        chunks: this rank's x in chunks, float32 (length,), in the order of the ranks that average them.
+        chunks: this rank's x, cut into chunks, float32 (length,). Chunk r is averaged by rank r.
         context: the tensor's context.
 
     Returns:
@@ -110,7 +112,8 @@ def counted(
     encoded: Sequence[Sequence[Array]],
     context: Context,
 ) -> list[Array]:
-    """This rank's contribution to the mean of each chunk in `reduce_chunks`: decoded, or x of its own chunk."""
+    """This rank's contribution to the mean of each chunk in `reduce_chunks`. For other ranks' chunks, this is the
+    decoded payload. For the rank's own chunk, the value is x."""
     pairs = enumerate(zip(chunks, encoded, strict=True))
     return [
         chunk
@@ -121,25 +124,26 @@ def counted(
 
 
 def of_chunk(context: Context, chunk: int | str) -> Context:
-    """The context of one of a tensor's chunks."""
+    """The context for one chunk of a tensor."""
     return dataclasses.replace(context, name=f"{context.name}#{chunk}")
 
 
 def _stacked(xp: ModuleType, parts: Sequence[Array]) -> Array:
-    """Arrays of one shape as the rows of one array."""
+    """Stacks arrays of the same shape as the rows of one array."""
     return xp.concatenate([xp.reshape(part, (1, *part.shape)) for part in parts])
 
 
 class ShardKernels:
-    """The rows of one flat gradient, step by step, on the host or on a device; each row is a bucket of one tensor.
+    """The same as `reduce_scatter`, with kernels, for the rows of one flat gradient. Each row is a bucket of one
+    tensor.
 
     Args:
         method: the method that encodes rows, with a bucket form.
         memory: the memory of all rows, from `KNOWN_TO_KERNELS`.
-        length: elements of a row.
-        context: context of the first step, in the group of ranks that exchange rows.
+        length: number of elements of a row.
+        context: the context of the first step, in the group of ranks that exchange rows.
         device: the device of the rows, if there are kernels for it; None for the host.
-        xp: the array functions of the rows: NumPy's on the host.
+        xp: the array functions for the rows. On the host, these are NumPy's.
     """
 
     def __init__(
@@ -162,18 +166,18 @@ class ShardKernels:
         shape = len(payloads), number_of_elements(payloads[0].shape)
         self._sent = xp.reshape(self._rows[0].zeros(shape[0] * shape[1]), shape)
         self._decoded = self._rows[0].zeros(length, "float32")
-        # `take_off` subtracts sent signs at once, by a pass with zeros as the gradient.
+        # With these zeros as the gradient, `take_off` subtracts the sent signs in this step instead of the next one.
         self._zeros = np.zeros(length if self._rows[0].keeps and device is None else 0, np.float32)
 
     def reduce_scatter(
         self, rows: Array, residual: Array | None, context: Context
     ) -> Generator[Request, list[tuple[Array]], Array]:
-        """This rank's row of the mean, float32 (length,), in fresh storage.
+        """Computes this rank's row of the mean, float32 (length,), in new storage.
 
         Args:
             rows: this rank's gradient, float32 (nodes, length).
-            residual: residuals of the other nodes' rows, in their order, float32 (nodes - 1, length); updated in place.
-                None without a memory.
+            residual: the residuals of the rows of the other nodes, in the order of nodes, float32 (nodes - 1, length).
+                The residuals are updated in place. None if there is no memory.
             context: context of the step.
         """
         method, xp = self.method, self._xp
@@ -189,7 +193,8 @@ class ShardKernels:
             self._sent[node] = method.payload(bucket).vector
             if residual is not None:
                 take_off(bucket, self._zeros)
-                # Else an inf or NaN would stay in all later steps. The host does not wait for a device to say so.
+                # Otherwise an inf or NaN would remain in the residual for all later steps. On a device this is always
+                # done, because the host does not wait for the device's flag.
                 if bucket.device is not None or bucket.found_inf:
                     residual[place] = xp.finite_or_zero(residual[place])
         received = yield AllToAll((self._sent,))

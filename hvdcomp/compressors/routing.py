@@ -1,8 +1,8 @@
 """Routing: different compressors for different tensors, chosen by name, by size or by number of dimensions.
 
-A router is itself a compressor, and is allowed wherever a compressor is allowed, also inside another router. A router
-never compresses: its method `route` returns the compressor of each tensor, which determines memory, payload and bias.
-All tensors share the fused collectives of a round, also if their compressors differ.
+A router is itself a compressor. You can use it wherever a compressor is allowed, even inside another router. A router
+never compresses. The method `route` returns the compressor of each tensor, and this compressor determines memory,
+payload and bias. All tensors share the fused collectives of a round, even if their compressors differ.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from hvdcomp.compressors.protocol import Aggregation, Context, TensorInfo
 from hvdcomp.errors import SpecError
 from hvdcomp.specs.levels import Level
 
-MOST_NESTED = 32  # depth of nested routers, as most methods recurse through all
+MOST_NESTED = 32  # maximum depth of nested routers, because most methods are recursive
 ANY = "*"  # the pattern that matches every name
-_PATTERNS_SHOWN, _NAMES_SHOWN = 3, 3  # in an error
-_NUMBERED = re.compile(r"(allreduce\.noname\.)?\d+(\.\d+)*")  # the names of parameters that nobody named
-CONDITION = re.compile(r"(numel|ndim)\s*<\s*(\d+)")  # a rule's condition, in place of a pattern
+_PATTERNS_SHOWN, _NAMES_SHOWN = 3, 3  # in an error message
+_NUMBERED = re.compile(r"(allreduce\.noname\.)?\d+(\.\d+)*")  # the names of parameters that have no name from the user
+CONDITION = re.compile(r"(numel|ndim)\s*<\s*(\d+)")  # the condition of a rule, which may replace a pattern
 
 
 @dataclass(frozen=True)
 class Router(Compressor):
     """Base class of the compressors that choose a compressor for each tensor.
 
-    A router has a level if all its compressors with a level have the same kind of level, such as ratio or rank. Setting
-    the level of the router sets the level of each of these compressors. Otherwise, levels can only be set for single
-    tensors.
+    Some of a router's compressors may have a level. If all these levels are of the same kind, such as ratio or rank,
+    the router has a level, too. Setting the level of the router sets the level of each of these compressors. If the
+    kinds differ, levels can only be set for single tensors.
     """
 
     sends: ClassVar[str] = "the payloads of the chosen compressors"
 
     @property
     def choices(self) -> tuple[Compressor, ...]:
-        """The compressors that tensors may get; routers among them."""
+        """The compressors that tensors may get. Some of these compressors may be routers."""
         return tuple(self.rules().values())
 
     def choose(self, tensor: TensorInfo) -> Compressor:
@@ -52,14 +52,14 @@ class Router(Compressor):
         raise NotImplementedError
 
     def rules(self) -> dict[str, Compressor]:
-        """Compressor by condition, as in a spec string, in the order in which conditions are tried."""
+        """The compressor for each condition, as in a spec string, in the order in which conditions are tried."""
         raise NotImplementedError
 
     def route(self, tensor: TensorInfo) -> Compressor:
-        """The compressor of a tensor: the result of `route` of the compressor that the rules choose.
+        """The compressor of a tensor. The rules choose a compressor, and the result is `route` of this compressor.
 
         Raises:
-            SpecError: for a tensor that no rule covers.
+            SpecError: if no rule matches the tensor.
         """
         return self.choose(tensor).route(tensor)
 
@@ -68,11 +68,11 @@ class Router(Compressor):
 
     @property
     def depth(self) -> int:
-        """Depth of nested routers, this one included."""
+        """The depth of nested routers, including this one."""
         return 1 + max(choice.depth if isinstance(choice, Router) else 0 for choice in self.choices)
 
     def leaves(self) -> Iterator[Compressor]:
-        """All compressors of this router and the routers in it, without routers."""
+        """All compressors of this router and of its nested routers, but not the routers themselves."""
         for choice in self.choices:
             yield from choice.leaves()
 
@@ -82,23 +82,23 @@ class Router(Compressor):
 
     @property
     def biased(self) -> bool:  # type: ignore[override]
-        """Whether any of its compressors is biased."""
+        """Whether any compressor of this router is biased."""
         return any(choice.biased for choice in self.choices)
 
     @property
     def level_name(self) -> str | None:  # type: ignore[override]
-        """The name of its compressors' level; None if names differ or no compressor has a level."""
+        """The name of the compressors' level; None if the names differ or no compressor has a level."""
         names = {choice.level_name for choice in self._with_level()}
         return names.pop() if len(names) == 1 else None
 
     @property
     def level(self) -> Level | None:
-        """The level, if all of its compressors that have a level have the same one; otherwise None."""
+        """The level, if all compressors that have a level have the same level; otherwise None."""
         levels = {choice.level for choice in self._with_level()}
         return levels.pop() if len(levels) == 1 and self.level_name else None
 
     def at_level(self, level: Level | None) -> Compressor:
-        """The router with all compressors that have a level set to this level.
+        """The same router with another level: each compressor that has a level gets this level.
 
         Raises:
             SpecError: if the compressors have different kinds of level, or do not allow this level.
@@ -124,14 +124,14 @@ class Router(Compressor):
         return json.dumps(self.as_json())
 
     def as_json(self) -> dict[str, Any]:
-        """The spec of each compressor, by condition."""
+        """The spec of the compressor for each condition."""
         return {
             condition: choice.as_json() if isinstance(choice, Router) else str(choice)
             for condition, choice in self.rules().items()
         }
 
     def _with(self, choices: Iterable[Compressor]) -> Router:
-        """A router with the same rules and other compressors, in the order of `choices`."""
+        """A router with the same rules, but with other compressors, given in the order of `choices`."""
         raise NotImplementedError
 
     def _with_level(self) -> list[Compressor]:
@@ -148,18 +148,19 @@ def _has_level(compressor: Compressor) -> bool:
 
 @dataclass(frozen=True, init=False)
 class ByName(Router):
-    """Chooses by the tensor's name: the first pattern that matches decides.
+    """Chooses by the name of the tensor. The first pattern that matches decides.
 
-    Patterns are as in Python's `fnmatch`: `*` matches any text (also with dots and slashes), `?` matches one character,
-    and `[abc]` for one of the characters a, b and c. A pattern must match the whole name. Upper and lower case are
-    different.
+    Patterns work as in Python's `fnmatch`: `*` matches any text (including dots and slashes), `?` matches one
+    character, and `[abc]` matches one of the characters a, b and c. A pattern must match the whole name. Upper case and
+    lower case are different.
 
     Args:
-        patterns: compressor by pattern, in the order in which patterns are tried (a mapping, or pairs). A tensor that
-            no pattern matches is an error, so the last pattern is usually "*".
+        patterns: a mapping from patterns to compressors, or pairs, in the order in which patterns are tried. If no
+            pattern matches a tensor, this is an error, so the last pattern is usually "*".
 
     Raises:
-        SpecError: if there are no patterns, if a pattern is given twice or after "*", or if a value is no compressor.
+        SpecError: if there are no patterns, if a pattern is given twice or after "*", or if a value is not a
+            compressor.
 
     Example:
         >>> from hvdcomp import NoCompression, PowerSGD, TopK
@@ -214,10 +215,11 @@ class ByName(Router):
 
 @dataclass(frozen=True)
 class _ByThreshold(Router):
-    """Base of routers between two compressors, the fields after `threshold`, by a number of the tensor.
+    """Base of routers that compare a number of the tensor with `threshold`. The two fields after `threshold` are the
+    compressors between which a router chooses.
 
     Class attributes:
-        condition: the number's name in a spec string.
+        condition: the name of the number in a spec string.
     """
 
     threshold: Count
@@ -230,7 +232,8 @@ class _ByThreshold(Router):
             _require_compressor(self.name, place, choice)
 
     def compared(self, tensor: TensorInfo) -> int:
-        """The tensor's number; below the threshold the first compressor is chosen, else the second."""
+        """The number of the tensor that is compared. The first compressor is chosen if it is below the threshold,
+        otherwise the second."""
         raise NotImplementedError
 
     def choose(self, tensor: TensorInfo) -> Compressor:
@@ -251,9 +254,9 @@ class BySize(_ByThreshold):
     """Chooses by the number of elements.
 
     Attributes:
-        threshold: number of elements from which a tensor is large.
-        small: compressor of tensors with fewer elements.
-        large: compressor of all other tensors.
+        threshold: a tensor with at least this number of elements is large.
+        small: the compressor of tensors with fewer elements.
+        large: the compressor of all other tensors.
 
     Example:
         >>> from hvdcomp import Int8, TopK
@@ -274,12 +277,12 @@ class BySize(_ByThreshold):
 
 @dataclass(frozen=True)
 class ByDimensions(_ByThreshold):
-    """Chooses by the number of dimensions: a bias has one, a linear layer two, a convolution four.
+    """Chooses by the number of dimensions. A bias has one dimension, a linear layer two, and a convolution four.
 
     Attributes:
-        threshold: number of dimensions from which `others` is used.
-        fewer: compressor of tensors with fewer dimensions.
-        others: compressor of all other tensors.
+        threshold: tensors with at least this number of dimensions get `others`.
+        fewer: the compressor of tensors with fewer dimensions.
+        others: the compressor of all other tensors.
 
     Example:
         >>> from hvdcomp import FP16, TopK
@@ -317,17 +320,18 @@ def with_small(compressor: Compressor, small: Compressor) -> Router:
 
 
 def require_matches(compressor: Compressor, names: Collection[str]) -> None:
-    """Checks that each pattern of a compressor matches the name of some tensor, even if another rule decides for it.
+    """Checks that each pattern of a compressor matches the name of at least one tensor. A match is enough, even if an
+    earlier rule decides for this tensor.
 
-    A pattern without a match is a typing error or meant for another model. Without this check, its rule would be
-    ignored silently. "*" needs no match.
+    If a pattern matches nothing, it has a typing error or is meant for another model. Without this check, its rule
+    would be ignored silently. "*" needs no match.
 
     Args:
         compressor: the compressor whose patterns are checked.
-        names: names of all parameters of the model, frozen ones included.
+        names: the names of all parameters of the model, including frozen ones.
 
     Raises:
-        SpecError: for a pattern without a match; names the nearest names.
+        SpecError: if a pattern has no match. The message lists the most similar names.
     """
     patterns = (pattern for pattern in dict.fromkeys(compressor.name_patterns()) if pattern != ANY)
     wrong = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
@@ -350,7 +354,8 @@ def require_matches(compressor: Compressor, names: Collection[str]) -> None:
 
 
 def _nearest(pattern: str, names: Collection[str]) -> list[str]:
-    """The names that share most parts with the pattern; among equals, the names most similar as text."""
+    """The names that share most parts with the pattern. Among names that share the same number of parts, the names with
+    the most similar text."""
     text = re.sub(r"[*?\[\]!]", "", pattern).lower()
     parts = set(filter(None, re.split(r"[./]", text)))
 
@@ -371,7 +376,7 @@ def _require_compressor(method: str, place: str, choice: object) -> None:
 
 
 def nested_too_deep() -> SpecError:
-    """The error for routers that are nested more deeply than is allowed."""
+    """The error for routers that are nested more than `MOST_NESTED` deep."""
     return SpecError(
         f"routers may be nested at most {MOST_NESTED} deep. Each numel<N or ndim<N contains all rules after it: use "
         "fewer of them, and put patterns of names side by side in one object"

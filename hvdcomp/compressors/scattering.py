@@ -1,8 +1,8 @@
-"""Scatter-reduce-allgather: the scattered exchange of `gathering`, for one tensor and for a bucket.
+"""Scatter-reduce-allgather: the exchange "scatter" of `gathering`, for one tensor and for a bucket.
 
-A tensor is cut into as many chunks as there are ranks, and each rank averages one chunk. In a bucket, all tensors
-together are cut into chunks of nearly equal length. A chunk is a bucket too, whose tensors are pieces of the bucket's
-tensors. So a method encodes and decodes chunks as it does buckets.
+A tensor is cut into one chunk for each rank, and each rank averages one chunk. In a bucket, all tensors together are
+cut into chunks of nearly equal length. A chunk is itself a bucket, and its tensors are pieces of the original tensors.
+So a method encodes and decodes chunks in the same way as buckets.
 """
 
 from __future__ import annotations
@@ -25,27 +25,28 @@ from hvdcomp.kernels import cuda
 from hvdcomp.kernels.tables import PRODUCT
 
 _ADDRESSES = ("gradient", "result", "source", "kept", "x", "velocity", "next_velocity")
-_OF_MEANS = "#mean"  # their random numbers are others than those of the chunks
+_OF_MEANS = "#mean"  # means get other random numbers than the chunks
 _OF_KEPT = ("above", "below", "rule", "kept_type")
 
 
 def scatter(method: Codec, xp: ModuleType, x: Array, context: Context) -> Aggregation:
-    """A scattered step.
+    """Runs a step with exchange "scatter" for one tensor.
 
-    The owner of a chunk adds its own x without rounding. With N ranks, C(x) is the decoded payload in the other
-    chunks, and in the owner's chunk x less N times the rounding error of the mean. The ranks' C(x) then add up to
-    N times the result, and one residual serves both roundings. That residual may overflow where the mean does not;
-    so large a mean becomes NaN, which all ranks see.
+    Each chunk has an owner, the rank that averages it. The owner adds its own x without rounding. In chunks of other
+    ranks, C(x) is the decoded payload. In this rank's own chunk, C(x) is x minus N times the rounding error of the
+    mean, with N ranks. Then the C(x) of all ranks add up to N times the result, and one residual accounts for both
+    roundings. This residual may overflow even if the mean does not. Such a large mean becomes NaN, and all ranks see
+    the NaN.
     """
     ranks, own = context.world_size, context.rank
     vector = xp.flatten(xp.astype(x, "float32"))
     length = -(-vector.shape[0] // (ranks * method.unit)) * method.unit
     chunks = pad(xp, vector, ranks * length)
     chunks = [chunks[start : start + length] for start in range(0, ranks * length, length)]
-    # Every rank gets the mean of its chunk,
+    # Every rank computes the mean of its chunk,
     mean, encoded = yield from reduce_chunks(method, xp, chunks, context)
     largest = xp.reshape(xp.row_largest(xp.reshape(mean, (1, length))), (1,))
-    mean = mean * (1 + 0 * (largest * residual_bound(length, ranks)))  # times 1, or NaN
+    mean = mean * (1 + 0 * (largest * residual_bound(length, ranks)))  # the last factor is 1 or NaN
     # compresses it, and sends it to all ranks.
     of_means, of_mean = method.of_means, of_chunk(context, "mean")
     gathered = yield AllGather(of_means.encode(xp, mean, of_mean))
@@ -57,18 +58,20 @@ def scatter(method: Codec, xp: ModuleType, x: Array, context: Context) -> Aggreg
 
 
 def scatter_bucket(method: Codec, bucket: Bucket) -> BucketAggregation:
-    """As `scatter`, in passes over all tensors of the bucket:
+    """Like `scatter`, but in passes over all tensors of the bucket:
 
-    1. `encode_bucket` makes x of the other ranks' chunks and their payloads, `dense_encode` x of this rank's chunk.
+    1. `encode_bucket` computes x and the payloads of the other ranks' chunks. `dense_encode` computes x of this rank's
+       chunk.
     2. `decode_bucket` averages the payloads of this rank's chunk, and `encode_bucket` compresses the mean.
-    3. `decode_bucket` writes the means of all chunks to the results, and `dense_keep` the residual of this rank's
+    3. `decode_bucket` writes the means of all chunks to the results. `dense_keep` writes the residual of this rank's
        chunk.
     """
     if bucket.layout is None:
         bucket.layout = _Layout(method, bucket)
     layout: _Layout = bucket.layout
     own_chunk, other_chunks = layout.own, layout.others
-    whole = bucket.widens or np.any(bucket.segments["rule"] == PRODUCT)  # read as a whole, and not piece by piece
+    # whether the next step reads tensors as a whole, and not piece by piece
+    whole = bucket.widens or np.any(bucket.segments["rule"] == PRODUCT)
     if whole and not bucket.segments["source"].any():
         bucket.call("make_x")
         bucket.segments["source"] = bucket.segments["x"]
@@ -86,16 +89,16 @@ def scatter_bucket(method: Codec, bucket: Bucket) -> BucketAggregation:
 
 
 def residual_bound(length: int, ranks: int) -> float:
-    """The maximum ratio of an element of the owner's residual to the largest element of the chunk's mean.
+    """The maximum ratio between an element of the owner's residual and the largest element of the chunk's mean.
 
-    A method's rounding error is at most twice a scale, and a scale is at most the chunk's 2-norm. The residual is the
-    error times the number of ranks.
+    A rounding error is at most twice the scale, and the scale is at most the 2-norm of the chunk. The residual is the
+    rounding error times the number of ranks.
     """
     return 2 * ranks * math.sqrt(length)
 
 
 def payloads_of_chunks(members: Sequence[tuple[TensorInfo, Any]], ranks: int) -> tuple[SentPayload, SentPayload]:
-    """One rank's payloads for the two collectives of a bucket's step, as in `Compressor.payloads`.
+    """One rank's payloads for the two collectives of a bucket's step, in the form of `Compressor.payloads`.
 
     Args:
         members: each tensor of the bucket with its compressor.
@@ -104,7 +107,7 @@ def payloads_of_chunks(members: Sequence[tuple[TensorInfo, Any]], ranks: int) ->
     chunks, means = [0] * ranks, [0] * ranks
     for owner, piece in _pieces([tensor.size for tensor, _ in members], members[0][1].unit, ranks):
         _, compressor = members[piece.tensor]
-        chunks[owner] += compressor.payload_bytes((piece.length,))  # as if gathered
+        chunks[owner] += compressor.payload_bytes((piece.length,))  # the same bytes as with exchange "gather"
         means[owner] += compressor.of_means.payload_bytes((piece.length,))
     return SentPayload("alltoall", ranks * max(chunks)), SentPayload("allgather", max(means))
 
@@ -118,14 +121,14 @@ class _Piece(NamedTuple):
 
 
 class _Pieces:
-    """Pieces of a bucket's tensors, as a bucket of their own.
+    """Pieces of a bucket's tensors, which form a bucket of their own.
 
     Args:
         whole: the bucket that is cut.
         pieces: the pieces, each with the rank that averages it.
-        memory: memory of the bucket of pieces.
-        rows: rows of its payload.
-        compressors: the compressor of each tensor of the whole bucket; by default the whole bucket's.
+        memory: the memory of the bucket of pieces.
+        rows: the rows of the payload.
+        compressors: the compressor of each tensor of the whole bucket. Default: the compressors of the whole bucket.
 
     Attributes:
         bucket: the bucket of pieces.
@@ -150,7 +153,7 @@ class _Pieces:
         self.bucket.context = whole.context
 
     def enter(self, whole: Bucket) -> None:
-        """Begins a step, with the pieces at their places in the whole bucket's tensors."""
+        """Begins a step. The pieces get the addresses of their places in the tensors of the whole bucket."""
         bucket = self.bucket
         bucket.begin(whole.context, whole.factor)
         for name in _ADDRESSES:
@@ -167,10 +170,11 @@ class _Pieces:
         return np.where(tensors == 0, tensors, tensors + np.uint64(width) * self._starts)
 
     def decode_means(self, method: Codec, whole: Bucket, payloads: Array) -> bool | Array:
-        """Decodes payloads of means to the results: those of all ranks, of whose rows the bucket uses its own."""
+        """Decodes payloads of means to the results. payloads: the payloads of all ranks. The bucket reads only the rows
+        of its own pieces."""
         self.bucket.suffix = _OF_MEANS
         self.bucket.segments["result"] = self.addresses(whole, "result")
-        # A copy only if other requests of the round lie between the rows.
+        # `flatten` copies the rows only if payloads of other requests of the round are between them.
         return method.decode_bucket(self.bucket, whole.xp.flatten(payloads), 1, 0)
 
 
@@ -178,7 +182,7 @@ class _OtherChunks(_Pieces):
     """The chunks of the other ranks."""
 
     def encode(self, method: Codec, whole: Bucket, zeros: np.ndarray) -> bool | Array:
-        """Makes the payload and leaves the residual in x; returns whether it found an inf or NaN."""
+        """Writes the payload, and leaves the residual in x. Returns whether a kernel found an inf or NaN."""
         if not self.elements:
             return False
         self.enter(whole)
@@ -192,7 +196,8 @@ class _OtherChunks(_Pieces):
 
 
 class _AllChunks(_Pieces):
-    """The chunks of all ranks, laid out as payloads of means, for means that are compressed at another level."""
+    """The chunks of all ranks, with the layout of the payloads of means. This layout is used if means are compressed at
+    another level."""
 
     def decode(self, method: Codec, whole: Bucket, payloads: Array) -> bool | Array:
         """Decodes all payloads of means to the results."""
@@ -201,7 +206,7 @@ class _AllChunks(_Pieces):
 
 
 class _OwnChunk:
-    """The chunk that this rank averages: vectors in which its pieces lie behind each other.
+    """The chunk that this rank averages. The vectors of this object contain the chunk's pieces one after the other.
 
     Args:
         method: the method that encodes the chunk.
@@ -214,7 +219,7 @@ class _OwnChunk:
     """
 
     means: Bucket
-    _x: Array  # this rank's x of the chunk; later the error of the mean's payload
+    _x: Array  # this rank's x of the chunk, and later the rounding error of the mean
     _mean: Array  # the mean over the ranks
 
     def __init__(self, method: Codec, whole: Bucket, pieces: Sequence[tuple[int, _Piece]]) -> None:
@@ -229,20 +234,20 @@ class _OwnChunk:
             self._x, self._mean = whole.zeros(self.elements, "float32"), whole.zeros(self.elements, "float32")
 
     def payload_bytes(self, method: Codec) -> int:
-        """Bytes of a rank's payload of the chunk."""
+        """The number of bytes of one rank's payload for the chunk."""
         return len(method.payload(self._codes.bucket).vector) if self.elements else 0
 
     def read(self, whole: Bucket) -> bool | Array:
-        """Makes this rank's x of the chunk; returns whether it holds an inf or NaN."""
+        """Computes this rank's x of the chunk. Returns whether x contains an inf or NaN."""
         if not self.elements:
             return False
-        if whole.device is not None:  # reused memory, not cleared
+        if whole.device is not None:  # the memory was used before, and is not zero
             self._x, self._mean = (whole.kernels.passing(self.elements, "float32") for _ in range(2))
         self._copies.enter(whole)
         return self._copies.bucket.call("dense_encode", self._x)
 
     def average(self, method: Codec, whole: Bucket, payloads: Array) -> bool | Array:
-        """Averages x and the other ranks' payloads; returns whether a payload decodes to an inf or NaN."""
+        """Averages x and the other ranks' payloads. Returns whether a decoded payload contains an inf or NaN."""
         if not self.elements:
             return False
         bucket, xp, ranks = self._codes.bucket, whole.xp, len(payloads)
@@ -256,11 +261,11 @@ class _OwnChunk:
         self._mean += self._x
         with np.errstate(over="ignore", invalid="ignore"):
             largest = xp.flatten(xp.row_largest(xp.reshape(self._mean, (1, -1))))
-            self._mean *= 1 + 0 * (largest * residual_bound(self.elements, ranks))  # times 1, or NaN
+            self._mean *= 1 + 0 * (largest * residual_bound(self.elements, ranks))  # the last factor is 1 or NaN
         return found_inf
 
     def encode_mean(self, method: Codec, whole: Bucket, zeros: np.ndarray) -> None:
-        """Makes the payload of the mean, and leaves its error in x."""
+        """Writes the payload of the mean, and leaves the rounding error of the mean in x."""
         if not self.elements:
             return
         means = self.means
@@ -280,7 +285,7 @@ class _OwnChunk:
         return method.decode_bucket(self._codes.bucket, payloads[whole.context.rank], 1, 0)
 
     def keep(self, whole: Bucket) -> None:
-        """Writes to x of the chunk the error of the mean's payload times the number of ranks."""
+        """Writes the residual of the chunk to x: the rounding error of the mean, times the number of ranks."""
         if whole.keeps and self.elements:
             self._x *= whole.context.world_size
             self._copies.bucket.call("dense_keep", self._x)
@@ -291,15 +296,16 @@ class _OwnChunk:
 
 
 class _Layout:
-    """The chunks of a bucket, and the storage of payloads.
+    """The chunks of a bucket, and the storage of their payloads.
 
     Attributes:
         own: the chunk that this rank averages.
         others: the chunks that the other ranks average.
-        decoders: the chunks that decode the payloads of means: `own` and `others`, if means have the same layout.
-        rows: a payload for each rank, uint8 (ranks, length); this rank's own row is unused.
+        decoders: the chunks that decode the payloads of means. The decoders are `own` and `others`, if means have the
+            same layout as chunks.
+        rows: one payload for each rank, uint8 (ranks, length). This rank's own row is unused.
         sent: the payload of the mean, uint8 (length,).
-        zeros: on the host, as many zeros as the longest piece has elements.
+        zeros: used on the host only: a vector of zeros, as long as the longest piece.
     """
 
     def __init__(self, method: Codec, bucket: Bucket) -> None:
@@ -309,7 +315,7 @@ class _Layout:
         own_pieces = [(owner, piece) for owner, piece in pieces if owner == own]
         other_pieces = [(owner, piece) for owner, piece in pieces if owner != own]
         self.own = _OwnChunk(method, bucket, own_pieces)
-        # Payload lengths follow from the pieces, so that all ranks know them.
+        # All ranks compute the lengths of payloads from the pieces, so all ranks know all lengths.
         owners = np.array([owner for owner, _ in other_pieces], np.int64)
         rows = PayloadRows(owners, ranks, self.own.payload_bytes(method))
         self.others = _OtherChunks(bucket, other_pieces, bucket.memory, rows)
@@ -320,7 +326,8 @@ class _Layout:
             rows = PayloadRows(np.array([owner for owner, _ in pieces], np.int64), ranks, 0)
             means = _AllChunks(bucket, pieces, NoMemory(), rows, of_means)
             length = _rows_of(method, means.bucket, rows).shape[1]
-            means.bucket.layout.payload = None  # it only decodes, and the storage is as large as what a rank receives
+            # this bucket only decodes, and its payload would take as much memory as the received payloads
+            means.bucket.layout.payload = None
             self.decoders = (means,)
         rows = PayloadRows(np.zeros(len(own_pieces), np.int64), 1, length)
         memory = ErrorFeedback() if bucket.keeps else NoMemory()
@@ -339,7 +346,7 @@ def _rows_of(method: Codec, bucket: Bucket, rows: PayloadRows) -> Array:
 
 
 def _pieces(sizes: Sequence[int], unit: int, ranks: int) -> Iterator[tuple[int, _Piece]]:
-    """Cuts tensors at multiples of `unit` elements; yields each piece, in order, with the rank that averages it."""
+    """Cuts tensors at multiples of `unit` elements. Yields the pieces in order, each with the rank that averages it."""
     units = [-(-size // unit) for size in sizes]
     ends = [(owner + 1) * sum(units) // ranks for owner in range(ranks)]
     owner = passed = 0

@@ -1,6 +1,6 @@
-"""Sign methods: one bit per element, and a few numbers that say how to decode the bits.
+"""Sign methods send one bit per element, and a few numbers that say how to decode the bits.
 
-They differ in how receivers decode the bits: by a majority vote (SignSGD), as two means (one-bit SGD) or as one
+The methods differ in how receivers decode the bits: by a majority vote (SignSGD), as two means (one-bit SGD), or as one
 magnitude (EF-SignSGD).
 """
 
@@ -24,28 +24,27 @@ from hvdcomp.errors import SpecError
 from hvdcomp.kernels.tables import NOT_NEGATIVE, POSITIVE
 from hvdcomp.specs.described import Truth
 
-# The balance of this number of votes fits into an int8.
+# The difference of this number of votes fits into an int8.
 _VOTES_PER_BYTE = 127
 
 
 @dataclass(frozen=True)
 class SignSGD(Compressor):
-    """Sends the sign of each element. The result is the sign that the majority of ranks sent, or 0 in a tie (Bernstein
-    et al. 2018).
+    """Sends the sign of each element. The result is the sign that the majority of ranks sent, or 0 if there is a tie
+    (Bernstein et al. 2018).
 
-    One bit cannot say that an element is zero. Beside the sign bits, each rank sends one bit for each row (first
-    dimension): an all-zero row, such as the embedding of a word that is not in the batch, abstains. With
-    `zeros="elements"` each element has such a bit and every zero abstains; this takes two bits per element. Otherwise a
-    zero in a row with a nonzero element votes + and - in turn, from step to step and from rank to rank, so that the
-    votes of two ranks' zeros cancel, and those of one rank's zeros cancel within two steps.
+    One bit cannot say that an element is zero. Therefore each rank also sends one bit for each row (first dimension).
+    This bit says whether the row votes. A row of zeros, such as the embedding of a word that is not in the batch, does
+    not vote. With `zeros="elements"`, each element has such a bit, and no zero votes. The payload then takes two bits
+    per element. With `zeros="rows"`, a zero in a row with a nonzero element does vote. The vote of a zero alternates
+    between + and - from step to step and from rank to rank. So the votes of two ranks for their zeros cancel, and the
+    votes of one rank for a zero cancel within two steps.
 
-    The result has magnitude 1 (or 0), and the learning rate must be chosen for that. As published, the method is used
-    without error feedback, because a residual is in the gradient's units and a sign is not (`EFSignSGD` scales the
-    signs).
+    The result has magnitude 1 (or 0). Choose the learning rate for this magnitude. As published, the method has no
+    error feedback, because a residual is in the gradient's units and a sign is not. (`EFSignSGD` scales the signs.)
 
     Attributes:
-        zeros: the parts of a tensor, "rows" or "elements", that have an extra bit with which an all-zero part abstains
-            from the vote.
+        zeros: which parts of a tensor have an extra bit that says whether the part votes: "rows" or "elements".
 
     Example:
         >>> SignSGD().payload_bytes((1000, 1000))
@@ -66,24 +65,25 @@ class SignSGD(Compressor):
         self.require(self.zeros in ("rows", "elements"), "zeros", allowed)
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
-        """Each rank sends sign(x); the result is the sign of the sum of the signs."""
+        """Each rank sends sign(x). The result is the sign of the sum of the signs."""
         shape = tuple(x.shape)
         rows, columns = matrix_shape(shape) if self.zeros == "rows" else (number_of_elements(shape), 1)
         matrix = xp.reshape(x, (rows, columns))
-        # A row votes unless it is all zero. A zero in a row that votes is + in one step, and - in the next.
+        # A row votes unless all its elements are zero. In a row that votes, a zero votes + in one step, and - in the
+        # next.
         cast = xp.astype((matrix != 0).any(1), "uint8")
         zero_is_positive = (context.step + context.rank) % 2 == 0
         positive = matrix >= 0 if zero_is_positive else matrix > 0
         bits = xp.flatten(xp.astype(positive, "uint8") & xp.reshape(cast, (rows, 1)))
         ranks = yield AllGather((pack(xp, bits, 1), pack(xp, cast, 1)))
-        # Votes for + minus votes for -, and the sign of the difference.
+        # The mean is the sign of the votes for + minus the votes for -.
         mean = xp.astype(self._count(xp, ranks, rows, columns).clip(-1, 1), xp.dtype_name(x))
         return outcome_like(xp, x, mean, balance(xp, bits, cast))
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
         """Like `aggregate`, but in passes over all tensors of the bucket:
 
-        1. `votes_encode` makes x, its sign bits, and the bits of the rows that vote.
+        1. `votes_encode` computes x, its sign bits, and the bits that say which rows vote.
         2. `votes_keep` subtracts the votes from x, if there is a memory.
         3. `votes_decode` writes the signs of the majority to the results.
         """
@@ -103,7 +103,8 @@ class SignSGD(Compressor):
 
     @staticmethod
     def _count(xp: ModuleType, ranks: Sequence[tuple[Array, Array]], rows: int, columns: int) -> Array:
-        """Votes for + minus votes for - of all ranks, int8 (rows, columns), or int16 where int8 is too small."""
+        """The votes of all ranks for + minus the votes for -, int8 (rows, columns), or int16 if there are too many
+        ranks for int8."""
         total = None
         for start in range(0, len(ranks), _VOTES_PER_BYTE):
             (bits, cast), *more = ranks[start : start + _VOTES_PER_BYTE]
@@ -118,7 +119,7 @@ class SignSGD(Compressor):
 
     @property
     def of_matrices(self) -> bool:  # type: ignore[override]
-        """True if rows have a bit."""
+        """True if rows have the extra bit."""
         return self.zeros == "rows"
 
     @property
@@ -129,12 +130,12 @@ class SignSGD(Compressor):
 
 @dataclass(frozen=True)
 class OneBit(Gathering):
-    """One-bit SGD: sends one bit per element, which says whether the element is positive. The bit is decoded as the
-    mean of the positive elements, or as the mean of the other elements (Seide et al. 2014, section 3.2).
+    """One-bit SGD: sends one bit per element, which says whether the element is positive. A 1 is decoded as the mean of
+    the positive elements, and a 0 as the mean of the other elements (Seide et al. 2014, section 3.2).
 
     Attributes:
         per_row: whether each row of the gradient matrix (first dimension by the others) has its own pair of means. If
-            not, the tensor has one pair. Seide et al. use a pair for each column of their weight matrices.
+            False, the tensor has one pair. Seide et al. use one pair for each column of their weight matrices.
 
     Example:
         >>> OneBit().payload_bytes((1000, 1000))
@@ -158,7 +159,8 @@ class OneBit(Gathering):
             )
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, ...]:
-        """The bits x > 0, and for each row the means of the elements with the bit 1, and of those with the bit 0."""
+        """Encodes the bits x > 0, and for each row two means: the mean of the elements with the bit 1, and the mean of
+        the elements with the bit 0."""
         rows, columns = self._matrix_shape(tuple(x.shape))
         matrix = xp.reshape(xp.astype(x, "float32"), (rows, columns))
         positive = matrix > 0
@@ -177,7 +179,7 @@ class OneBit(Gathering):
 
     @property
     def of_matrices(self) -> bool:  # type: ignore[override]
-        """True if rows have means of their own."""
+        """True if each row has its own means."""
         return self.per_row
 
     def _matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -185,7 +187,7 @@ class OneBit(Gathering):
 
     @property
     def has_bucket_form(self) -> bool:
-        """False for means of rows, which have no kernel."""
+        """False if `per_row`, because there is no kernel for means of rows."""
         return not self.per_row and super().has_bucket_form
 
     def lay_out(self, bucket: Bucket) -> _BitsLayout:
@@ -215,7 +217,7 @@ class EFSignSGD(Gathering):
     reference: ClassVar[str] = "Karimireddy et al. 2019, arXiv:1901.09847"
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
-        """Algorithm 1, line 5: (|p|_1 / d) sign(p), as the bits of the signs and the magnitude."""
+        """Runs algorithm 1, line 5: encodes (|p|_1 / d) sign(p) as the bits of the signs and the magnitude."""
         vector = xp.flatten(xp.astype(x, "float32"))
         d = vector.shape[0]
         # Elements are divided before they are summed, so that the sum does not overflow.
@@ -225,7 +227,7 @@ class EFSignSGD(Gathering):
         return pack(xp, xp.astype(vector >= 0, "uint8"), 1), representable(xp, magnitude, x)
 
     def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
-        """2 magnitude bit - magnitude: plus or minus the magnitude."""
+        """Computes 2 magnitude bit - magnitude, which is plus or minus the magnitude."""
         bits, magnitude = parts
         values = xp.astype(unpack(xp, bits, 1, number_of_elements(shape)), "float32")
         values *= 2 * magnitude
@@ -243,11 +245,11 @@ class EFSignSGD(Gathering):
 
 
 def _encode_two_values(bucket: Bucket, rule: int) -> None:
-    """Makes the payload of a method whose bits are decoded as one of two values.
+    """Writes the payload of a method whose bits are decoded as one of two values.
 
     Args:
         bucket: the bucket.
-        rule: the elements whose bit is 1, `POSITIVE` or `NOT_NEGATIVE`.
+        rule: `POSITIVE` or `NOT_NEGATIVE`, the elements whose bit is 1.
     """
     bucket.found_inf = bucket.call("two_values_encode", rule, bucket.layout.payload.vector)
 
@@ -257,7 +259,7 @@ class _BitsLayout:
 
     Args:
         bucket: the bucket.
-        bytes_of_values: bytes of each tensor's values.
+        bytes_of_values: the number of bytes of each tensor's values.
     """
 
     def __init__(self, bucket: Bucket, bytes_of_values: int) -> None:
@@ -272,7 +274,7 @@ class _VotesLayout:
 
     Args:
         bucket: the bucket.
-        by_rows: whether rows have such a bit; else elements have.
+        by_rows: whether each row has such a bit. If False, each element has one.
     """
 
     def __init__(self, bucket: Bucket, by_rows: bool) -> None:
@@ -291,14 +293,15 @@ class _VotesLayout:
 
 
 def representable(xp: ModuleType, scale: Array, like: Array) -> Array:
-    """float32 values rounded to the type of `like`, so that the decoded value is exactly the value that was sent."""
+    """Rounds float32 values to the type of `like`, so that receivers decode exactly the values that were sent."""
     return xp.astype(xp.astype(scale, xp.dtype_name(like)), "float32")
 
 
 def to_signs(xp: ModuleType, values: Array, like: Array) -> tuple[Array, Array]:
-    """The packed signs of values (count,), with zero as positive, and their mean magnitude, float32 (1,).
+    """The packed signs of values (count,), and the mean magnitude of the values, float32 (1,).
 
-    In float64 no sum overflows, and all frameworks get the same float32 result.
+    Zero counts as positive. The sum is float64, so it does not overflow, and all frameworks get the same float32
+    result.
     """
     count = values.shape[0]
     magnitudes = xp.reshape(abs(xp.astype(values, "float64")), (1, count))
@@ -307,7 +310,7 @@ def to_signs(xp: ModuleType, values: Array, like: Array) -> tuple[Array, Array]:
 
 
 def from_signs(xp: ModuleType, signs: Array, magnitude: Array, count: int) -> Array:
-    """The values, float32 (count,), of what `to_signs` returned."""
+    """Decodes the result of `to_signs` to values, float32 (count,)."""
     values = xp.astype(unpack(xp, signs, 1, count), "float32")
     values *= 2
     values -= 1
@@ -316,14 +319,15 @@ def from_signs(xp: ModuleType, signs: Array, magnitude: Array, count: int) -> Ar
 
 
 def balance(xp: ModuleType, positive: Array, votes: Array) -> Array:
-    """Votes for + minus votes for -, int8 (rows, columns), of at most 127 ranks; reuses the storage of `positive`.
+    """The votes for + minus the votes for -, int8 (rows, columns), for at most 127 ranks. The result reuses the storage
+    of `positive`.
 
     Args:
         xp: array functions.
-        positive: number of votes for +, uint8 (rows * columns,).
-        votes: number of votes, uint8 (rows,).
+        positive: the number of votes for +, uint8 (rows * columns,).
+        votes: the number of votes, uint8 (rows,).
     """
-    positive *= 2  # may overflow the byte; subtracting the votes undoes it
+    positive *= 2  # the byte may overflow; subtracting the votes brings it back into range
     difference = xp.reshape(positive, (votes.shape[0], -1))
     difference -= xp.reshape(votes, (-1, 1))
     return xp.bitcast(difference, "int8")

@@ -1,4 +1,5 @@
-"""The bytes that a compressor sends for a tensor, counted by running its generator on shapes."""
+"""Counts the bytes that a compressor sends for a tensor. To count the bytes, the function runs the compressor's
+generator on arrays without values."""
 
 from __future__ import annotations
 
@@ -16,9 +17,10 @@ class SentPayload(NamedTuple):
 
     Attributes:
         kind: "allreduce", "reducescatter", "allgather" or "alltoall".
-        bytes: bytes of the payload, indices and scales included; the parts for all ranks together.
-        reduction: operation and element type of an allreduce or reduce-scatter, such as "mean float32": payloads of
-            different reductions do not share a collective. Empty for allgather and alltoall, which carry bytes.
+        bytes: the bytes of the payload, including indices and scales. The parts for all ranks are counted together.
+        reduction: the operation and element type of an allreduce or reduce-scatter, such as "mean float32". Payloads
+            with different reductions do not share a collective. The reduction is empty for allgather and alltoall,
+            which send bytes.
         among: the ranks that take part.
     """
 
@@ -28,9 +30,10 @@ class SentPayload(NamedTuple):
     among: Group = "all"
 
 
-@lru_cache(maxsize=1 << 14)  # called for every plan, step and prediction; a model has few different shapes
+@lru_cache(maxsize=1 << 14)  # called for every plan, step and prediction, but a model has few different shapes
 def payloads_of(compressor: Any, shape: tuple[int, ...], dtype: str, ranks: int = 1) -> tuple[SentPayload, ...]:
-    """The payloads of one step of a `Compressor` for a tensor, in order; their mean over the steps of a period.
+    """The payloads of one step of a `Compressor` for a tensor, in order. If the payloads differ between steps, the mean
+    of the payloads over a period.
     """
     steps = [payloads_of_step(compressor, shape, dtype, step, ranks) for step in range(compressor.period)]
     if len(steps) == 1:
@@ -44,14 +47,14 @@ def payloads_of(compressor: Any, shape: tuple[int, ...], dtype: str, ranks: int 
 def payloads_of_step(
     compressor: Any, shape: tuple[int, ...], dtype: str, step: int, ranks: int = 1
 ) -> tuple[SentPayload, ...]:
-    """The payloads of one step of a period, in order; none of a tensor without elements.
+    """The payloads of one step of a period, in order. A tensor without elements has no payloads.
 
     Args:
         compressor: the compressor.
         shape: shape of the tensor.
         dtype: element type of the tensor.
         step: number of the step.
-        ranks: number of ranks, on which some payloads depend.
+        ranks: the number of ranks. Some payloads depend on this number.
     """
     if not number_of_elements(shape):
         return ()
@@ -62,8 +65,8 @@ def payloads_of_step(
 
 
 def state_elements(compressor: Any, shape: tuple[int, ...]) -> int:
-    """Number of elements that the method itself stores from step to step for a float32 tensor, residuals not
-    included."""
+    """The number of elements that the method itself stores between steps for a float32 tensor. Residuals are not
+    counted."""
     x, context = shapes.ShapeArray(shape, "float32"), Context("", 0, seed=0, rank=0, world_size=1)
     return sum(number_of_elements(array.shape) for array in checked.prepare(compressor, shapes, x, (), context))
 
@@ -77,7 +80,7 @@ def payload_of(request: Request) -> SentPayload:
 
 
 def bytes_of(request: Request) -> int:
-    """Bytes that a request passes to a collective."""
+    """The number of bytes that a request passes to a collective."""
     if isinstance(request, AllReduce | ReduceScatter):
         return int(request.array.nbytes)
     return int(sum(part.nbytes for part in request.parts))

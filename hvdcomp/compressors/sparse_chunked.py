@@ -1,4 +1,4 @@
-"""Chunked top-k: the largest elements of each chunk of neighbours, with short places and short values."""
+"""Chunked top-k sends the largest elements of each chunk of neighbouring elements. Indices and values need few bits."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ VALUES = {"2bit": FOUR_MEANS, "sign": IN_SIGN, "fp16": IN_HALF, "float32": IN_FL
 
 _MEANINGS = "'2bit' (one of four means), 'sign' (a sign), 'fp16' (half precision) or 'float32'"
 _Values = Annotated[str, Rule(lambda values: values in VALUES, _MEANINGS)]
-_BOUNDS = (-2.25, -0.75, 0.75)  # between the four bins, in standard deviations from the mean
-_SHARED_BYTES = {FOUR_MEANS: 16, IN_SIGN: 4}  # of a tensor's means
+_BOUNDS = (-2.25, -0.75, 0.75)  # the borders between the four bins, in standard deviations from the mean
+_SHARED_BYTES = {FOUR_MEANS: 16, IN_SIGN: 4}  # the bytes of a tensor's means
 _VALUE_BYTES = {IN_HALF: 2, IN_FLOAT: 4}
 
 
@@ -37,33 +37,35 @@ class ChunkedTopK(Compressor):
     """Sends the k elements of largest magnitude of each chunk of consecutive elements, as in SparseLoCo (Sarfi et al.
     2025, arXiv:2508.15706).
 
-    An index within a chunk has as few bits as possible, 12 for 4096 elements. With two bits per value, this makes 4096
-    * 32 / (64 * (12 + 2)) = 146.3 times fewer bits than float32, as published; the published number leaves out four
-    float32 means for each tensor. The last chunk of a tensor may have fewer elements, and sends the same share of its
-    elements: ceil(k length / chunk).
+    An index within a chunk has as few bits as possible: 12 bits for 4096 elements. With two bits per value, float32
+    gradients need 4096 * 32 / (64 * (12 + 2)) = 146.3 times more bits. 146.3 is the published number, which leaves out
+    four float32 means for each tensor. The last chunk of a tensor may have fewer elements. This last chunk sends the
+    same share of its elements: ceil(k length / chunk).
 
-    Two bits say in which of four bins a value is; it is decoded as the mean of the bin's values:
+    Two bits say in which of four bins a value is. The value is decoded as the mean of the values in this bin:
 
-        bin(v) = round((v - mean) / s + 2), held to 0 ... 3;  s = 6 sigma / 4
+        bin(v) = round((v - mean) / s + 2), limited to 0 ... 3;  s = 6 sigma / 4
 
-    with the mean and the standard deviation sigma of all values sent of the tensor, so that bins end at -2.25, -0.75
-    and 0.75 sigma from the mean. Sigma's sum is divided by the number of values, not by that number less 1: so the
-    method is a contraction, |x - C(x)| < |x| unless x = 0, even if only two values are sent.
+    mean and sigma are the mean and the standard deviation of all values that are sent of the tensor. So the borders
+    between bins are at -2.25, -0.75 and 0.75 sigma from the mean. To compute sigma, the sum of squares is divided by n,
+    not by n - 1, for n values. With this choice, the method is a contraction even if only two values are sent: |x -
+    C(x)| < |x| unless x = 0.
 
     The paper compresses the change of 30 local steps, with a residual decay of 0.95
     (`memory=error_feedback:decay=0.95`).
 
-    With `values=sign` a value is sent as its sign, and decoded as plus or minus the mean magnitude of the tensor's sent
-    values; zero counts as positive. The largest of each 8 elements takes 4 bits, 3 of them for its place. The mean
-    magnitude is a float64 sum, multiplied by 1 / number in float64, and rounded to float32, or to the gradient's type
-    if that has 16 bits. NumPy, PyTorch and kernels may add in another order; the error of a float64 sum hardly ever
-    changes the float32 result. Ranks never differ, because all of them decode with the magnitude that was sent.
+    With `values=sign`, only the sign of a value is sent. The sign is decoded as plus or minus the mean magnitude of the
+    values that are sent of the tensor. Zero counts as positive. For example, to send the largest of each 8 elements
+    takes 4 bits: one sign, and 3 bits for the place. The mean magnitude is a float64 sum, multiplied by 1 / number in
+    float64. The mean magnitude is then rounded to float32, or to the gradient's type if this has 16 bits. NumPy,
+    PyTorch and kernels may add in different orders, but the error of a float64 sum hardly ever changes the float32
+    result. Ranks never differ, because all ranks decode with the magnitude that was sent.
 
     Attributes:
         chunk: number of elements in a chunk.
         k: how many elements of each chunk are sent, at most `chunk`.
-        values: how a value is sent: "2bit" as the nearest of four numbers; "sign" as its sign, with one mean magnitude
-            for the tensor; "fp16" or "float32" as a float. The memory keeps the rounding error.
+        values: how a value is sent. "2bit": as one of four numbers. "sign": as its sign, with one mean magnitude for
+            the tensor. "fp16" or "float32": as a float. The memory keeps the rounding error.
 
     Raises:
         SpecError: if k is more than `chunk`.
@@ -99,18 +101,19 @@ class ChunkedTopK(Compressor):
 
     @property
     def nested(self) -> bool:  # type: ignore[override]
-        """False with 2 bits or a sign, as means depend on the choice of elements."""
+        """False with 2 bits or a sign, because means depend on which elements are chosen."""
         return VALUES[self.values] not in CODE_BITS
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
-        """C(x) has the largest elements of each chunk, each as its decoded value; the result is the mean of C(x)."""
+        """Sends the largest elements of each chunk. C(x) has the decoded values of these elements, and zeros elsewhere.
+        The result is the mean of the ranks' C(x)."""
         vector = xp.flatten(x)
         size, wide = vector.shape[0], wide_dtype(xp.dtype_name(x))
         places = self._choose(xp, vector)
         indices = self._indices(xp, places, size)
         values = self._encode(xp, xp.take(vector, indices), x)
         ranks = yield AllGather((self._pack_places(xp, places, size), *values))
-        decoded = (  # of each rank, values and indices
+        decoded = (  # the values and the indices of each rank
             (self._decode(xp, values, size), self._indices(xp, self._unpack_places(xp, packed, size), size))
             for packed, *values in ranks
         )
@@ -121,9 +124,9 @@ class ChunkedTopK(Compressor):
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
         """Like `aggregate`, but in passes over all tensors of the bucket:
 
-        1. `chunks_encode` makes x, chooses the largest elements of each chunk, encodes them, and subtracts from x what
-           they decode to.
-        2. `chunks_decode` adds up the elements of all ranks in the results.
+        1. `chunks_encode` computes x, chooses the largest elements of each chunk, encodes them, and subtracts the
+           decoded elements from x.
+        2. `chunks_decode` adds the elements of all ranks to the results.
         """
         if bucket.layout is None:
             bucket.layout = _Layout(bucket, self.chunk, VALUES[self.values])
@@ -134,16 +137,17 @@ class ChunkedTopK(Compressor):
         return bucket.call("chunks_decode", *layout.passed, *gathered(rows))
 
     def count(self, size: int) -> int:
-        """Number of elements sent of a tensor of `size` elements."""
+        """The number of elements that are sent of a tensor with `size` elements."""
         return size // self.chunk * self.k + self._of_chunk(size % self.chunk)
 
     def _of_chunk(self, length: int) -> int:
         return -(-self.k * length // self.chunk)
 
     def _choose(self, xp: ModuleType, vector: Array) -> Array:
-        """The places in their chunks, int32 (count,), of the elements to send, one chunk after the other."""
+        """The places, int32 (count,), of the elements to send. Places count from the begin of the chunk, and chunks
+        follow each other."""
         magnitudes, functions = abs(xp.astype(vector, wide_dtype(xp.dtype_name(vector)))), xp
-        if not xp.waits(vector):  # NumPy's choice among equal elements, for all frameworks
+        if not xp.waits(vector):  # so that all frameworks make the same choice among equal elements as NumPy
             magnitudes, functions = xp.to_numpy(magnitudes), numpy_arrays
         chunks = groups(functions, magnitudes, self.chunk)
         chosen = [functions.top(rows, self._of_chunk(rows.shape[1])) for rows in chunks]
@@ -151,14 +155,14 @@ class ChunkedTopK(Compressor):
         return places if functions is xp else xp.from_numpy(places, like=vector)
 
     def _indices(self, xp: ModuleType, places: Array, size: int) -> Array:
-        """The indices in the tensor, (count,), int32 where they fit."""
+        """Converts places in chunks to indices in the tensor, (count,), int32 if they fit."""
         places = xp.astype(places, "int32" if size < 2**31 else "int64")
         starts = xp.arange(-(-size // self.chunk), like=places) * self.chunk
         starts = xp.reshape(starts, (-1, 1)) + xp.zeros((1, self.k), like=places)
         return places + xp.flatten(starts)[: places.shape[0]]
 
     def place_bits(self, size: int) -> int:
-        """Bits of a place in a chunk of a tensor of `size` elements."""
+        """The number of bits of a place in a chunk, for a tensor with `size` elements."""
         return max(1, (min(self.chunk, size) - 1).bit_length())
 
     def _pack_places(self, xp: ModuleType, places: Array, size: int) -> Array:
@@ -185,7 +189,7 @@ class ChunkedTopK(Compressor):
 
     def _decode(self, xp: ModuleType, parts: Sequence[Array], size: int) -> Array:
         """The decoded values (count,)."""
-        if len(parts) == 1:  # they are sent themselves
+        if len(parts) == 1:  # the values are sent as floats
             return parts[0]
         packed, means = parts
         if self.values == "sign":
@@ -197,7 +201,7 @@ class ChunkedTopK(Compressor):
         return {"2bit": 4 + count / 16, "sign": 1 + count / 32}.get(self.values, count)
 
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
-        super().level_for(compression_factor, shape)  # refuses a factor below 1
+        super().level_for(compression_factor, shape)  # raises an error for a factor below 1
         return most_level_for(self, compression_factor, shape, range(1, self.chunk + 1))
 
     def level_for_elements(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
@@ -206,15 +210,15 @@ class ChunkedTopK(Compressor):
 
 
 def _to_bins(xp: ModuleType, values: Array, like: Array) -> tuple[Array, Array]:
-    """The packed bins of the values (count,), and the mean of each bin, rounded to the type of `like`."""
+    """The packed bins of values (count,), and the mean of each bin, rounded to the type of `like`."""
     # In float64 no sum of float32 values overflows, and all frameworks get the same float32 result.
     count = values.shape[0]
     row = xp.reshape(xp.astype(values, "float64"), (1, count))
     centred = row - row.sum(1, keepdims=True) / count  # v - mean
     sigma = xp.row_norms(centred) / math.sqrt(count)
-    # bin(v) = round((v - mean) / s + 2), as the number of bounds that v - mean reaches.
+    # bin(v) = round((v - mean) / s + 2) is the number of borders that v - mean reaches.
     bins = sum(xp.astype(centred >= bound * sigma, "uint8") for bound in _BOUNDS)  # all 0 if any value is not finite
-    # The mean of each bin's members.
+    # The mean of the values in each bin.
     members = bins == xp.reshape(xp.arange(4, like=xp.flatten(bins)), (4, 1))
     numbers = xp.astype(xp.astype(members, "int32").sum(1, keepdims=True), "float64")
     sums = xp.where(members, row, xp.zeros((1, 1), like=row)).sum(1, keepdims=True)
@@ -225,7 +229,7 @@ def _to_bins(xp: ModuleType, values: Array, like: Array) -> tuple[Array, Array]:
 class _Layout:
     """The offsets of the tensors' parts in the payload, as in `isa_sparse_chunked.c`, and scratch memory.
 
-    The payload has the values of all tensors, and then all packed codes.
+    The payload has first the values of all tensors, and then all packed codes.
     """
 
     def __init__(self, bucket: Bucket, chunk: int, encoding: int) -> None:

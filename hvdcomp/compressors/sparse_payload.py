@@ -1,11 +1,12 @@
-"""The encoding of chosen elements: values unchanged or in half precision, indices in as few bytes as possible.
+"""Encodes chosen elements. Values are unchanged or in half precision, and indices take as few bytes as possible.
 
-An index takes two bytes in a tensor of at most 65536 elements. Larger tensors are cut into blocks of that size: two
-bytes for the place in the block, and four bytes for each block's count. If so few elements are sent that it is less, an
-index takes four bytes instead (eight from 2**31 elements on).
+In a tensor of at most 65536 elements, an index takes two bytes. Larger tensors are cut into blocks of 65536 elements.
+An index then takes two bytes, for the place in the block, and each block sends a count of four bytes. If only few
+elements are sent, four bytes for each index without counts are fewer bytes, and are used instead (eight bytes from
+2**31 elements on).
 
-All sizes follow from the number of elements of the tensor and the number chosen, so that every rank knows them before
-the exchange.
+All sizes depend only on the number of elements of the tensor and the number of chosen elements. So every rank knows all
+sizes before the exchange.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from hvdcomp.specs.levels import Level
 
 _MEANINGS = "'same' (as in the gradient) or 'fp16' (half precision)"
 How = Annotated[str, Rule(lambda how: how in ("same", "fp16"), _MEANINGS)]
-_LARGEST_COMMON = 65280.0  # the largest number in both float16 and bfloat16; of float16 is 65536 in bfloat16
-_BLOCK = 1 << 16  # elements that 16 bits can index
+# the largest number that float16 and bfloat16 have in common; float16's largest number becomes 65536 in bfloat16
+_LARGEST_COMMON = 65280.0
+_BLOCK = 1 << 16  # number of elements that 16 bits can index
 
 
 def elements_kept(ratio: Level, size: int) -> int:
-    """k = max(1, ceil(ratio d)), and never more than d."""
-    # The factor undoes rounding: 0.07 * 100 is 7.000000000000001 in floating point and must give 7.
+    """The number of elements to keep out of `size`: max(1, ceil(ratio * size)), but at most `size`."""
+    # The last factor undoes rounding errors: 0.07 * 100 is 7.000000000000001 in floating point, but must give 7.
     return min(size, max(1, math.ceil(ratio * size * (1 - 2.0**-50))))
 
 
@@ -39,12 +41,13 @@ def carried_dtype(values: str, dtype: str) -> str:
 
 
 def value_bytes(values: str, dtype: str = "float32") -> int:
-    """Bytes of a value in the payload."""
+    """The number of bytes of a value in the payload."""
     return dtype_bytes(carried_dtype(values, dtype))
 
 
 def most_elements(budget: float, size: int, bytes_of_value: float) -> int:
-    """The largest number of elements, from 1 to `size`, whose payload is within `budget` bytes; 1 if none is."""
+    """The largest number of elements, from 1 to `size`, whose payload has at most `budget` bytes; 1 if there is
+    none."""
     blocks = 0 if size <= _BLOCK else 4 * _blocks(size)
     in_blocks = math.floor((budget - blocks) / (bytes_of_value + 2))
     whole = math.floor(budget / (bytes_of_value + _whole_bytes(size)))
@@ -52,7 +55,8 @@ def most_elements(budget: float, size: int, bytes_of_value: float) -> int:
 
 
 def round_values(xp: ModuleType, values: Array, how: str, bound: float = LARGEST["float16"]) -> Array:
-    """The values as encoded. With "fp16", magnitudes are clipped to `bound`; the excess is not sent."""
+    """Rounds values to the type in which they are sent. With "fp16", magnitudes are clipped to `bound`, and the excess
+    is not sent."""
     if how == "same":
         return values
     if xp.dtype_name(values) == "bfloat16":
@@ -61,7 +65,8 @@ def round_values(xp: ModuleType, values: Array, how: str, bound: float = LARGEST
 
 
 def encode(xp: ModuleType, vector: Array, indices: Array, values: str) -> tuple[tuple[Array, ...], SparseVector]:
-    """The parts to gather for the elements of `vector` at `indices`, and their decoded form.
+    """Encodes the elements of `vector` at `indices`. Returns the parts to gather, and the elements as receivers decode
+    them.
 
     Args:
         xp: array functions.
@@ -70,8 +75,8 @@ def encode(xp: ModuleType, vector: Array, indices: Array, values: str) -> tuple[
         values: "same" or "fp16".
 
     Returns:
-        The parts, (values, indices) or (values, indices in their blocks, counts of the blocks); and the sparse vector
-        that receivers decode.
+        The parts of the payload, and the sparse vector that receivers decode. The parts are (values, indices) or
+        (values, places in the blocks, counts of the blocks).
     """
     size = vector.shape[0]
     blocks = counted_blocks(indices.shape[0], size)
@@ -97,9 +102,9 @@ def decode_indices(xp: ModuleType, parts: Sequence[Array], size: int) -> Array:
 
 
 def mean_of_sparse(xp: ModuleType, ranks: Iterable[Sequence[Array]], like: Array, context: Context) -> Array:
-    """The mean over ranks of sparse vectors, as a dense vector in the shape of `like`, added in rank order.
+    """The mean of the ranks' sparse vectors, added in rank order, as a dense array with the shape of `like`.
 
-    Half-precision values are added in float32. Only one rank's parts are unpacked at a time.
+    Half-precision values are added in float32. The parts of only one rank are unpacked at a time.
     """
     wide = wide_dtype(xp.dtype_name(like))
     total = xp.zeros(like.shape, like=xp.astype(like[:0], wide))
@@ -112,13 +117,14 @@ def mean_of_sparse(xp: ModuleType, ranks: Iterable[Sequence[Array]], like: Array
 
 
 def counted_blocks(count: int, size: int) -> int:
-    """Number of blocks with a count in the payload of `count` elements of a tensor; 0 if indices need no blocks."""
+    """The number of blocks that have a count in the payload, if `count` elements of a tensor are sent; 0 if indices do
+    not use blocks."""
     blocks = _blocks(size)
     return blocks if size > _BLOCK and 2 * count + 4 * blocks < _whole_bytes(size) * count else 0
 
 
 def index_bytes(count: int, size: int) -> int:
-    """Bytes of an index in the payload of `count` elements of a tensor."""
+    """The number of bytes of an index in the payload, if `count` elements of a tensor are sent."""
     return 2 if size <= _BLOCK or counted_blocks(count, size) else _whole_bytes(size)
 
 

@@ -1,4 +1,4 @@
-"""Random-k: elements at random places, which all ranks draw alike, so that an allreduce adds up their values."""
+"""Random-k sends elements at random places. All ranks draw the same places, so an allreduce adds up the values."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class RandomK(ByRatio):
     allreduce adds them up (Stich et al. 2018, arXiv:1809.07599, section 2; Wangni et al. 2018 for the unbiased form).
 
     Attributes:
-        unbiased: whether values are multiplied by d / k (d elements, of which k are sent), so that the expectation is
-            the gradient itself and no error feedback is needed.
-        values: element type of the values that are sent: "same" as the gradient, or "fp16". With "fp16", sums are in
-            half precision, and values are clipped to half the largest half-precision number divided by the number of
-            ranks, so that no order of additions overflows. If `unbiased`, a larger value counts as not finite, unless a
-            bucket's memory keeps the excess.
+        unbiased: whether values are multiplied by d / k, for d elements of which k are sent. The expectation is then
+            the gradient itself, and no error feedback is needed.
+        values: the element type of the values that are sent: "same" as the gradient, or "fp16". With "fp16", sums are
+            in half precision. Values are clipped to half the largest half-precision number divided by the number of
+            ranks, so that sums cannot overflow in any order. If `unbiased`, a value beyond this limit counts as not
+            finite, unless a bucket's memory keeps the excess.
 
     Example:
         >>> RandomK(ratio=0.01).payload_bytes((1000, 1000))
@@ -48,27 +48,28 @@ class RandomK(ByRatio):
 
     @property
     def biased(self) -> bool:  # type: ignore[override]
-        """Whether the mean of the decoded values differs from the gradient: True, unless `unbiased` scales the values
-        by d / k (d: number of elements, k: number of sent elements)."""
+        """Whether the expectation of the decoded values differs from the gradient. The value is True, unless `unbiased`
+        multiplies the values by d / k (d: number of elements, k: number of sent elements)."""
         return not self.unbiased
 
     @property
     def variance(self) -> float:  # type: ignore[override]
-        """d / k - 1 if scaled by d / k."""
+        """The variance is d / k - 1 if values are multiplied by d / k, otherwise 0."""
         return 1 / self.ratio - 1 if self.unbiased else 0.0
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         vector, dtype = xp.flatten(x), xp.dtype_name(x)
         d = vector.shape[0]
         k = elements_kept(self.ratio, d)
-        # A random set of k of the d elements, the same on all ranks.
+        # A random choice of k of the d elements, the same on all ranks.
         indices = distinct_indices(xp, shared_key(context, "randomk"), k, d, like=x)
         values = xp.take(vector, indices)
         if self.unbiased:
             values *= d / k
         bound = LARGEST["float16"] / (2 * context.world_size)
         sent = sparse_payload.round_values(xp, values, self.values, bound)
-        if self.unbiased and self.values == "fp16":  # clipped, it would be biased, as mostly nothing is kept
+        # clipping would make the result biased, because usually no memory keeps the excess
+        if self.unbiased and self.values == "fp16":
             sent = xp.where(abs(values) > bound, math.inf, sent)
         carried = "float16" if self.values == "fp16" else allreduce_dtype(dtype)
         mean = yield AllReduce(xp.astype(sent, carried))
@@ -78,13 +79,13 @@ class RandomK(ByRatio):
         return Outcome(xp.reshape(dense, x.shape), SparseVector(indices, xp.astype(sent, dtype)))
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
-        """Like `aggregate`, but in passes over all tensors of the bucket; on a device, where kernels compute the places
-        again instead of storing them, the kernels in brackets.
+        """Like `aggregate`, but in passes over all tensors of the bucket. The names in brackets are the kernels on a
+        device, which compute the places again instead of storing them.
 
-        1. `random_encode` (`random_take`) draws the places, makes x, and writes its values at the places to the
+        1. `random_encode` (`random_take`) draws the places, computes x, and writes its values at the places to the
            payload.
         2. `random_keep` (`random_take_off`) subtracts the sent values from x.
-        3. `random_decode` (`random_put`) writes the mean to its places in the results, and zeros elsewhere.
+        3. `random_decode` (`random_put`) writes the means to the places in the results, and zeros elsewhere.
         """
         on_host, half = bucket.device is None, carried_dtype(self.values, bucket.dtype) == "float16"
         if bucket.layout is None:
@@ -115,17 +116,17 @@ class RandomK(ByRatio):
 
 
 class _Layout:
-    """The offsets of each tensor's values, and storage for the places drawn.
+    """The offsets of each tensor's values in the payload, and storage for the drawn places.
 
     Args:
-        bucket: the bucket; sets `count`, `values` and `ends` in its table.
+        bucket: the bucket. `count`, `values` and `ends` in its table are set.
         half: whether the payload is in half precision.
 
     Attributes:
-        payload: the values, tensor by tensor, and in a tensor task by task.
+        payload: the values, tensor after tensor, and within a tensor task after task.
         sent: the decoded values (values,).
-        places: the place of each value in its task (values,).
-        ends: for each task the end of its values among its tensor's values (tasks,).
+        places: the place of each value within its task (values,).
+        ends: for each task, the end of its values among the values of its tensor (tasks,).
     """
 
     def __init__(self, bucket: Bucket, half: bool) -> None:
@@ -151,7 +152,7 @@ class _Layout:
         self.ends = np.zeros(len(bucket.table.tasks), np.int64)
 
     def keep(self, bucket: Bucket) -> None:
-        """Subtracts from x what this rank sent; with masking, also clears the velocity there."""
+        """Subtracts the sent values from x. With masking, also sets the velocity of the sent elements to zero."""
         if bucket.device is None:
             bucket.call("random_keep", self.sent, self.places, self.ends, bucket.masks)
         else:

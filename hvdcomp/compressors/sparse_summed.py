@@ -1,7 +1,8 @@
-"""Sparsifiers whose ranks choose the same elements together, so that an allreduce can add them up.
+"""Sparsifiers in which all ranks choose the same elements, so that an allreduce can add up the values.
 
-So a rank sends and receives the same number of bytes with a hundred ranks as with two. If each rank chose its own
-elements, values and indices would have to be gathered, and the received bytes would grow with the number of ranks.
+With such a method, a rank sends and receives about the same number of bytes with a hundred ranks as with two. If each
+rank chose its own elements, values and indices would have to be gathered, and the received bytes would grow with the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from hvdcomp.compressors.sparsification import WithRatio
 from hvdcomp.kernels.tables import Tasks
 from hvdcomp.specs.levels import Level
 
-_PIECE = 1 << 16  # elements of a task, unless a block has more
+_PIECE = 1 << 16  # number of elements of a task, unless a block has more
 
 
 @dataclass(frozen=True)
 class BlocksTogether(WithRatio):
-    """Base of methods whose ranks all send the same blocks of consecutive elements.
+    """Base of methods in which all ranks send the same blocks of consecutive elements.
 
     A first allreduce sums numbers from which the score of each block is computed. A second allreduce sums the elements
     of the best blocks.
@@ -44,15 +45,18 @@ class BlocksTogether(WithRatio):
     sent_is_own: ClassVar[bool] = False  # all ranks choose the blocks
 
     def blocks_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Number of blocks of a tensor, and elements of each; the last block may have fewer."""
+        """The number of blocks of a tensor, and the number of elements of a block. The last block may have fewer
+        elements."""
         raise NotImplementedError
 
     def judge(self, xp: ModuleType, blocks: Array, context: Context) -> Array:
-        """This rank's numbers for each block (blocks, numbers); `scores` gets their mean over ranks."""
+        """This rank's numbers for each block (blocks, numbers). `scores` gets the means of these numbers over the
+        ranks."""
         raise NotImplementedError
 
     def scores(self, xp: ModuleType, judged: Array) -> Array:
-        """The score of each block (blocks,), from the means of the numbers of `judge`; the largest are chosen."""
+        """The score of each block (blocks,), computed from the means of the numbers of `judge`. The blocks with the
+        largest scores are sent."""
         raise NotImplementedError
 
     def numbers_of_block(self) -> int:
@@ -70,17 +74,17 @@ class BlocksTogether(WithRatio):
         size, (_, length) = vector.shape[0], self.blocks_of(shape)
         padded = pad(xp, vector, length)
         blocks = xp.reshape(padded, (-1, length))
-        # All ranks judge the blocks by the same means, and so choose the same blocks.
+        # All ranks compute scores from the same means, so they choose the same blocks.
         judged = yield AllReduce(self.judge(xp, xp.astype(blocks, wide), context))
         count = self.count(shape)
         chosen = Magnitudes(xp, self.scores(xp, judged), count).top(count)
-        # The chosen blocks' elements are averaged.
+        # The elements of the chosen blocks are averaged.
         places = xp.flatten(xp.reshape(chosen, (-1, 1)) * length + xp.arange(length, like=chosen))
         values = xp.take(padded, places)
         mean = yield AllReduce(xp.astype(values, allreduce_dtype(dtype)))
 
         def spread(elements: Array) -> Array:
-            """The elements at their places, and zeros elsewhere."""
+            """A tensor with the elements at their places, and zeros elsewhere."""
             zeros = xp.zeros((padded.shape[0],), like=xp.astype(vector[:0], wide))
             return xp.reshape(xp.add_at(zeros, places, xp.astype(elements, wide))[:size], shape)
 
@@ -89,15 +93,16 @@ class BlocksTogether(WithRatio):
     form: ClassVar[str] = "judge_bucket"
 
     def judge_bucket(self, bucket: Bucket, layout: _BlocksLayout) -> bool | Array:
-        """Makes x and fills `layout.judged` with this rank's numbers for each block; returns as `Bucket.call` does."""
+        """Computes x, and writes this rank's numbers for each block to `layout.judged`. Returns whether a kernel found
+        an inf or NaN, like `Bucket.call`."""
         raise NotImplementedError
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
         """Like `aggregate`, but in passes over all tensors of the bucket:
 
-        1. `judge_bucket` makes x and the numbers that judge its blocks.
-        2. `together_encode` chooses the best blocks of each tensor by the means of these numbers, copies them to the
-           payload, and subtracts them from x.
+        1. `judge_bucket` computes x and the numbers for its blocks.
+        2. `together_encode` chooses the best blocks of each tensor by the means of these numbers, copies the blocks to
+           the payload, and subtracts them from x.
         3. `together_decode` writes the means of the blocks to the results, and zeros elsewhere.
         """
         if bucket.layout is None:
@@ -129,8 +134,8 @@ class TopKC(BlocksTogether):
     arXiv:2407.01378: TopK chunked).
 
     Attributes:
-        ratio: share of the elements that is sent, in whole chunks, at least one chunk.
-        chunk: number of elements in a chunk; a smaller tensor is one chunk.
+        ratio: the share of the elements that is sent, rounded to whole chunks; at least one chunk is sent.
+        chunk: the number of elements in a chunk. A smaller tensor is a single chunk.
 
     Example:
         >>> TopKC(ratio=0.01).payload_bytes((1000, 1000))
@@ -150,8 +155,8 @@ class TopKC(BlocksTogether):
         return -(-size // length), length
 
     def judge(self, xp: ModuleType, blocks: Array, context: Context) -> Array:
-        """|x_c|^2 of each chunk c."""
-        norms = xp.astype(xp.row_norms(blocks), "float32")  # precise enough to choose by, for float64 too
+        """Computes |x_c|^2 of each chunk c."""
+        norms = xp.astype(xp.row_norms(blocks), "float32")  # precise enough for a choice, even if x is float64
         return norms * norms
 
     def scores(self, xp: ModuleType, judged: Array) -> Array:
@@ -166,16 +171,17 @@ class TopKC(BlocksTogether):
 
 @dataclass(frozen=True)
 class ARCTopK(BlocksTogether):
-    """Sends the rows of the mean gradient matrix with the largest norms, which a sketch estimates (Chen et al. 2025,
-    arXiv:2510.26709).
+    """Sends the rows of the mean gradient matrix that have the largest norms. A sketch estimates the norms (Chen et al.
+    2025, arXiv:2510.26709).
 
-    The ranks average G V, where V has `sketch` random columns, the same on all ranks and drawn again in each step. The
-    norm of a row of the average estimates the norm of that row of the mean gradient. So gradients that cancel between
-    ranks have no weight, unlike in sums of squares.
+    V is a matrix with `sketch` random columns. V is the same on all ranks and is drawn again in each step. The ranks
+    average G V for their gradients G. The norm of a row of this average estimates the norm of the same row of the mean
+    gradient. So gradients that cancel between ranks do not count. In sums of squares such gradients would count.
 
     Attributes:
-        ratio: share of the elements that is sent, in whole rows, at least one row.
-        sketch: number of columns of the random matrix V; more columns estimate the norms of the rows more exactly.
+        ratio: the share of the elements that is sent, rounded to whole rows; at least one row is sent.
+        sketch: the number of columns of the random matrix V. With more columns, the estimates of the norms are more
+            exact.
 
     Example:
         >>> ARCTopK(ratio=0.05).payload_bytes((1000, 1000))
@@ -194,14 +200,14 @@ class ARCTopK(BlocksTogether):
         return matrix_shape(shape)
 
     def judge(self, xp: ModuleType, blocks: Array, context: Context) -> Array:
-        """The sketch G V: a few numbers for each row of the gradient G."""
+        """Computes the sketch G V, which has a few numbers for each row of the gradient G."""
         columns, dtype = blocks.shape[1], xp.dtype_name(blocks)
         return blocks @ drawn(
             xp, lambda: self._draw(columns, dtype, context), (columns, self.sketch), dtype, like=blocks
         )
 
     def _draw(self, columns: int, dtype: str, context: Context) -> np.ndarray:
-        """V."""
+        """Draws the random matrix V."""
         random = shared_generator(context, "arctopk")
         return random.standard_normal((columns, self.sketch), dtype=np.dtype(dtype).type)
 
@@ -212,7 +218,8 @@ class ARCTopK(BlocksTogether):
         return self.sketch
 
     def judge_bucket(self, bucket: Bucket, layout: _BlocksLayout) -> bool | Array:
-        """Sketches of all matrices; on the host by NumPy's products, as a kernel would sum in another order."""
+        """Computes the sketches of all matrices. On the host NumPy computes the products, because a kernel would add in
+        another order."""
         contexts = [dataclasses.replace(bucket.context, name=tensor.name) for tensor in bucket.tensors]
         shapes = [matrix_shape(tensor.shape) for tensor in bucket.tensors]
         sketches = layout.judged.vector
@@ -230,17 +237,18 @@ class ARCTopK(BlocksTogether):
 
 
 class _BlocksLayout:
-    """The blocks of a bucket's tensors, laid out as in `isa_sparse_together.c`, or on a device as in `together.py`.
+    """The layout of the blocks of a bucket's tensors. On the host the layout is the layout of `isa_sparse_together.c`,
+    and on a device that of `together.py`.
 
     Attributes:
-        numbers: how many numbers judge a block.
-        judged: this rank's numbers for each block, tensor by tensor.
+        numbers: how many numbers a block has for the choice.
+        judged: this rank's numbers for each block, tensor after tensor.
         sent: the elements of the chosen blocks.
-        chosen: the numbers of the chosen blocks.
-        half: whether sent elements are in half precision.
-        scratch: storage of `together_encode`; on a device the number of chosen blocks of each tensor.
-        rows: for each tensor the slice of its blocks among all blocks.
-        passed: the tasks, as arguments of host kernels.
+        chosen: the indices of the chosen blocks.
+        half: whether elements are sent in half precision.
+        scratch: storage for `together_encode`. On a device, the number of chosen blocks of each tensor.
+        rows: for each tensor, the slice of its blocks among all blocks.
+        passed: the tasks, in the form in which host kernels get them.
     """
 
     def __init__(self, bucket: Bucket) -> None:

@@ -1,4 +1,4 @@
-"""Sparsifiers whose ranks choose a few elements each for themselves; the memory keeps the others."""
+"""Sparsifiers in which each rank chooses its own few elements. The memory keeps the other elements."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from hvdcomp.kernels.tables import CANDIDATES, CHOICE, FITTED, KTH_LARGEST, NARR
 from hvdcomp.specs.described import SHARE, Rule
 from hvdcomp.specs.levels import Level
 
-_CANDIDATES_PER_NEEDED = 8  # about 2.3 are expected; a task with more is searched as a whole
+# about 2.3 are expected; if a task has more candidates, the kernel searches all its elements
+_CANDIDATES_PER_NEEDED = 8
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class WithRatio(Compressor):
     """Base class of the methods that send a share of the elements. The share is the level.
 
     Attributes:
-        ratio: share of the elements that is sent: k = max(1, ceil(ratio * d)) of d elements.
+        ratio: the share of the elements that is sent. Of d elements, k = max(1, ceil(ratio * d)) are sent.
     """
 
     ratio: Annotated[float, Rule(SHARE.allows, "a share above 0 and at most 1 (0.01 sends one element in a hundred)")]
@@ -48,7 +49,8 @@ class ByRatio(WithRatio):
     """Base class of methods that send k elements of a tensor of any shape."""
 
     def most_elements(self, budget: float, size: int) -> int:
-        """The most elements of a tensor of `size` whose payload is within `budget` bytes; 1 if no payload is."""
+        """The largest number of elements, for a tensor with `size` elements, whose payload has at most `budget` bytes;
+        1 if there is none."""
         raise NotImplementedError
 
     def payload_floats(self, shape: tuple[int, ...], level: Level | None = None) -> float:
@@ -62,13 +64,13 @@ class ByRatio(WithRatio):
 
 @dataclass(frozen=True)
 class Sparsifier(ByRatio):
-    """Base class of the sparsifiers in which each rank chooses its own elements, and the ranks gather values and
+    """Base class of sparsifiers in which each rank chooses its own elements. The ranks gather the values and the
     indices.
 
-    An index takes two bytes if this makes the payload smaller (`sparse_payload`).
+    `sparse_payload` describes the payload. An index takes two bytes if this makes the payload smaller.
 
     Attributes:
-        values: element type of the values that are sent: "same" as the gradient, or "fp16". The memory keeps the
+        values: the element type of the values that are sent: "same" as the gradient, or "fp16". The memory keeps the
             rounding error, and the excess above the largest half-precision number.
     """
 
@@ -78,11 +80,12 @@ class Sparsifier(ByRatio):
     biased: ClassVar[bool] = True
 
     def choose(self, xp: ModuleType, vector: Array, k: int) -> Array:
-        """Indices (k,), each at most once, of the elements of the vector (d,) to send."""
+        """Chooses k elements of the vector (d,) to send. Returns their indices (k,), without duplicates."""
         raise NotImplementedError
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
-        """C(x) has the k chosen elements, and zeros elsewhere; the result is the mean of the ranks' C(x)."""
+        """Sends the chosen elements. C(x) has these k elements, and zeros elsewhere. The result is the mean of the
+        ranks' C(x)."""
         vector = xp.flatten(x)
         parts, sent = self._encode(xp, vector)
         ranks = yield AllGather(parts)
@@ -90,10 +93,10 @@ class Sparsifier(ByRatio):
         return Outcome(xp.reshape(mean, x.shape), sent)
 
     def preview(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> SparseVector:
-        return self._encode(xp, xp.flatten(x))[1]  # needs no unpacking
+        return self._encode(xp, xp.flatten(x))[1]  # C(x) is known without unpacking the payload
 
     def _encode(self, xp: ModuleType, vector: Array) -> tuple[tuple[Array, ...], SparseVector]:
-        """The payload, values and indices, and C(x)."""
+        """The payload (values and indices), and C(x)."""
         k = elements_kept(self.ratio, vector.shape[0])
         return sparse_payload.encode(xp, vector, self.choose(xp, vector, k), self.values)
 
@@ -124,14 +127,14 @@ class TopK(Sparsifier):
 
 @dataclass(frozen=True)
 class SparseTernary(ByRatio):
-    """Sparse ternary compression, STC: sends the k elements of largest magnitude, each as plus or minus their mean
-    magnitude (Sattler et al. 2019, arXiv:1903.02891, algorithm 1).
+    """Sparse ternary compression (STC): sends the k elements of largest magnitude, each as plus or minus the mean
+    magnitude of these k elements (Sattler et al. 2019, arXiv:1903.02891, algorithm 1).
 
         C(x)_i = mu sign(x_i) for the k largest |x_i|, else 0;  mu = the mean of these k magnitudes
 
     A zero among the k elements counts as positive. Indices are encoded as in `topk`. The paper's Golomb code is not
-    used, because its length depends on the gradient, and the length of a payload must not. A sign takes one bit, and mu
-    is one float32.
+    used, because its length depends on the gradient, but the length of a payload must not depend on the gradient. A
+    sign takes one bit, and mu is one float32.
 
     Example:
         >>> SparseTernary(ratio=0.01).payload_bytes((100, 100))  # 100 places, 100 bits in 13 bytes, one float32
@@ -147,12 +150,12 @@ class SparseTernary(ByRatio):
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         vector = xp.flatten(x)
         k = elements_kept(self.ratio, vector.shape[0])
-        # The mask and the masked elements: the k largest magnitudes.
+        # The k elements of largest magnitude.
         chosen = Magnitudes(xp, vector, k).top(k)
         (values, *places), masked = sparse_payload.encode(xp, vector, chosen, "same")
         signs, mu = to_signs(xp, values, x)
         ranks = yield AllGather((signs, mu, *places))
-        # mu sign(x) at the places of each rank, added up rank by rank.
+        # mu sign(x) at the places of each rank, added in rank order.
         decoded = ((from_signs(xp, signs, mu, k), *places) for signs, mu, *places in ranks)
         mean = sparse_payload.mean_of_sparse(xp, decoded, vector, context)
         sent = xp.astype(from_signs(xp, signs, mu, k), xp.dtype_name(x))
@@ -169,16 +172,16 @@ class SparseTernary(ByRatio):
 class SparsePlaces:
     """The offsets of each tensor's values and indices in a bucket's payload.
 
-    The payload holds the values, the block counts and the indices of all tensors, as in `sparse_payload`; parts of
-    wider element types come first.
+    The payload contains the values, the counts of blocks and the indices of all tensors, as in `sparse_payload`. Parts
+    with wider element types come first.
 
     Args:
-        bucket: the bucket; sets `count` and the places of the parts in its table.
+        bucket: the bucket. `count` and the offsets of the parts in its table are set.
         values: "same" or "fp16", as in `sparse_payload`.
 
     Attributes:
         payload: this rank's payload.
-        type: element type of the values in the payload, a number of `NARROW`.
+        type: the element type of the values in the payload, as a number of `NARROW`.
     """
 
     def __init__(self, bucket: Bucket, values: str) -> None:
@@ -189,7 +192,7 @@ class SparsePlaces:
             for compressor, size in zip(bucket.compressors, sizes, strict=True)
         ]
         value_bytes = sparse_payload.value_bytes(values, bucket.dtype)
-        parts = []  # (bytes of an element, bytes of the part, its kind, tensor)
+        parts = []  # (bytes of an element, bytes of the part, kind of the part, tensor)
         kinds = "values", "block_counts", "indices"
         widths = []
         for number, (size, count) in enumerate(zip(sizes, counts, strict=True)):
@@ -209,24 +212,26 @@ class SparsePlaces:
 
 
 class Selection:
-    """The parameters of a bucket's selection of elements.
+    """The parameters for the selection of elements in a bucket.
 
     Args:
         bucket: the bucket, with `count` set in its table.
 
     Attributes:
         method: `KTH_LARGEST`, `BISECT`, `SAMPLED` or `FITTED`.
-        rounds: rounds of the search.
-        type: element type of the values in the payload, a number of `NARROW`.
-        masks: whether an element's momentum is cleared when the element is sent.
-        most: a threshold is good if `count` to this number of elements reach it, int64 (tensors,), like all below.
+        rounds: the number of rounds of the search.
+        type: the element type of the values in the payload, as a number of `NARROW`.
+        masks: whether the velocity of an element is set to zero when the element is sent.
+        most: a threshold is good if at least `count` and at most this number of elements reach it. Like all following
+            attributes, it is int64 (tensors,).
         limited: whether `most` may be larger than `count`.
-        need: number of candidates that is enough for the search.
-        stride: stride of the sample.
-        sampled: number of elements in the sample.
-        reaching: number of sampled elements that reach the first threshold.
-        first, later: threshold of the first stage and of each later one, in mean excesses over the threshold before,
-            floats (tensors,).
+        need: the number of candidates that is enough for the search.
+        stride: the distance between sampled elements.
+        sampled: the number of elements in the sample.
+        reaching: the number of sampled elements that reach the first threshold.
+        first, later: floats (tensors,). The threshold of the first stage, and the threshold of each later stage. A
+            threshold is given as a distance from the previous threshold, in units of the mean excess over the previous
+            threshold.
     """
 
     def __init__(self, bucket: Bucket, type: int, method: int, room: int, rounds: int) -> None:
@@ -250,7 +255,7 @@ class Selection:
 
 
 class _Layout:
-    """The offsets in a bucket's payload, and the kernels' storage for candidates."""
+    """The offsets in a bucket's payload, and the storage in which kernels keep candidates."""
 
     def __init__(self, bucket: Bucket, values: str, method: int, room: int, rounds: int) -> None:
         self.places = SparsePlaces(bucket, values)
@@ -278,7 +283,7 @@ class _Layout:
 
 
 class _DeviceLayout:
-    """The layout on a device, where kernels have their own storage."""
+    """The layout on a device. This layout has no storage for candidates, because kernels on a device have their own."""
 
     def __init__(self, bucket: Bucket, values: str, method: int, room: int, rounds: int) -> None:
         self.places = SparsePlaces(bucket, values)
@@ -286,7 +291,8 @@ class _DeviceLayout:
 
 
 def stage_shares(ratio: float, stages: int) -> list[float]:
-    """The share of the remaining elements that each stage of SIDCo aims at; the product of the shares is `ratio`."""
+    """For each stage of SIDCo, the share of the remaining elements that its threshold should keep. The product of the
+    shares is `ratio`."""
     if stages == 1:
         return [ratio]
     first = max(ratio, 0.25)
@@ -296,19 +302,20 @@ def stage_shares(ratio: float, stages: int) -> list[float]:
 def aggregate_by_magnitude(
     bucket: Bucket, values: str, method: int, room: int = 1, rounds: int = 0
 ) -> BucketAggregation:
-    """As `Sparsifier.aggregate`, in passes over all tensors of the bucket:
+    """Like `Sparsifier.aggregate`, but in passes over all tensors of the bucket:
 
-    1. `sparse_encode` makes x and collects candidates, the few elements that reach a floor from a sample. Among the
-       candidates it searches the threshold, chooses k elements, and writes them to the payload.
-    2. `sparse_keep` subtracts the sent elements from x, so that x holds the residual.
-    3. `sparse_decode` adds up the elements of all ranks in the results.
+    1. `sparse_encode` computes x and collects candidates. A sample gives a floor, and the candidates are the few
+       elements that reach the floor. Among the candidates, the kernel searches the threshold, chooses k elements, and
+       writes them to the payload.
+    2. `sparse_keep` subtracts the sent elements from x, so that x becomes the residual.
+    3. `sparse_decode` adds the elements of all ranks to the results.
 
     Args:
         bucket: the bucket.
         values: "same" or "fp16", as in `sparse_payload`.
         method: `KTH_LARGEST`, `BISECT`, `SAMPLED` or `FITTED`.
-        room: a threshold is good if k to `room` k elements reach it.
-        rounds: rounds of the search.
+        room: a threshold is good if at least k and at most `room` k elements reach it.
+        rounds: the number of rounds of the search.
     """
     if bucket.layout is None:
         layout_of = _Layout if bucket.device is None else _DeviceLayout

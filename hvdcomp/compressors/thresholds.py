@@ -1,8 +1,8 @@
-"""Threshold sparsifiers: instead of sorting, these methods search for a threshold that the magnitudes of about k
+"""Threshold sparsifiers do not sort. Threshold sparsifiers search for a threshold that the magnitudes of about k
 elements reach.
 
-All of them use the counts and means of `Magnitudes` above a threshold, and choose exactly k elements, so that the
-payload has a fixed size. They differ in how they search for the threshold.
+All these methods use the counts and means of `Magnitudes` above a threshold. The methods choose exactly k elements, so
+that the payload has a fixed size. The methods differ in how they search for the threshold.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from hvdcomp.compressors.memory import Memory, MomentumCorrection
 from hvdcomp.compressors.sparsification import Sparsifier, aggregate_by_magnitude, stage_shares
 from hvdcomp.kernels.tables import BISECT, FITTED, SAMPLED
 
-_ROUNDS = 25  # a bisection ends within 2**-25 of the range, the resolution of float32
-_SAMPLED_ROUNDS = 1 + 10  # the sample's threshold and 10 more
+_ROUNDS = 25  # 25 halvings reduce the range to 2**-25, which is the resolution of float32
+_SAMPLED_ROUNDS = 1 + 10  # the threshold from the sample, and 10 more
 
 
 class Bracket:
-    """The bounds of the threshold, narrowed by tests, and the choice of k elements by them.
+    """The bounds of the threshold. Tests narrow the bounds, and at the end the bounds choose k elements.
 
     Args:
-        magnitudes: magnitudes of the vector.
+        magnitudes: the magnitudes of the vector.
         k: number of elements to choose.
         most: a threshold is good if at least k and at most this many elements reach it.
     """
@@ -44,7 +44,8 @@ class Bracket:
         self.high: Any = math.inf  # the lowest tested threshold that at most `most` elements reach
 
     def test(self, threshold: Any) -> tuple[Any, Any]:
-        """Whether too few elements (less than k) reach the threshold, and whether too many (more than `most`) do."""
+        """Whether too few elements (fewer than k) reach the threshold, and whether too many (more than `most`) reach
+        it."""
         count = self._magnitudes.count(threshold)
         too_few, too_many = count < self._k, count > self._most
         self.low = self.where(too_many & (threshold > self.low), threshold, self.low)
@@ -52,15 +53,15 @@ class Bracket:
         return too_few, too_many
 
     def choose(self) -> Array:
-        """Indices of the k largest among the first `most` elements, counted in index order from those that reach
-        `high` and going on to those that reach `low`."""
+        """The indices of the k largest among `most` elements. First come the elements that reach `high`, and then
+        elements that reach only `low`, in index order."""
         return self._magnitudes.pick(self.low, self.high, self._k, self._most)
 
 
 def bisect(magnitudes: Magnitudes, bracket: Bracket, rounds: int) -> None:
     """Halves the range from the mean to the largest magnitude, `rounds` times, as in algorithm 1 of MSTopK.
 
-    A good threshold closes the range, and later rounds test it again.
+    If a round finds a good threshold, the range shrinks to this threshold, and later rounds test it again.
     """
     mean, width = magnitudes.mean, magnitudes.largest - magnitudes.mean
     left: Any = 0.0
@@ -68,8 +69,9 @@ def bisect(magnitudes: Magnitudes, bracket: Bracket, rounds: int) -> None:
     for _ in range(rounds):
         middle = (left + right) / 2
         too_few, too_many = bracket.test(mean + middle * width)
-        left = bracket.where(too_few, left, middle)  # at least k reach it: a higher threshold may do
-        right = bracket.where(too_many, right, middle)  # not too many reach it: a lower threshold may do
+        left = bracket.where(too_few, left, middle)  # at least k elements reach it, so a higher threshold is possible
+        # not too many elements reach it, so a lower threshold is possible
+        right = bracket.where(too_many, right, middle)
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class ThresholdSparsifier(Sparsifier):
     """Base of methods that search for a threshold and choose k of the elements that reach it.
 
     Class attributes:
-        room: a threshold is good if k to `room` k elements reach it.
+        room: a threshold is good if at least k and at most `room` k elements reach it.
     """
 
     room: ClassVar[int]
@@ -86,8 +88,8 @@ class ThresholdSparsifier(Sparsifier):
         """Tests thresholds.
 
         Args:
-            magnitudes: magnitudes of the vector.
-            bracket: bounds of the threshold, narrowed by each test.
+            magnitudes: the magnitudes of the vector.
+            bracket: the bounds of the threshold. Each test narrows the bounds.
         """
         raise NotImplementedError
 
@@ -103,13 +105,13 @@ class ThresholdSparsifier(Sparsifier):
 
 @dataclass(frozen=True)
 class MSTopK(ThresholdSparsifier):
-    """Sends the k largest elements, which a bisection for a threshold finds (Shi et al. 2021, arXiv:2010.10458,
+    """Sends about the k largest elements. A bisection finds a threshold for them (Shi et al. 2021, arXiv:2010.10458,
     algorithm 1).
 
-    The bisection starts between the mean and the largest magnitude, and ends when exactly k elements reach the
-    threshold or after `rounds` rounds. All elements that reach the upper bound (at most k) are chosen. The remaining
-    elements are chosen, in index order, from the elements between the lower and the upper bound (the paper chooses a
-    random run). No element left out exceeds a chosen one by more than the distance of the two bounds.
+    The bisection starts between the mean and the largest magnitude. The bisection ends when exactly k elements reach
+    the threshold, or after `rounds` rounds. All elements that reach the upper bound (at most k) are sent. To complete k
+    elements, elements between the lower and the upper bound are sent in index order. (The paper chooses a random run of
+    them.) An element that is not sent is larger than a sent element by at most the distance between the two bounds.
 
     Attributes:
         rounds: maximum number of rounds of the bisection, at most 100.
@@ -135,11 +137,12 @@ class MSTopK(ThresholdSparsifier):
 
 @dataclass(frozen=True)
 class RedSync(ThresholdSparsifier):
-    """Sends the k largest elements: a bisection finds a threshold that k to 2k elements reach, and the k largest of
-    these are chosen exactly (Fang et al. 2019, arXiv:1808.04357, trimmed top-k with threshold binary search).
+    """Sends the k largest elements. A bisection finds a threshold that between k and 2k elements reach, and the k
+    largest of these elements are chosen exactly (Fang et al. 2019, arXiv:1808.04357, trimmed top-k with threshold
+    binary search).
 
-    If there is no such threshold, as with many equal elements, or if 25 rounds do not find it, the choice is among the
-    first 2k elements, in index order, that reach the nearest thresholds.
+    If there is no such threshold (for example because many elements are equal), or 25 rounds do not find one, the k
+    elements are chosen among 2k elements: those that reach the nearest tested thresholds, in index order.
 
     Example:
         >>> RedSync(ratio=0.01).payload_bytes((1000, 1000))
@@ -160,18 +163,18 @@ class RedSync(ThresholdSparsifier):
 
 @dataclass(frozen=True)
 class DGC(ThresholdSparsifier):
-    """Deep gradient compression: sends the k largest elements of the gradients that momentum correction accumulates; a
+    """Deep gradient compression: sends the k largest elements of the gradients that momentum correction accumulates. A
     sample gives the threshold (Lin et al. 2018, arXiv:1712.01887, sections 3 and 5).
 
-    The first threshold is the magnitude that a share `ratio` of a strided 1 % sample reaches. It is multiplied by 0.8
-    while fewer than k elements reach it, and by 1.3 while more than 2 k do, at most 10 times; if this would pass a
-    threshold that was already tested, the next threshold is half-way to the tested threshold. The k largest of the
-    elements that reach the threshold are sent, which are the k largest of all. If the rounds end without such a
-    threshold, the k largest of the first 2 k elements, in index order, that reach the nearest tested thresholds are
-    sent.
+    The first threshold is the magnitude that a share `ratio` of a strided 1 % sample reaches. While fewer than k
+    elements reach the threshold, it is multiplied by 0.8. While more than 2 k elements reach it, it is multiplied by
+    1.3. The threshold is changed at most 10 times. If a product would pass a threshold that was already tested, the
+    next threshold is half-way to the tested one. When between k and 2 k elements reach the threshold, the k largest of
+    them are sent, which are the k largest of the tensor. If no such threshold is found, the k elements are chosen among
+    2 k elements: those that reach the nearest tested thresholds, in index order.
 
     The optimizer must have no momentum of its own. Momentum and clipping are settings of the default memory
-    (`MomentumCorrection`), without effect on another memory.
+    (`MomentumCorrection`). These settings have no effect if you choose another memory.
 
     Attributes:
         momentum, nesterov, clip: settings of the default memory, `MomentumCorrection`.
@@ -186,13 +189,13 @@ class DGC(ThresholdSparsifier):
     clip: float = 0.0
 
     name: ClassVar[str] = "dgc"
-    room: ClassVar[int] = 2  # the threshold of a sample is close
+    room: ClassVar[int] = 2  # the threshold from a sample is close
     examples: ClassVar[tuple[str, ...]] = ("dgc:ratio=0.01",)
     reference: ClassVar[str] = "Lin et al. 2018, arXiv:1712.01887"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.default_memory  # refuses invalid settings
+        _ = self.default_memory  # raises an error for invalid settings
 
     @property
     def default_memory(self) -> Memory:
@@ -205,7 +208,7 @@ class DGC(ThresholdSparsifier):
         for _ in range(_SAMPLED_ROUNDS):
             too_few, too_many = bracket.test(threshold)
             following = threshold * where(too_few, 0.8, where(too_many, 1.3, 1.0))
-            # Past a threshold that was tested: half-way to it.
+            # If the product passes a tested threshold, go half-way to the tested threshold instead.
             highest = where(bracket.high < magnitudes.largest, bracket.high, magnitudes.largest)
             untried = (following > bracket.low) & (following <= highest)
             threshold = where(untried, following, (bracket.low + highest) / 2)
@@ -216,21 +219,24 @@ class DGC(ThresholdSparsifier):
 
 @dataclass(frozen=True)
 class SIDCo(ThresholdSparsifier):
-    """Sends about the k largest elements, by a threshold that is estimated from a fitted distribution (Abdelmoniem et
-    al. 2021, arXiv:2101.10761, algorithm 1 with double-exponential gradients).
+    """Sends about the k largest elements. The threshold is estimated from a fitted distribution (Abdelmoniem et al.
+    2021, arXiv:2101.10761, algorithm 1 with double-exponential gradients).
 
-    If gradients are double-exponential, a share delta of the magnitudes reaches mean * log(1 / delta), and the excess
-    of magnitudes above a threshold has the same distribution. So the first of several stages aims at a quarter of the
-    elements, and each later stage at an equal share of the elements that reach the threshold before.
+    If gradients are double-exponential, a share delta of the magnitudes reaches mean * log(1 / delta). The excess of
+    magnitudes above a threshold then has the same distribution as the magnitudes. Therefore the estimate has several
+    stages. The threshold of the first stage should keep a quarter of the elements. Each later stage should keep a fixed
+    share of the elements that reached the previous threshold.
 
-    The payload is k elements however good the estimate is. If k to 4 k elements reach the last threshold, the k largest
-    of them are sent; if more do, the k largest of the first 4 k in index order. If fewer do, all of them are sent, and
-    the missing number of the largest among the next 4 k elements, in index order, that reach the threshold of the stage
-    before (or among all elements, if too few reach it). Each element is sent at most once, with its true value.
+    The payload always has k elements, even if the estimate is bad. If between k and 4 k elements reach the last
+    threshold, the k largest of them are sent. If more than 4 k elements reach it, the k largest of the first 4 k in
+    index order are sent. If fewer than k elements reach it, all of them are sent. To get k elements, the largest
+    elements above the threshold of the previous stage are also sent. Only the first 4 k elements in index order are
+    considered. If too few elements reach the previous threshold, all elements are considered. Each element is sent at
+    most once, with its true value.
 
     Attributes:
-        stages: number of stages of the estimate, at most 100. With 1, the first threshold already aims at `ratio`. The
-            paper adapts the number of stages; here it is fixed.
+        stages: the number of stages of the estimate, at most 100. With 1, the first threshold should already keep the
+            share `ratio`. The paper adapts the number of stages; here it is fixed.
 
     Example:
         >>> SIDCo(ratio=0.01).payload_bytes((1000, 1000))
@@ -240,14 +246,15 @@ class SIDCo(ThresholdSparsifier):
     stages: Rounds = 2
 
     name: ClassVar[str] = "sidco"
-    room: ClassVar[int] = 4  # an estimate may be off by that factor
+    room: ClassVar[int] = 4  # the estimated number of elements may be wrong by this factor
     examples: ClassVar[tuple[str, ...]] = ("sidco:ratio=0.01",)
     reference: ClassVar[str] = "Abdelmoniem et al. 2021, arXiv:2101.10761"
 
     def search(self, magnitudes: Magnitudes, bracket: Bracket) -> None:
         threshold: Any = 0.0
         for share in stage_shares(self.ratio, self.stages):
-            # Of the elements above t, a share delta exceeds t by the mean excess times log(1 / delta).
+            # Of the elements above a threshold t, a share delta exceeds t by at least the mean excess times log(1 /
+            # delta).
             threshold = threshold + magnitudes.mean_excess(threshold) * math.log(1 / share)
             bracket.test(threshold)
 

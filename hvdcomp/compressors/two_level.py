@@ -1,13 +1,14 @@
-"""Two-level exchange: uncompressed within a node, where links are fast, and compressed between nodes, where links are
-slow.
+"""Two-level exchange. Ranks of the same node exchange uncompressed gradients over fast links. Nodes exchange compressed
+gradients over slow links.
 
 A reduce-scatter within each node gives each rank one shard of the node's mean gradient. The ranks with the same shard,
-one on each node, exchange it through a compressor. Then an allgather within each node puts the shards together. With n
-ranks per node, each rank encodes, decodes and sends only 1/n of the model between nodes, so the link of a node carries
-one compressed model in all.
+one on each node, exchange the shard through a compressor. Then an all-gather within each node puts the shards together.
+With n ranks per node, each rank encodes, decodes and sends only 1/n of the model between nodes. So the link of a node
+transfers one compressed model in total.
 
-Methods for matrices get whole matrices: each tensor has an owner among the ranks of a node, chosen by size. The other
-ranks of the node meanwhile exchange a matrix of one zero, so that all ranks make the same requests.
+Methods for matrices need whole matrices. For such methods, each tensor has an owner among the ranks of a node, chosen
+by size, and only the owner compresses the tensor. Meanwhile the other ranks of the node exchange a 1 x 1 matrix of
+zero, so that all ranks make the same requests.
 """
 
 from __future__ import annotations
@@ -54,21 +55,22 @@ _ALONE = NodePlaces(Place(0, 1), Place(0, 1))
 
 
 def _of_compressor(name: str) -> Any:
-    """A property that is the attribute or method of the compressor of this name."""
+    """A property that returns the attribute or method with this name of the inner compressor."""
     return property(operator.attrgetter(f"compressor.{name}"))
 
 
 @dataclass(frozen=True)
 class TwoLevel(Compressor):
-    """Exchanges the mean of each node through a compressor, shard by shard, or matrix by matrix.
+    """Exchanges the mean of each node through a compressor. Each rank of a node exchanges one shard, or whole matrices.
 
-    The residual of a rank is x - C(x) of its shard of the node's mean, times the number of ranks of the node: when the
-    rank adds this residual to its gradient, it counts once in the node's mean of the next step. So the compressor can
-    use its own memory, and the C(x) of the ranks add up to the result. The compressor's state, such as PowerSGD's Q, is
-    sent back with the result, so that all ranks have the same state, and any rank may own the matrix in the next step.
+    The residual of a rank is x - C(x) of its shard of the node's mean, multiplied by the number of ranks of the node.
+    The rank adds this residual to its gradient in the next step. Because of the factor, the residual then counts once
+    in the mean of the node. So the compressor can use its own memory, and the C(x) of the ranks add up to the result.
+    The state of the compressor, such as PowerSGD's Q, is sent back with the result. All ranks then have the same state,
+    and any rank may own the matrix in the next step.
 
     Attributes:
-        compressor: the compressor of the shards. It must not have a momentum of its own, as DGC has.
+        compressor: the compressor of the shards. This compressor must not have its own momentum (DGC has).
 
     Example:
         >>> from hvdcomp import TopK
@@ -107,7 +109,7 @@ class TwoLevel(Compressor):
     def __str__(self) -> str:
         return f"{self.name}({self.compressor})"
 
-    # Properties of the compressor between nodes.
+    # Properties that the inner compressor determines.
 
     biased = _of_compressor("biased")
     variance = _of_compressor("variance")
@@ -123,7 +125,7 @@ class TwoLevel(Compressor):
     least_level = _of_compressor("least_level")
     default_memory = _of_compressor("default_memory")
     name_patterns = _of_compressor("name_patterns")
-    payload_floats = _of_compressor("payload_floats")  # of all ranks of a node together
+    payload_floats = _of_compressor("payload_floats")  # the sum over all ranks of a node
     scatters = _of_compressor("scatters")
     prepare = _of_compressor("prepare")
     has_bucket_form = _of_compressor("has_bucket_form")
@@ -147,7 +149,8 @@ class TwoLevel(Compressor):
             yield self
 
     def bytes_in_bucket(self, tensor: TensorInfo, context: Context) -> tuple[float, float]:
-        """An even share of the tensor's bytes for each rank of a node, as a rank's real part may be any or none."""
+        """An equal share of the tensor's bytes for each rank of a node. The real share of a rank differs between
+        tensors, and may be zero."""
         ranks, nodes = (group.size for group in _node_places(context)[:2])
         wide = dataclasses.replace(tensor, dtype=wide_dtype(tensor.dtype))
         sent, _ = self.compressor.bytes_in_bucket(wide, dataclasses.replace(context, world_size=nodes))
@@ -158,11 +161,11 @@ class TwoLevel(Compressor):
     # A step.
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
-        """The mean of the node's ranks, compressed between nodes: a shard for each rank of the node, or uncut for one
-        of them."""
+        """Averages within the node, and exchanges the mean with other nodes through the compressor. Each rank of the
+        node exchanges one shard, or one rank exchanges the whole tensor."""
         places = _node_places(context)
         if places.node.size == 1:
-            wide = xp.astype(x, wide_dtype(xp.dtype_name(x)))  # as of larger nodes
+            wide = xp.astype(x, wide_dtype(xp.dtype_name(x)))  # the same element type as in a node with several ranks
             among = dataclasses.replace(context, node_places=None)
             return (yield from checked.aggregate(self.compressor, xp, wide, state, among))
         if self.compressor.of_matrices:
@@ -170,19 +173,20 @@ class TwoLevel(Compressor):
         return (yield from self._shards(xp, x, context, places))
 
     def _shards(self, xp: ModuleType, x: Array, context: Context, places: NodePlaces) -> Aggregation:
-        """A step of a tensor in shards."""
+        """Runs a step of a tensor that is cut into shards."""
         own, ranks = places.node
         vector = xp.flatten(xp.astype(x, wide_dtype(xp.dtype_name(x))))
         size = vector.shape[0]
         length = -(-size // (ranks * UNIT)) * UNIT
         whole = pad(xp, vector, ranks * length)
-        # This rank's shard of the node's mean, its exchange with other nodes, and the shards of all ranks of the node.
+        # Computes this rank's shard of the node's mean, exchanges it with other nodes, and gathers the shards of the
+        # node's ranks.
         mean = yield ReduceScatter(xp.reshape(whole, (ranks, length)), group="node")
         shard = dataclasses.replace(between(context, places), name=f"{context.name}@{own}")
         outcome = yield from across(checked.aggregate(self.compressor, xp, mean, (), shard), places.across.size)
         result = xp.astype(xp.flatten(outcome.mean), xp.dtype_name(vector))
         shards = yield AllGather((result,), group="node")
-        # C(x) is x, less what the exchange lost of this rank's shard, times the ranks of the node.
+        # C(x) is x minus the part of this rank's shard that the exchange lost, times the number of ranks of the node.
         before, own_part, after = whole[: own * length], whole[own * length :][:length], whole[(own + 1) * length :]
         sent = xp.concatenate([before, own_part - _lost(xp, mean, outcome) * ranks, after])
         return outcome_like(xp, x, xp.concatenate([part for (part,) in shards])[:size], sent[:size])
@@ -190,10 +194,11 @@ class TwoLevel(Compressor):
     def _whole(
         self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context, places: NodePlaces
     ) -> Aggregation:
-        """A step of an uncut tensor.
+        """Runs a step of a tensor that is not cut.
 
-        An allreduce brings it to its owner, and another brings the result to the other ranks, who add zeros. A
-        reduce-scatter would have a row of the matrix's size for each rank, and all rows but one would be empty.
+        A first allreduce gives the node's mean to its owner. In a second allreduce, the owner adds the result and the
+        other ranks add zeros, so that all ranks get the result. A reduce-scatter would need a row of the matrix's size
+        for each rank, and all rows but one would be empty.
         """
         own, ranks = places.node
         dtype = wide_dtype(xp.dtype_name(x))
@@ -236,12 +241,12 @@ class TwoLevel(Compressor):
 
 
 def aggregate_two_levels(bucket: Bucket, places: NodePlaces) -> BucketAggregation:
-    """As `TwoLevel.aggregate`, in passes over all tensors of the bucket:
+    """Like `TwoLevel.aggregate`, but in passes over all tensors of the bucket:
 
-    1. `dense_encode` makes x; one reduce-scatter with rows of equal length distributes the shards, or whole
-       tensors. The rows are as long as the largest share, so that their length depends only on the bucket.
-    2. The compressor's own bucket form exchanges this rank's shard, which is a bucket too, with other nodes.
-    3. `dense_keep` writes the residuals, and `dense_decode` the shards of the node's ranks to the results.
+    1. `dense_encode` computes x. One reduce-scatter with rows of equal length distributes the shards, or whole tensors.
+       The rows are as long as the largest share, so that their length depends only on the bucket.
+    2. This rank's shard is a bucket, too. The bucket form of the compressor exchanges it with other nodes.
+    3. `dense_keep` writes the residuals. `dense_decode` writes the shards of the node's ranks to the results.
     """
     if bucket.layout is None:
         bucket.layout = _Layout(bucket, places.node)
@@ -264,8 +269,8 @@ def aggregate_two_levels(bucket: Bucket, places: NodePlaces) -> BucketAggregatio
         gathered = yield AllGather(parts, group="node")
     if states is not None:
         states.write(bucket, [state for _, state in gathered])
-    if bucket.keeps:  # before decoding, which adds to residuals what rounding to 16 bits takes off the means
-        # The loss of this rank's shard times the number of the node's ranks, and zeros elsewhere.
+    if bucket.keeps:  # before decoding, because decoding adds the rounding error of 16-bit means to the residuals
+        # The lost part of this rank's shard, times the number of ranks of the node, and zeros elsewhere.
         whole[:] = 0
         with np.errstate(over="ignore"):
             rows[own] = xp.finite_or_zero(shard.lost * ranks)  # as in `memory.without`
@@ -276,16 +281,17 @@ def aggregate_two_levels(bucket: Bucket, places: NodePlaces) -> BucketAggregatio
 
 
 class _Shard:
-    """The shard that this rank exchanges with other nodes: a bucket of tensors, or of pieces of tensors.
+    """The shard that this rank exchanges with other nodes. A shard is a bucket of tensors, or of pieces of tensors.
 
     Args:
         whole: the bucket that the node's ranks share.
-        pieces: the place in the whole bucket, the name and the shape of each piece.
-        length: elements of the shard, padding included.
+        pieces: for each piece, its place in the whole bucket, its name and its shape.
+        length: the number of elements of the shard, including padding.
 
     Attributes:
         bucket: the bucket of pieces.
-        lost: x - C(x) of the shard, float32 (length,), if the memory keeps it; on a device, within a step.
+        lost: x - C(x) of the shard, float32 (length,), if the memory keeps residuals. On a device `lost` exists only
+            during a step.
     """
 
     lost: Array
@@ -301,14 +307,14 @@ class _Shard:
         sizes = self.bucket.segments["size"]
         self._offsets = (4 * (np.cumsum(sizes) - sizes)).astype(np.uint64)
         self._zeros = np.zeros(int(sizes.max()) if whole.device is None else 0, np.float32)
-        self._x: np.ndarray | None = None  # in place of `lost`
+        self._x: np.ndarray | None = None  # x, if `lost` is not needed
         if whole.device is None:
             self.lost = np.zeros(length, np.float32)
             if self.bucket.compressors[0].keeps_state:
                 self._x = np.zeros(length, np.float32)
 
     def aggregate(self, context: Context, mean: Array, result: Array) -> BucketAggregation:
-        """The compressor's step between nodes; writes x - C(x) to `lost`."""
+        """Runs the compressor's step between nodes, and writes x - C(x) to `lost`."""
         bucket = self.bucket
         bucket.begin(context)
         segments = bucket.segments
@@ -326,12 +332,13 @@ class _Shard:
 
 
 class _States:
-    """Copies a method's states of uncut tensors between the bucket, which has those of all tensors, and the shard.
+    """Copies a method's states of tensors that are not cut. The bucket has the states of all tensors, and the shard has
+    the states of this rank's tensors.
 
     Args:
         whole: the bucket, with its states.
-        shard: the bucket of this rank's tensors, or of a stand-in.
-        dealt: for each rank of the node, the places in the bucket of its tensors.
+        shard: the bucket of this rank's tensors. If the rank has none, the bucket has one tensor of zero.
+        dealt: for each rank of the node, the places of its tensors in the bucket.
         own: this rank's number in the node.
     """
 
@@ -350,7 +357,7 @@ class _States:
         self._sent = whole.zeros(max(lengths), "float32")
 
     def read(self, whole: Bucket) -> None:
-        """Copies the states of this rank's tensors to the shard; to be called before a step."""
+        """Copies the states of this rank's tensors to the shard. Call this before a step."""
         assert whole.states is not None
         own_places = self._places[self._own]
         for state, kept, places in zip(self._shard_states.kept, whole.states.kept, own_places, strict=True):
@@ -358,7 +365,7 @@ class _States:
                 state[:] = kept[places]
 
     def updated(self) -> Array:
-        """The new states of this rank's tensors, padded to the length of the largest rank's."""
+        """The new states of this rank's tensors, padded to the longest states that a rank has."""
         start = 0
         for state, places in zip(self._shard_states.next, self._places[self._own], strict=True):
             self._sent[start : start + len(places)] = state[: len(places)]
@@ -379,9 +386,10 @@ class _Layout:
     """The division of a bucket among the ranks of a node, and its storage.
 
     Attributes:
-        result: the mean of this rank's shard; on a device, within a step.
-        shard: this rank's shard; a zero if it has none, so that all ranks send the same requests.
-        states: the states of uncut tensors, or None if the method keeps none.
+        result: the mean of this rank's shard. On a device `result` exists only during a step.
+        shard: this rank's shard. If the rank has none, the shard is a single zero, so that all ranks send the same
+            requests.
+        states: the states of tensors that are not cut, or None if the method has no state.
     """
 
     result: Array
@@ -412,9 +420,10 @@ class _Layout:
         self.states = _States(bucket, self.shard.bucket, dealt, own) if keeps else None
 
     def begin(self, bucket: Bucket) -> Array:
-        """Storage for x of all tensors, float32: for each rank of the node its shard, padded with zeros.
+        """Storage for x of all tensors, float32.
 
-        On a device nothing stays from step to step, so that the bucket's memory is that of what it keeps.
+        The storage has the shard of each rank of the node, padded with zeros. On a device this storage is freed after
+        each step, so that between steps a bucket uses memory only for residuals and states.
         """
         if bucket.device is None:
             return self._whole
@@ -424,7 +433,7 @@ class _Layout:
         return bucket.zeros(self._elements, "float32")
 
     def end(self, bucket: Bucket, whole: Array) -> None:
-        """Lets go of a step's storage on a device."""
+        """Frees a step's storage on a device."""
         if bucket.device is None:
             return
         for array in (whole, self.result, *([self.shard.lost] if bucket.keeps else [])):
@@ -433,17 +442,17 @@ class _Layout:
 
 
 def needs_nodes(compressor: Compressor) -> bool:
-    """Whether a method is two-level, and therefore depends on the number of ranks per node."""
+    """Whether a method is two-level. Such a method depends on the number of ranks per node."""
     return any(isinstance(leaf, TwoLevel) for leaf in compressor.leaves())
 
 
 def within(compressor: Compressor) -> Compressor:
-    """The compressor between nodes; for a compressor that is not two-level, the compressor itself."""
+    """The inner compressor of a two-level compressor. Any other compressor is returned itself."""
     return compressor.compressor if isinstance(compressor, TwoLevel) else compressor
 
 
 def _node_places(context: Context) -> NodePlaces:
-    """This rank's places; without nodes every rank is a node."""
+    """This rank's places. Without information about nodes, every rank counts as a node."""
     if context.node_places is None:
         return NodePlaces(Place(0, 1), Place(context.rank, context.world_size))
     return context.node_places(context.name)

@@ -1,7 +1,8 @@
-"""Kernels in C for the arithmetic of a step on the CPU, in one shared object for all frameworks.
+"""Kernels in C for the arithmetic of a step on the CPU. All frameworks use the same shared object.
 
-The object is built when hvdcomp is installed, if there is a C compiler (`build.py`). Without it, array functions do the
-same work, more slowly (`exchange/tensor_group.py`). It is loaded at the first use, not at import.
+The installation of hvdcomp builds this object if there is a C compiler (`build.py`). Without the object, array
+functions do the same work more slowly (`exchange/tensor_group.py`). The shared object is loaded at the first use, not
+at import.
 
 Environment variables:
 
@@ -56,15 +57,16 @@ class _Loaded:
 def library(*, release: bool = True) -> ctypes.CDLL | None:
     """The loaded shared object with the kernels; None if there are no kernels.
 
-    The shared object has the functions of `src/hvdcomp.h` and `src/kernels.def`, and their types are declared for
-    ctypes.
+    The shared object exports the functions of `src/hvdcomp.h` and `src/kernels.def`. The types of these functions are
+    declared for ctypes.
 
     Args:
-        release: whether a call releases the interpreter's lock. If it does, another busy thread may make this thread
-            wait for 5 ms after the call. Calls of less than a millisecond are faster without releasing the lock.
+        release: whether a call releases the interpreter's lock. If a call releases the lock and another thread is busy,
+            this thread may wait 5 ms for the lock after the call. A call of less than a millisecond is faster if it
+            keeps the lock.
 
     Raises:
-        ConfigurationError: for a value of `HVDCOMP_KERNELS` that is unknown or not usable here.
+        ConfigurationError: if the value of `HVDCOMP_KERNELS` is unknown, or this machine cannot use it.
 
     Example:
         >>> from hvdcomp import kernels
@@ -81,7 +83,7 @@ def available() -> bool:
 
 
 def why_not() -> str:
-    """The reason why there are no kernels; "" if there are."""
+    """The reason why there are no kernels; "" if there are kernels."""
     return _loaded().why_not
 
 
@@ -107,10 +109,10 @@ def instruction_sets() -> list[str]:
 
 
 def use(name: str) -> None:
-    """Switches to the kernels of another instruction set; results are the same, bit for bit.
+    """Switches to the kernels of another instruction set. The results are the same, bit for bit.
 
     Raises:
-        ConfigurationError: if the instruction set is unknown or not usable here.
+        ConfigurationError: if the instruction set is unknown, or this machine cannot use it.
     """
     if name not in INSTRUCTION_SETS:
         raise ConfigurationError(
@@ -132,14 +134,14 @@ def _use(name: str) -> int:
 
 
 def threads() -> int:
-    """Number of threads of a kernel: as many as the framework uses.
+    """The number of threads of a kernel. By default, this is the number of threads that the framework uses.
 
-    `HVDCOMP_THREADS`, if set; else PyTorch's number, if it was imported; else TensorFlow's number for one operation, if
-    it was set; else the first number of `OMP_NUM_THREADS`; else the number of CPUs of this process. Results do not
-    depend on it.
+    The result is the first of the following numbers that exists: `HVDCOMP_THREADS`; PyTorch's number, if PyTorch was
+    imported; TensorFlow's number for one operation, if somebody set this number; the first number of `OMP_NUM_THREADS`;
+    the number of CPUs of this process. Results do not depend on the number of threads.
 
     Raises:
-        ConfigurationError: if `HVDCOMP_THREADS` is no positive number below 2**31.
+        ConfigurationError: if `HVDCOMP_THREADS` is not a positive number below 2**31.
     """
     chosen = os.environ.get("HVDCOMP_THREADS", "")
     if chosen:
@@ -196,7 +198,7 @@ def _loaded() -> _Loaded:
 
 
 def _load(path: Path) -> _Loaded:
-    """Loads a shared object with and without the interpreter's lock, if it was built from these sources."""
+    """Loads a shared object twice, with and without the interpreter's lock, if it was built from these sources."""
     from hvdcomp.kernels import build  # here, because it can be run as a program
 
     if not path.is_file():

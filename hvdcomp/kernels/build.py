@@ -1,10 +1,12 @@
 """Compiles the kernels in `src/` to one shared object, `_native.so`, beside this file or in a given folder.
 
-Needs nothing but the standard library: `setup.py` runs it where hvdcomp and NumPy cannot be imported. By hand:
+This program needs only the standard library, because `setup.py` runs it before hvdcomp and NumPy can be imported. To
+run it by hand:
 
     python -m hvdcomp.kernels.build
 
-Files `isa_*.c` are compiled once for each instruction set, the others once. The compiler is $CC, cc, gcc or clang.
+Files `isa_*.c` are compiled once for each instruction set, and all other files once. The compiler is $CC, cc, gcc or
+clang.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ FAST, SANITIZED = ("-O3",), ("-O1", "-g", "-fsanitize=address,undefined", "-fno-
 LINK = ("-shared", "-pthread", "-Wl,-z,nodelete", "-lm")
 AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mpopcnt")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl")
-# Few x86 processors lack AVX2: code for them is a third as large with -O2, the last -O being the one that counts.
+# Few x86 processors lack AVX2. With -O2 the code for them is a third as large. The compiler uses the last -O.
 X86: dict[str, tuple[str, ...]] = {"plain": ("-O2",), "avx2": AVX2, "avx512": AVX512}
 OTHER_MACHINES: dict[str, tuple[str, ...]] = {"plain": ()}
 MACHINES = {62: "x86_64", 183: "aarch64"}  # e_machine of an ELF header
@@ -47,11 +49,12 @@ SECONDS_VARIABLE = "HVDCOMP_KERNELS_BUILD_SECONDS"
 
 
 class CompilationError(RuntimeError):
-    """There is no compiler, or it failed. The first line of the message is the summary; the compiler's lines follow."""
+    """There is no compiler, or the compiler failed. The first line of the message is a summary; the compiler's lines
+    follow."""
 
 
 def digest() -> str:
-    """A digest of the sources of the object and of this file. The object holds it (`hvd_sources`)."""
+    """A digest of this file and of the sources of the object. The object contains the digest (`hvd_sources`)."""
     total = hashlib.sha256()
     for path in [*sorted(path for path in SOURCES.iterdir() if path.suffix in (".c", ".h", ".def")), Path(__file__)]:
         total.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
@@ -62,7 +65,7 @@ def find_compiler() -> list[str]:
     """The command of a C compiler.
 
     Raises:
-        CompilationError: if there is none, or $CC names one that there is not.
+        CompilationError: if no compiler is found, or $CC names a compiler that does not exist.
     """
     chosen = shlex.split(os.environ.get("CC", ""))
     if chosen:
@@ -76,12 +79,12 @@ def find_compiler() -> list[str]:
 
 
 def build(folder: Path = HERE, *, sanitize: bool = False) -> Path:
-    """Compiles all sources, several at a time, and links them.
+    """Compiles all sources, several of them in parallel, and links them.
 
     Args:
-        folder: of the shared object, which replaces an older one atomically.
-        sanitize: whether to check addresses and undefined behaviour at run time, which is slow. A program that loads
-            the object must have been started with `LD_PRELOAD` of the compiler's `libasan.so`.
+        folder: the folder in which to write the shared object. The new object replaces an older one atomically.
+        sanitize: whether the object checks addresses and undefined behaviour at run time, which is slow. Start a
+            program that loads this object with `LD_PRELOAD=` and the path of the compiler's `libasan.so`.
 
     Returns:
         The path of the shared object.
@@ -109,7 +112,8 @@ def build(folder: Path = HERE, *, sanitize: bool = False) -> Path:
 
 
 def _compilations(instruction_sets: dict[str, tuple[str, ...]], objects: Path) -> Iterator[list[str]]:
-    """The compiler's arguments for each object file, with its path as the last; the largest sources first."""
+    """The compiler's arguments for each object file, largest sources first. The last argument is the path of the object
+    file."""
     for source in sorted(SOURCES.glob("*.c"), key=lambda path: (-path.stat().st_size, path.name)):
         if not source.name.startswith("isa_"):
             yield ["-c", str(source), "-o", str(objects / f"{source.stem}.o")]
@@ -122,7 +126,7 @@ def _most_seconds() -> float:
     """The time limit of one file, from $HVDCOMP_KERNELS_BUILD_SECONDS.
 
     Raises:
-        CompilationError: if the variable is no number above 0.
+        CompilationError: if the variable is not a number above 0.
     """
     setting = os.environ.get(SECONDS_VARIABLE, "")
     try:
@@ -160,8 +164,8 @@ def _run(command: Sequence[str]) -> str:
 
 
 def build_or_say_why(folder: Path) -> Path | None:
-    """Calls `build`. If it fails, prints the reason, writes it to a file that `hvdcomp doctor` reads, and leaves no
-    shared object."""
+    """Calls `build`. If the build fails, prints the reason, writes the reason to a file that `hvdcomp doctor` reads,
+    and leaves no shared object."""
     try:
         return build(folder)
     except (CompilationError, OSError) as error:
@@ -185,9 +189,10 @@ def platform_tag(library: Path, otherwise: str) -> str:
     """The platform part of a wheel's name: `manylinux_2_X_<machine>`, with the newest glibc that the object needs.
 
     Args:
-        library: whose symbols name the versions of glibc that they need. The machine is its own: that of a cross
-            compiler is not the machine that builds.
-        otherwise: for an object that needs no glibc, such as one for musl.
+        library: the shared object. The symbols of the shared object name the versions of glibc that they need. The
+            header of the shared object names the machine, which may differ from the machine that builds (cross
+            compilation).
+        otherwise: the result for an object that needs no glibc, such as an object for musl.
     """
     content = library.read_bytes()
     versions = [int(number) for number in re.findall(rb"GLIBC_2\.(\d+)", content)]
@@ -196,7 +201,7 @@ def platform_tag(library: Path, otherwise: str) -> str:
 
 
 def _machine(content: bytes, otherwise: str) -> str:
-    """The machine in the header of a shared object; `otherwise`, if MACHINES does not have it."""
+    """The machine in the header of a shared object; `otherwise` if `MACHINES` does not list this machine."""
     return MACHINES.get(int.from_bytes(content[18:20], "little"), otherwise)
 
 

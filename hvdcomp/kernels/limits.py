@@ -1,7 +1,7 @@
-"""Limits of the arithmetic: the same in array functions, and in kernels in C and in Triton.
+"""Limits of the arithmetic. The limits are the same in array functions, in C kernels and in Triton kernels.
 
-Array functions and kernels in Triton take them from here. The C headers name them, too, and
-`tests/kernels/test_kernels_build.py` compares.
+Array functions and Triton kernels import the limits from this file. The C headers repeat the limits, and
+`tests/kernels/test_kernels_build.py` compares the limits in both.
 """
 
 import struct

@@ -25,7 +25,7 @@ UNIONS = (
 
 
 def _with_unions(dtype: np.dtype) -> np.dtype:
-    """A type whose fields that are the first of a union have the others beside them."""
+    """The type of a record, with all members of its unions: members of one union share an offset."""
     fields = dict(dtype.fields or {})
     fields |= {name: fields[names[0]] for names in UNIONS for name in names}
     formats, offsets = zip(*(field[:2] for field in fields.values()), strict=True)
@@ -102,7 +102,7 @@ SLACK = 16
 
 
 class SparseStruct(ctypes.Structure):
-    """What kernels of sparsifiers need besides the bucket."""
+    """The arguments that kernels of sparsifiers need in addition to the bucket."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("choices", "candidates", "values", "places", "sample")),
@@ -124,10 +124,10 @@ _PIECE = 1 << 16  # elements of a task: a multiple of HVD_BLOCK
 
 
 def product(factors: np.ndarray, size: int) -> np.ndarray:
-    """The matrix P Q' as a vector, bit for bit as from kernels, which add up column after column.
+    """The matrix P Q' as a vector. The bits are the same as from kernels, because both add column after column.
 
     Args:
-        factors: an element of type `FACTORS`.
+        factors: a record of type `FACTORS`.
         size: number of elements of the matrix.
     """
     p, q = (
@@ -161,8 +161,8 @@ class Table:
     """The table of a bucket.
 
     Args:
-        sizes: elements of each tensor, at least one each.
-        piece: elements of a task.
+        sizes: the number of elements of each tensor, at least 1.
+        piece: the number of elements of a task.
 
     Attributes:
         segments: `SEGMENT` (tensors,), in storage that kernels read.
@@ -188,7 +188,7 @@ class Table:
         self.address = ctypes.addressof(self.bucket)
 
     def vectors(self, column: str) -> list[np.ndarray]:
-        """The storage that a column points to, as a float32 vector of each tensor: of no element where the address is
+        """The storage that a column points to: a float32 vector for each tensor, which is empty if the address is
         null."""
         parts = zip(self.segments[column].tolist(), self.segments["size"].tolist(), strict=True)
         return [_floats(address, size) if address else _NONE for address, size in parts]
@@ -216,6 +216,6 @@ class Tasks:
         self.passed = self._vector.ctypes.data, len(tasks)
 
 
-@functools.lru_cache(4096)  # most places are those of an earlier step, and to make a view takes a microsecond
+@functools.lru_cache(4096)  # most addresses were used in an earlier step, and making a view takes a microsecond
 def _floats(address: int, size: int) -> np.ndarray:
     return np.frombuffer(memoryview((ctypes.c_float * size).from_address(address)), np.float32)

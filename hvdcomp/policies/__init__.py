@@ -1,7 +1,7 @@
-"""Policies decide in which steps gradients are compressed, and how strongly. They use neither a framework nor Horovod
-nor a clock, so the same input gives the same decision.
+"""Policies decide in which steps gradients are compressed, and how strongly. Policies do not use a framework, Horovod
+or a clock, so the same input always gives the same decision.
 
-A class with a `name` in a file of this folder is found without registration.
+Each class in this folder that has a `name` is found automatically.
 """
 
 from __future__ import annotations
@@ -37,14 +37,13 @@ def changes_batch_size(policy: LevelSchedule | Policy[Any] | None) -> bool:
 
 
 def parse_policy(spec: str) -> LevelSchedule | Policy[Any]:
-    """The policy or schedule that a spec string describes.
-
-    Such as `warmup:levels=0.25|0.0625,epochs=1`, `accordion:low=4,high=1` or `gravac`.
+    """The policy or schedule that a spec string describes, such as `warmup:levels=0.25|0.0625,epochs=1`,
+    `accordion:low=4,high=1` or `gravac`.
 
     Raises:
-        SpecError: for an unknown name or setting, a missing setting, or a value of the wrong kind. The message lists
-            those that exist.
-            Also for a policy of earlier versions; says which policy replaces it.
+        SpecError: if a name or setting is unknown, a setting is missing, or a value has the wrong kind. The message
+            lists the names or settings that exist. The error is also raised for a policy that was removed, and the
+            message then names its replacement.
     """
     if isinstance(spec, str):
         refuse_removed(spec)

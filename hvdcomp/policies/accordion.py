@@ -1,7 +1,7 @@
-"""Accordion: compresses little in critical regimes of the training, and more outside of critical regimes.
+"""Accordion compresses weakly in critical regimes of a training, and strongly in all other phases.
 
-A regime is critical when the norm of the gradient accumulated over an epoch has changed much since the last comparison,
-or when the learning rate falls. Each tensor has its own regime.
+A regime is critical if the norm of the gradient, accumulated over an epoch, has changed much since the last comparison.
+The regime is also critical if the learning rate falls. Each tensor has its own regime.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Eta = Annotated[float, number(lambda eta: eta > 0, "a number above 0")]
 
 
 def finite(norm: float) -> float | None:
-    """A norm for later comparison; None if it is not finite."""
+    """Returns a norm for a later comparison, or None if the norm is not finite."""
     return float(norm) if math.isfinite(norm) else None
 
 
 def is_critical(previous: float | None, current: float, eta: float) -> bool:
     """Whether |previous - current| / previous >= eta (Agarwal et al. 2021, section 4.1).
 
-    If norms cannot be compared, the regime counts as critical, which costs bytes but no accuracy: without a previous
-    norm, with a previous norm of zero, or with norms that are not finite.
+    If norms cannot be compared, the regime counts as critical, because this costs bytes but no accuracy. Norms cannot
+    be compared if there is no previous norm, if the previous norm is zero, or if a norm is not finite.
     """
     if previous is None or not previous > 0 or not math.isfinite(current):
         return True
@@ -39,13 +39,14 @@ def is_critical(previous: float | None, current: float, eta: float) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class CriticalRegimes(AccumulatedGradientPolicy[State]):
-    """Base of the two uses of Accordion's detector.
+    """Base of the two policies that use Accordion's detector of critical regimes.
 
     Attributes:
-        eta: the relative change of the norm from which a regime is critical.
-        interval: norms are compared at the end of every `interval` epochs; gradients of the last epoch are accumulated.
-        steps: instead of `interval`: norms are compared at the end of every `steps` steps, over which gradients are
-            accumulated. Falling learning rates are then noticed at the end of these steps too.
+        eta: a regime is critical if the norm changes by at least this share.
+        interval: norms are compared at the end of every `interval` epochs. The gradients of the last epoch before the
+            comparison are accumulated.
+        steps: instead of `interval`: norms are compared at the end of every `steps` steps. The gradients of these steps
+            are accumulated. A fall of the learning rate is then also noticed only at these times.
     """
 
     eta: Eta = 0.5
@@ -56,7 +57,7 @@ class CriticalRegimes(AccumulatedGradientPolicy[State]):
         self.require_interval(self.interval, CriticalRegimes.interval)
 
     def compares_at(self, end: int) -> bool:
-        """Whether norms are compared at the end of period number `end`, counted from 1."""
+        """Whether norms are compared at the end of period number `end`. Periods are counted from 1."""
         return bool(self.steps) or end % self.interval == 0
 
 
@@ -66,8 +67,9 @@ class AccordionState:
 
     Attributes:
         critical: whether the tensor's regime is critical, by tensor name.
-        previous: norm of the accumulated gradient at the last comparison, by tensor name; None before the first.
-        ends: number of epochs (or windows of steps) that ended.
+        previous: the norm of the accumulated gradient at the last comparison, by tensor name; None before the first
+            comparison.
+        ends: the number of epochs (or windows of steps) that have ended.
     """
 
     critical: Mapping[str, bool]
@@ -79,13 +81,13 @@ class AccordionState:
 class Accordion(CriticalRegimes[AccordionState]):
     """Accordion for gradient compression (Agarwal et al. 2021, arXiv:2010.16248, algorithm 1).
 
-    A tensor has level `low` while its regime is critical, else `high`. Every regime is critical until its norm was
-    compared for the first time. A learning rate that falls at the end of any epoch makes all regimes critical until the
-    next comparison of norms; a rising one changes nothing.
+    A tensor has level `low` while its regime is critical, and level `high` otherwise. Every regime is critical until
+    its norm has been compared for the first time. If the learning rate falls at the end of an epoch, all regimes are
+    critical until the next comparison of norms. A rising learning rate changes nothing.
 
     Attributes:
-        low: the level (ratio, rank, bits) of low compression, the larger number.
-        high: the level of high compression.
+        low: the level (ratio, rank, bits) of weak compression. `low` is the larger number.
+        high: the level of strong compression.
 
     Example:
         >>> str(Accordion(low=4, high=1))
@@ -120,7 +122,7 @@ class Accordion(CriticalRegimes[AccordionState]):
 
     def request(self, state: AccordionState) -> Request:
         norms = {Statistic.NORMS} if self.compares_at(state.ends + 1) else set()
-        # A request every epoch, because learning rates may fall.
+        # There is a request in every epoch, because learning rates may fall.
         return self.request_after(1, {Statistic.LEARNING_RATES} | norms, ever={Statistic.NORMS})
 
     def decision(self, state: AccordionState) -> Levels:

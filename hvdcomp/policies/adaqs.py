@@ -1,8 +1,8 @@
-"""AdaQS: halves the compression factor whenever the gradient's mean has become smaller relative to its standard
+"""AdaQS halves the compression factor whenever the mean of the gradient has become smaller relative to its standard
 deviation.
 
-The mean-to-standard-deviation ratio (MSDR) of a gradient falls while a training converges and noise takes over; a
-noisier gradient is then sent more exactly.
+While a training converges, noise becomes a larger part of the gradient, and the mean-to-standard-deviation ratio (MSDR)
+falls. AdaQS then sends the gradient more exactly.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class AdaQSState:
     """The state of `AdaQS`.
 
     Attributes:
-        factors: compression factor by tensor name.
-        reference: ratio at the last change of the factor, by tensor name; None before the first usable ratio.
+        factors: the compression factor, by tensor name.
+        reference: the ratio at the last change of the factor, by tensor name; None before the first usable ratio.
     """
 
     factors: Mapping[str, float]
@@ -36,16 +36,16 @@ class AdaQS(AccumulatedGradientPolicy[AdaQSState]):
     """AdaQS (Guo et al. 2020, Accelerating distributed deep learning by adaptive gradient quantization, ICASSP), for
     any compressor, as in the comparison of Agarwal et al. 2021 (arXiv:2010.16248, section 5).
 
-    Each tensor is treated on its own. The first ratio (MSDR) of a tensor is its reference. When (reference - ratio) /
+    Each tensor is treated separately. The first ratio (MSDR) of a tensor is its reference. If (reference - ratio) /
     reference >= fall, the compression factor is halved once, and the ratio becomes the new reference. A rising ratio
     changes nothing, and a factor never rises.
 
     Attributes:
         start: the first compression factor.
-        fall: the relative fall of the ratio that halves the factor, between 0 and 1. The papers give no value.
+        fall: the factor is halved if the ratio falls by at least this share, between 0 and 1. The papers give no value.
         floor: the smallest compression factor.
-        interval: number of epochs between decisions, over which gradients are accumulated.
-        steps: instead of `interval`: number of steps between decisions, over which gradients are accumulated.
+        interval: the number of epochs between decisions. Gradients are accumulated over these epochs.
+        steps: instead of `interval`: the number of steps between decisions. Gradients are accumulated over these steps.
 
     Example:
         >>> str(AdaQS(start=64, fall=0.2))
@@ -70,7 +70,8 @@ class AdaQS(AccumulatedGradientPolicy[AdaQSState]):
         return AdaQSState(dict.fromkeys(tensors, float(self.start)), dict.fromkeys(tensors))
 
     def request(self, state: AdaQSState) -> Request:
-        """Which statistics the policy needs next: none, if the factors of all tensors have reached their minimum."""
+        """The statistics that the policy needs next. The policy needs none if the factors of all tensors have reached
+        their minimum."""
         ended = all(factor <= self.floor for factor in state.factors.values())
         ratios = {Statistic.MEAN_TO_STD}
         return self.request_after(self.interval, set() if ended else ratios, ever=ratios)
@@ -88,7 +89,7 @@ class AdaQS(AccumulatedGradientPolicy[AdaQSState]):
             if not math.isfinite(ratio):
                 continue
             reference = references[name]
-            if reference is None or not reference > 0:  # no ratio is below zero
+            if reference is None or not reference > 0:  # ratios are never negative
                 references[name] = float(ratio)
             elif (reference - ratio) / reference >= self.fall:
                 factors[name] = max(float(self.floor), factors[name] / 2)

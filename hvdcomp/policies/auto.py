@@ -1,14 +1,15 @@
-"""Auto: chooses between dense, fp16 and some compressors by the time of steps, so that compression never costs time.
+"""Auto chooses the fastest of no compression, fp16 and some compressors, so that compression never costs time.
 
-The performance model names the candidates and predicts a step's time for each (`hvdcomp.adaptation.candidates`). The
-training begins with the candidate predicted to be fastest, and measures it. Candidates with a predicted time close to
-the best are tried, each for a few steps, between steps of the best candidate: because the speed of a machine changes,
-only measurements in succession can be compared. The policy keeps the candidate that was measured to be fastest. A trial
-begins when its expected cost is at most a small share of the training time so far, so that all trials together stay
-below this share. When step times have changed since the candidate was chosen, all candidates may be tried again. A
-candidate whose trial was long ago is tried once more.
+The performance model lists the candidates and predicts the time of a step for each (`hvdcomp.adaptation.candidates`).
+The training begins with the candidate that has the shortest prediction, and measures it. If the predicted time of
+another candidate is close to the best, the policy tries this candidate for a few steps. The steps before and after the
+trial use the best candidate. Because the speed of a machine changes, only measurements that follow each other can be
+compared. The policy keeps the candidate with the shortest measured time. A trial begins when its expected cost is at
+most a small share of the training time so far, so that the cost of all trials stays below this share. If step times
+have changed since the candidate was chosen, all candidates may be tried again. If the trial of a candidate was long
+ago, the candidate is tried once more.
 
-The policy is hvdcomp's own, not from a paper.
+This policy was developed for hvdcomp and is not from a paper.
 """
 
 from __future__ import annotations
@@ -44,13 +45,14 @@ exchange of names slow them down, so that the first candidate would look worse t
 DENSE_CANDIDATE = "dense"
 """Name of the candidate without compression."""
 
-_HOPELESS = 1.5  # a trial ends early if its steps take this many times as long as the best's, or the reverse
-_FEW = 4  # measurements of a candidate after which the cost of changing to it counts in any case
-_MOST = 16  # windows of measurements of a candidate that cannot be distinguished from the best
-_UNEVEN = 0.05  # least standard error of a trial's ratio, as a machine's speed changes from minute to minute
-_MOST_PATIENCE = 64  # looks in a row
-_LOOK_S = 1.0  # seconds between decisions, approximately, as a decision has a cost
-_AGAIN = 100  # windows after which a candidate whose time is known is tried once more
+_HOPELESS = 1.5  # a trial ends early if its steps are slower, or faster, than the best candidate's by this factor
+_FEW = 4  # after this number of measurements, the cost of changing to a candidate always counts
+_MOST = 16  # largest number of windows to measure a candidate that cannot be distinguished from the best
+# smallest standard error of a trial's ratio, because the speed of a machine changes from minute to minute
+_UNEVEN = 0.05
+_MOST_PATIENCE = 64  # decisions in a row
+_LOOK_S = 1.0  # approximate seconds between decisions, because a decision costs time
+_AGAIN = 100  # after this number of windows, a candidate whose time is known is tried once more
 
 
 def _are_texts(value: object) -> bool:
@@ -65,23 +67,23 @@ _Excess = Annotated[float, number(lambda value: value > 0, "above 0, such as 0.1
 class Auto(Policy[AutoState]):
     """Chooses no compression, fp16 or a compressor for each set of tensors, so that steps are as fast as possible.
 
-    The compressor is the training's own, or one of `compressors`. Levels do not change. If a compressor has
-    `exchange="auto"`, the policy also chooses the faster one of "gather" and "scatter".
+    The compressor is the compressor of the training, or one of `compressors`. Levels do not change. If a compressor has
+    `exchange="auto"`, the policy also chooses the faster of "gather" and "scatter".
 
     Attributes:
-        calibration: file or preset of `hvdcomp.perfmodel`. Only rank 0 reads it.
-        compressors: more compressors, or their specs, to choose from. They are kept as specs.
+        calibration: a calibration file, or the name of a preset of `hvdcomp.perfmodel`. Only rank 0 reads it.
+        compressors: further compressors, or their specs, from which to choose. The compressors are stored as specs.
         loss: the policy also considers compressors that raised the loss by at most this share in our measurements
-            (`hvdcomp.compressors.evidence`); 0 for no more compressors.
-        model: model of the calibration; empty for the model whose tensors have the training's shapes.
-        batch: batch size of one rank, if it differs from the calibration; otherwise 0.
-        window: number of steps for which a candidate is measured, after a few steps that do not count.
-        every: number of steps between two decisions while no candidate is tried; more, if these steps take less than a
-            second.
-        margin: a candidate is tried if its steps may take at most this share longer than the best steps.
-        budget: share of the time that trials may cost.
-        drift: all candidates may be tried again if, at four decisions in a row, the step time differs by more than this
-            share from the step time when the present candidate was chosen.
+            (`hvdcomp.compressors.evidence`). 0 adds no compressors.
+        model: the model in the calibration; empty for the model whose tensors have the same shapes as in this training.
+        batch: the batch size of one rank, if it differs from the calibration; otherwise 0.
+        window: the number of steps for which a candidate is measured. A few steps before the window do not count.
+        every: the number of steps between two decisions while no candidate is tried. If these steps take less than a
+            second, the number is larger.
+        margin: a candidate is tried if its steps are expected to be slower than the best steps by at most this share.
+        budget: the share of the training time that trials may cost.
+        drift: a share of the step time. All candidates may be tried again if, at four decisions in a row, the step time
+            differs by more than this share from the step time at the choice of the current candidate.
 
     Example:
         >>> str(Auto(calibration="calibration.json"))
@@ -121,7 +123,7 @@ class Auto(Policy[AutoState]):
         return Request(frozenset({next_read}), Period(until=max(1, state.until)), ever=known)
 
     def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
-        """Accepts any compressor. Rank 0 checks the calibration when the tensors are known."""
+        """Accepts any compressor. Rank 0 checks the calibration later, when the tensors are known."""
 
     def initial_state(self, tensors: Sequence[str]) -> AutoState:
         return AutoState(tuple(tensors))
@@ -150,11 +152,11 @@ class Auto(Policy[AutoState]):
             latest = Measured.of(trial.times)
             if trial.rival and latest.seconds * _HOPELESS > trial.of_rival.seconds:
                 return self._return(state, step)
-            # The first candidate of all, or one so much faster that no second measurement of the rival is needed.
+            # This is the first candidate, or the trial was so much faster that the rival need not be measured again.
             state = self._compare(state, state.chosen, latest, []) if trial.rival else self._note(state, latest)
             state = dataclasses.replace(state, trial=Trial(latest=latest), usual={})
         elif trial.tried:
-            if len(times) < LEAST:  # times were invalid
+            if len(times) < LEAST:  # some times were invalid
                 return dataclasses.replace(state, until=step + self.window)
             after = Measured.of(times)
             state = self._note(self._compare(state, trial.tried, Measured.of(trial.times), [after]), after)
@@ -188,7 +190,7 @@ class Auto(Policy[AutoState]):
         return dataclasses.replace(tried, since=tried.since + WARM_UP, until=tried.until + WARM_UP)
 
     def _missing(self, state: AutoState) -> int:
-        """Steps that the trial still needs."""
+        """The number of steps that the trial still needs."""
         trial = state.trial
         enough = trial.rival and len(trial.times) >= LEAST
         if enough and min(trial.times) > _HOPELESS * trial.of_rival.seconds:
@@ -204,7 +206,8 @@ class Auto(Policy[AutoState]):
         return dataclasses.replace(state, measured={**rescaled, state.chosen: merged})
 
     def _compare(self, state: AutoState, name: str, trial: Measured, after: Sequence[Measured]) -> AutoState:
-        """Records a trial by the ratio of its step time to the rival's before and after it."""
+        """Records a trial as the ratio between its step time and the step time of the rival before and after the
+        trial."""
         sides = [state.trial.of_rival, *after]
         seconds = sum(side.seconds for side in sides) / len(sides)
         change = sides[-1].seconds - sides[0].seconds
@@ -220,9 +223,9 @@ class Auto(Policy[AutoState]):
     # Next steps.
 
     def _go_on(self, state: AutoState, step: int) -> AutoState:
-        """Begins an affordable trial, or stays with the best candidate."""
+        """Begins a trial if one is affordable, or stays with the best candidate."""
         best = state.best()
-        if best != state.chosen or state.trial.latest is None:  # the best must be measured first
+        if best != state.chosen or state.trial.latest is None:  # the best candidate must be measured first
             return self._stay(state, best, step, None)
         near = self._open(state, best)
         offers = sorted((self._price(state, best, name), state.expected(best, name), name) for name in near)
@@ -246,8 +249,9 @@ class Auto(Policy[AutoState]):
         for name in state.candidates:
             measured = state.measured.get(name)
             if measured is None:
-                # Dense is tried whatever the model predicts, as the policy promises never to be slower. After a drift
-                # of step times, predictions and earlier trials no longer hold, so that all candidates are tried.
+                # Uncompressed gradients are always tried, because the policy promises never to be slower than them.
+                # After step times have drifted, predictions and earlier trials are no longer valid, so all candidates
+                # are tried.
                 if name == DENSE_CANDIDATE or state.reopened or state.is_near(best, name, self.margin):
                     due.append(name)
             elif name != best and measured.steps < _MOST * self.window:
@@ -257,17 +261,17 @@ class Auto(Policy[AutoState]):
         return due
 
     def _price(self, state: AutoState, best: str, name: str) -> float:
-        """Expected cost of a trial, in seconds."""
+        """The expected cost of a trial, in seconds."""
         expected = state.expected(best, name) * (1 if name in state.measured else 1 - DOUBT)
         return max(0.0, expected - state.measured[best].seconds) * (SETTLING + self.window)
 
     def _short_of(self, state: AutoState, name: str, price: float) -> float:
-        """Seconds of training until a trial is affordable; 0 for the first trials if their expected cost is 0."""
+        """The seconds of training until a trial is affordable. 0 for the first trials if their expected cost is 0."""
         is_new = name not in state.measured or state.measured[name].steps < _FEW * self.window
         return 0.0 if is_new and price == 0 else (state.spent + price) / self.budget - state.elapsed
 
     def _return(self, state: AutoState, step: int) -> AutoState:
-        """Ends a trial and measures the rival a second time."""
+        """Ends a trial, and measures the rival a second time."""
         rival = state.trial.rival
         return dataclasses.replace(
             state,
@@ -284,7 +288,7 @@ class Auto(Policy[AutoState]):
         changed = best != state.chosen
         wait = self._until_look(seconds)
         if changed:
-            wait = SETTLING + self.window  # measured for comparison
+            wait = SETTLING + self.window  # these steps are measured for the comparison
         elif short is not None and short < wait * seconds:
             wait = max(self.window, math.ceil(short / seconds))
         return dataclasses.replace(
@@ -298,10 +302,10 @@ class Auto(Policy[AutoState]):
         )
 
     def _until_look(self, seconds: float) -> int:
-        """Steps until the next decision, given the seconds of a step."""
+        """The number of steps until the next decision. seconds: the time of a step."""
         return max(self.every, math.ceil(_LOOK_S / seconds))
 
-    # States as JSON, with the trial's fields beside the state's.
+    # States as JSON, in which the fields of the trial are next to the fields of the state.
 
     def to_json(self, state: AutoState) -> dict[str, Any]:
         data = super().to_json(state)
@@ -310,7 +314,7 @@ class Auto(Policy[AutoState]):
 
     def fields_of(self, data: Mapping[str, Any]) -> dict[str, Any]:
         fields = dict(data)
-        if vars(Trial()).keys() <= fields.keys():  # an incomplete trial is left out and reported as missing
+        if vars(Trial()).keys() <= fields.keys():  # an incomplete trial is left out, and then reported as missing
             fields["trial"] = {name: fields.pop(name) for name in vars(Trial())}
         return super().fields_of(fields)
 

@@ -1,4 +1,4 @@
-"""The state of `auto`: candidates, their step times, and the trial under way."""
+"""The state of `auto`: the candidates, their step times, and the current trial."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ PATIENCE = 4
 SETTLING = 2
 """Steps after a change that are not counted: the first sends residuals, and Horovod negotiates new names and sizes."""
 
-LEAST = 2  # steps to judge a candidate by
-_CLOCK_S = 1e-9  # a shorter step time is an error of the clock and does not count
-DOUBT = 0.1  # share by which a prediction may be too high; trials within it cost nothing
-_PRIOR = 2  # weight of a prediction, in steps, with DOUBT as its standard error
-_AGREES = 2  # standard errors within which trial and prediction agree; a contradicted prediction does not count
-SURE = 3  # standard errors that a change must exceed, so that noisy steps do not reopen all candidates
-NOTICEABLE = 0.01  # least relative difference of step times that matters
+LEAST = 2  # fewest steps by which to judge a candidate
+_CLOCK_S = 1e-9  # a shorter step time is an error of the clock, and is ignored
+DOUBT = 0.1  # share by which a prediction may be too high; a trial of a candidate within this share counts as free
+_PRIOR = 2  # a prediction counts as this number of measured steps, with DOUBT as its standard error
+# trial and prediction agree within this number of standard errors; if they do not agree, the prediction is ignored
+_AGREES = 2
+# a change must exceed this number of standard errors, so that noisy steps do not make all candidates open again
+SURE = 3
+NOTICEABLE = 0.01  # smallest relative difference between step times that matters
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,10 @@ class Measured:
     """The time of a candidate's steps.
 
     Attributes:
-        seconds: median of the step times.
-        error: standard error of the median.
-        steps: number of steps.
-        at: first step of the latest measurement; None if unknown.
+        seconds: the median of the step times.
+        error: the standard error of the median.
+        steps: the number of steps.
+        at: the first step of the latest measurement; None if unknown.
     """
 
     seconds: float
@@ -58,7 +60,8 @@ class Measured:
         return abs(self.seconds - other.seconds) > errors * math.hypot(self.error, other.error)
 
     def with_more(self, other: Measured, most: int) -> Measured:
-        """The weighted mean of two measurements, by number of steps; the older one counts for at most `most` steps."""
+        """The mean of two measurements, weighted by their numbers of steps. The older measurement counts for at most
+        `most` steps."""
         old = min(self.steps, most)
         steps = old + other.steps
         seconds = (old * self.seconds + other.steps * other.seconds) / steps
@@ -68,14 +71,15 @@ class Measured:
 
 @dataclass(frozen=True)
 class Trial:
-    """The trial under way, or the latest trial.
+    """The current trial, or the latest trial if none is running.
 
     Attributes:
-        trying: whether the chosen candidate is being tried; if not, it is the best so far.
-        rival: the candidate that the tried one is compared with; "" for the first candidate of all.
-        tried: the candidate whose trial is over, while the rival is measured again; "" for none.
-        latest: latest measurement of the rival, or without a rival of the chosen candidate; None if too short.
-        times: seconds of the counted steps of this trial, or of the trial that has just ended.
+        trying: whether the chosen candidate is being tried. If False, the chosen candidate is the best so far.
+        rival: the candidate with which the tried candidate is compared; "" for the first candidate of a training.
+        tried: the candidate whose trial has just ended, while the rival is measured again; otherwise "".
+        latest: the latest measurement of the rival, or of the chosen candidate if there is no rival; None if the
+            measurement is too short.
+        times: the seconds of the counted steps of this trial, or of the trial that has just ended.
     """
 
     trying: bool = False
@@ -87,7 +91,7 @@ class Trial:
     @property
     def of_rival(self) -> Measured:
         """The latest measurement of the rival."""
-        assert self.latest is not None  # no trial begins before
+        assert self.latest is not None  # no trial begins before the rival was measured
         return self.latest
 
 
@@ -96,24 +100,26 @@ class AutoState:
     """The state of `Auto`.
 
     Attributes:
-        order: names of the tensors, the most worth compressing first.
-        candidates: candidates with predicted times, by name; empty before the first decision.
-        chosen: the candidate in force.
-        why: the reason for the choice, in words. Decision logs contain the words, and `hvdcomp replay` compares them.
-            With other words, all logs of earlier versions would differ.
-        since: the first step, counted from 0, with the chosen candidate after the training's warm-up.
-        until: number of steps after which the next decision is made.
-        trial: the trial under way.
-        measured: measurements since all candidates were last open, by name. A trial is recorded as the ratio of its
-            step time to the rival's before and after it, times the rival's. The first trial is averaged with the
-            prediction, which counts as two steps, unless they contradict each other.
-        before: earlier medians, by name.
-        usual: seconds of a step when the candidate began to stay, by name; a drift is noticed by it.
-        drifted: number of decisions in a row that saw another step time.
-        patience: number of such decisions that opens all candidates again.
-        reopened: the candidate in force when all were opened again; "" if trials must be affordable.
-        elapsed: seconds of all steps so far.
-        spent: seconds by which steps of trials and changes exceeded those of the best.
+        order: the names of the tensors. Tensors for which compression saves most are first.
+        candidates: the candidates with predicted times, by name; empty before the first decision.
+        chosen: the current candidate.
+        why: the reason for the choice, in words. Decision logs contain these words, and `hvdcomp replay` compares them.
+            If the words were changed, all logs of earlier versions would differ.
+        since: the first step, counted from 0, that uses the chosen candidate. Steps of the warm-up are not considered.
+        until: the number of steps after which the next decision is made.
+        trial: the current trial.
+        measured: the measurements, by name, since all candidates were last open. A trial is recorded as a step time:
+            the ratio between the trial and the rival before and after it, times the step time of the rival. The first
+            trial is averaged with the prediction, which counts as two steps, unless the two contradict each other.
+        before: the medians of earlier measurements, by name.
+        usual: the seconds of a step when the policy decided to stay with a candidate, by name. A drift is noticed by
+            comparison with this time.
+        drifted: the number of decisions in a row at which the step time differed.
+        patience: after this number of such decisions, all candidates are open again.
+        reopened: after all candidates became open again, the candidate that was chosen at that time. While it is "",
+            the policy makes a trial only if the trial is cheap enough.
+        elapsed: the seconds of all steps so far.
+        spent: the seconds that trials and changes have cost, compared with steps of the best candidate.
     """
 
     order: tuple[str, ...]
@@ -133,7 +139,7 @@ class AutoState:
     spent: float = 0.0
 
     def with_times(self, times: Sequence[float], step: int) -> tuple[AutoState, list[float]]:
-        """Accounts for step times; returns the new state, and the times that count for the chosen candidate."""
+        """Adds step times to the state. Returns the new state, and the times that count for the chosen candidate."""
         valid = [(number, time) for number, time in enumerate(times, step - len(times)) if _CLOCK_S <= time < math.inf]
         settled = self.since + SETTLING
         trying, latest = self.trial.trying, self.trial.latest
@@ -147,7 +153,8 @@ class AutoState:
         return state, [time for number, time in valid if number >= settled]
 
     def trying(self, name: str, step: int, why: str) -> AutoState:
-        """The state in which candidate `name` is tried from a step on, with the present candidate as its rival."""
+        """The state in which candidate `name` is tried, beginning with step `step`. The current candidate is the rival
+        of candidate `name`."""
         return dataclasses.replace(
             self,
             chosen=name,
@@ -167,37 +174,42 @@ class AutoState:
         )  # fmt: skip
 
     def best(self) -> str:
-        """The fastest candidate by measurement; the chosen one unless another is faster by more than noise."""
+        """The candidate that was measured to be fastest. The fastest candidate is the chosen candidate, unless another
+        is faster by more than the noise."""
         best = min(self.measured, key=lambda name: self.measured[name].seconds)
         fastest, present = self.measured[best], self.measured[self.chosen]
         doubt = max(fastest.error, NOTICEABLE * fastest.seconds)
         return best if present.seconds - fastest.seconds > doubt else self.chosen
 
     def longest_ago(self, best: str, before: int) -> str:
-        """The candidate, other than the best, that was tried longest ago or never, before step `before`; "" for none.
+        """Among the candidates other than the best, the one whose trial was longest ago, or that was never tried. "" if
+        all trials were after step `before`.
 
-        Its step time may have changed without a change in the best's.
+        The step time of such a candidate may have changed even if the step time of the best has not.
         """
         at = {name: self.measured[name].at or 0 if name in self.measured else -1 for name in self.candidates}
         name = min(at.keys() - {best}, key=lambda candidate: (at[candidate], candidate), default="")
         return name if name and at[name] <= before else ""
 
     def expected(self, best: str, name: str) -> float:
-        """Seconds of a step as measured; else as predicted, times the best's ratio of measured to predicted time."""
+        """The measured seconds of a step with a candidate. If the candidate was not measured, the prediction,
+        multiplied by measured / predicted time of the best candidate."""
         if name in self.measured:
             return self.measured[name].seconds
         correction = self.measured[best].seconds / self.candidates[best].seconds
         return self.candidates[name].seconds * correction
 
     def is_near(self, best: str, name: str, margin: float) -> bool:
-        """Whether a candidate may be within the margin of the best, by its expected time or an earlier measurement."""
+        """Whether a candidate may be slower than the best by at most the margin, according to its expected time or an
+        earlier measurement."""
         least = min(self.expected(best, name), self.before.get(name, self.candidates[name].seconds))
         return least <= (1 + margin) * self.measured[best].seconds
 
 
 def known_before(measured: Measured | None, predicted: float, trial: Measured) -> Measured | None:
-    """The measurement before a trial, or without it the prediction as a measurement; None if the trial contradicts."""
+    """The measurement before a trial. If there is none, the prediction in the form of a measurement. None if the trial
+    contradicts it."""
     if measured is not None:
-        return None if measured.contradicts(trial, SURE) else measured  # the speed has changed since
+        return None if measured.contradicts(trial, SURE) else measured  # None if the speed has changed since then
     prior = Measured(predicted, DOUBT * predicted, _PRIOR)
     return None if prior.contradicts(trial, _AGREES) else prior

@@ -1,8 +1,9 @@
-"""The base class of policies: settings, a state, and a pure step from one state to the next.
+"""The base class of policies. A policy has settings, a state, and a pure function from one state to the next.
 
-A policy is a frozen description; its state is a separate, small, frozen dataclass that can be saved as JSON. At each
-moment of decision it gets one `Statistics` with the statistics of its `request`, and answers with a decision. It reads
-no clock, no file and no tensor: numbers in, a decision out, so that any run can be replayed.
+A policy is a frozen description. The state of a policy is a separate, small, frozen dataclass that can be saved as
+JSON. To make a decision, a policy gets one `Statistics` with the statistics that its `request` names, and returns a
+decision. A policy does not read clocks, files or tensors. A policy only turns numbers into a decision, so any run can
+be replayed.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ class Policy(Described, Generic[State]):
 
     Class attributes:
         name: the policy's name in a spec string.
-        state_type: the dataclass of its state, whose fields have types that `hvdcomp.specs.typed.typed` takes.
-        state_growth: bytes by which a state's JSON may grow, in addition to an allowance for each tensor. A larger
-            state needs a second message.
+        state_type: the dataclass of its state. The types of the fields of this dataclass must be types that
+            `hvdcomp.specs.typed.typed` accepts.
+        state_growth: the number of bytes by which the JSON of a state may grow, in addition to an allowance for each
+            tensor. A larger state needs a second message.
 
     Attributes:
-        lag: 1: a decision takes effect one step later, so that its broadcast overlaps with the computation of the next
-            step. 0: every step waits for its decision.
+        lag: with 1, a decision takes effect one step later, so that its broadcast overlaps with the computation of the
+            next step. With 0, every step waits for its decision.
     """
 
     lag: Annotated[int, Rule(between(0, 1).allows, "0 or 1")] = 1
@@ -50,18 +52,18 @@ class Policy(Described, Generic[State]):
     state_growth: ClassVar[int] = 512
 
     def request(self, state: State) -> Request:
-        """The request of the policy in a state: when the policy decides next, and which statistics it needs for the
-        decision."""
+        """The request of the policy in a state. The request says when the policy decides next, and which statistics it
+        needs for this decision."""
         raise NotImplementedError
 
     @property
     def compressors(self) -> tuple[str, ...]:
-        """Specs of the compressors that decisions may use in addition to the compressor of the training."""
+        """The specs of compressors that decisions may use, in addition to the compressor of the training."""
         return ()
 
     @property
     def loss(self) -> float:
-        """The largest measured increase of the loss, as a share, of compressors that the policy may propose; 0 for no
+        """The policy may propose compressors that raised the loss by at most this share in measurements. 0 means no
         proposals."""
         return 0.0
 
@@ -83,22 +85,26 @@ class Policy(Described, Generic[State]):
         """The initial state.
 
         Args:
-            tensors: names of the tensors that are compressed, without those that are always sent dense.
+            tensors: the names of the tensors that are compressed. Tensors that are always sent uncompressed are left
+                out.
         """
         raise NotImplementedError
 
     def decision(self, state: State) -> Decision:
-        """The decision that is in force in a state: at the start, after each update, and after a restart."""
+        """The decision that belongs to a state. The decision is used at the start, after each update, and after a
+        restart."""
         raise NotImplementedError
 
     @property
     def first_decision(self) -> Decision:
-        """The decision of this policy without tensors, of the same kind as its other decisions."""
+        """The decision that this policy makes for a model without tensors. This decision has the same kind as all other
+        decisions of the policy."""
         return self.decision(self.initial_state(()))
 
     @property
     def first_request(self) -> Request:
-        """The request of this policy without tensors; all its requests have the same `ever`."""
+        """The request that this policy makes for a model without tensors. All requests of a policy have the same
+        `ever`."""
         return self.request(self.initial_state(()))
 
     def update(self, state: State, statistics: Statistics) -> State:
@@ -109,14 +115,14 @@ class Policy(Described, Generic[State]):
         """Makes one decision.
 
         Args:
-            state: the state from the last call, or `initial_state`. It is not changed.
-            statistics: statistics with at least the fields that `request(state)` names.
+            state: the state that the last call returned, or `initial_state`. The given state is not changed.
+            statistics: the statistics, with at least the fields that `request(state)` names.
 
         Returns:
             The state to keep, and the decision for the steps that follow.
 
         Raises:
-            ValueError: if a requested statistic is missing, or is of other tensors.
+            ValueError: if a requested statistic is missing, or belongs to other tensors.
         """
         requested = self.request(state).statistics
         missing = sorted(statistic.value for statistic in requested if getattr(statistics, statistic.value) is None)
@@ -128,24 +134,25 @@ class Policy(Described, Generic[State]):
         return state, self.decision(state)
 
     def to_json(self, state: State) -> dict[str, Any]:
-        """A state as JSON data, whose keys are text."""
+        """A state as JSON data, in which all keys are texts."""
         return {"policy": self.name, **with_text_keys(state)}
 
     def from_json(self, data: Mapping[str, Any]) -> State:
-        """The state that `to_json` wrote.
+        """Restores the state that `to_json` wrote.
 
         Raises:
-            ValueError: if the data are of another policy, or a field has an invalid value.
+            ValueError: if the data belong to another policy, or a field has an invalid value.
         """
         return typed(self.state_type, self.fields_of(data), self.name)
 
     def fields_of(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields in a state's JSON data. Raises ValueError if the data are of another policy."""
+        """The fields in the JSON data of a state. Raises ValueError if the data belong to another policy."""
         if not isinstance(data, Mapping):
             raise ValueError(f"{shortened(data)} is not a state of {self.name}, because it has no named fields")
         fields = {key: value for key, value in data.items() if key != "policy"}
         expected = {field.name for field in dataclasses.fields(self.state_type)}
-        needed = expected.difference(getattr(self.state_type, "later", ()))  # later: fields that old states lack
+        # later: fields that states of earlier versions lack
+        needed = expected.difference(getattr(self.state_type, "later", ()))
         if data.get("policy") != self.name or not needed <= fields.keys() <= expected:
             kept = f"policy {data.get('policy')!r} with {', '.join(sorted(fields)) or 'nothing'}"
             raise ValueError(
@@ -155,14 +162,14 @@ class Policy(Described, Generic[State]):
         return fields
 
     def require_whole(self, setting: str, least: int) -> None:
-        """Raises SpecError unless a setting is a whole number of at least `least`."""
+        """Raises SpecError unless a setting is an integer of at least `least`."""
         self.require(is_whole(getattr(self, setting), least), setting, f"a whole number of at least {least}")
 
     def of_tensors(self, values: Mapping[str, Value], tensors: Mapping[str, Any], noun: str) -> Mapping[str, Value]:
-        """Returns the values after checking that they are of exactly these tensors.
+        """Checks that the values belong to exactly these tensors, and returns the values.
 
         Raises:
-            ValueError: if a tensor is missing or unknown; `noun` names the values in the message.
+            ValueError: if a tensor is missing or unknown. In the message, `noun` is the name of the values.
         """
         wrong = {"missing": tensors.keys() - values.keys(), "not expected": values.keys() - tensors.keys()}
         words = [f"{word}: {', '.join(sorted(names))}" for word, names in wrong.items() if names]
@@ -175,11 +182,13 @@ class Policy(Described, Generic[State]):
 
 @dataclass(frozen=True, kw_only=True)
 class AccumulatedGradientPolicy(Policy[State]):
-    """Base of policies that decide by accumulated gradients.
+    """Base of policies whose decisions depend on accumulated gradients.
 
     Attributes:
-        steps: number of steps between decisions, over which gradients are accumulated; 0 to count epochs instead.
-        statistic: the gradients that are accumulated: "local" (rank 0's own) or "aggregated" (the mean over ranks).
+        steps: the number of steps between decisions. Gradients are accumulated over these steps. 0 to count epochs
+            instead.
+        statistic: which gradients are accumulated: "local" (those of rank 0) or "aggregated" (the means over the
+            ranks).
     """
 
     steps: Annotated[int, at_least(0)] = 0
@@ -193,6 +202,7 @@ class AccumulatedGradientPolicy(Policy[State]):
     def request_after(
         self, epochs: int, statistics: Set[Statistic], ever: Set[Statistic] = frozenset()
     ) -> Request:
-        """The request for statistics at the end of every `steps` steps, or of every `epochs` epochs if `steps` is 0."""
+        """The request for statistics at the end of every `steps` steps, or, if `steps` is 0, at the end of every
+        `epochs` epochs."""
         period = Period(steps=self.steps) if self.steps else Period(epochs=epochs)
         return Request(frozenset(statistics), period, self.statistic, frozenset(ever))

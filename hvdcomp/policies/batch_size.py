@@ -1,7 +1,8 @@
-"""Policies that change the batch size: larger batches, made by gradient accumulation, need fewer exchanges.
+"""Policies that change the batch size. Larger batches need fewer exchanges. Larger batches are made by gradient
+accumulation.
 
-Both scale the learning rate by the same factor as the batch, which keeps the noise of the updates (Goyal et al. 2017,
-arXiv:1706.02677; Smith et al. 2018, arXiv:1711.00489).
+Both policies multiply the learning rate by the same factor as the batch size, so that the noise of the updates does not
+change (Goyal et al. 2017, arXiv:1706.02677; Smith et al. 2018, arXiv:1711.00489).
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class AccordionBatchSizeState:
     """The state of `AccordionBatchSize`.
 
     Attributes:
-        grown: whether the batch is the large one.
-        previous: norm of the model's accumulated gradient at the last comparison; None before the first.
-        ends: number of epochs (or windows of steps) that ended.
+        grown: whether the batch is the large batch.
+        previous: the norm of the model's accumulated gradient at the last comparison; None before the first comparison.
+        ends: the number of epochs (or windows of steps) that have ended.
     """
 
     grown: bool = False
@@ -45,11 +46,11 @@ class AccordionBatchSizeState:
 class AccordionBatchSize(CriticalRegimes[AccordionBatchSizeState]):
     """Accordion for the batch size (Agarwal et al. 2021, arXiv:2010.16248, section 4.1).
 
-    The batch is small until a comparison of norms finds that the regime of the whole model is not critical and that the
-    learning rate does not fall; it is large from then on.
+    The batch is small at first. When a comparison of norms finds that the regime of the whole model is not critical and
+    the learning rate does not fall, the batch becomes large and stays large.
 
     Attributes:
-        low: the small batch, with which the training starts, in samples.
+        low: the small batch at the start, in samples.
         high: the large batch, a multiple of `low`.
 
     Example:
@@ -91,7 +92,8 @@ class AccordionBatchSize(CriticalRegimes[AccordionBatchSizeState]):
     def update(self, state: AccordionBatchSizeState, statistics: Statistics) -> AccordionBatchSizeState:
         ends = state.ends + 1
         if state.grown or not self.compares_at(ends):
-            # A learning rate that falls between two comparisons asks for the small batch, which is in use already.
+            # If the learning rate falls between two comparisons, Accordion asks for the small batch, which is already
+            # in use.
             return AccordionBatchSizeState(state.grown, state.previous, ends)
         norm, rates = statistics.model_norm, statistics.learning_rates
         assert norm is not None
@@ -101,7 +103,8 @@ class AccordionBatchSize(CriticalRegimes[AccordionBatchSizeState]):
 
 
 def require_room(policy: Policy[Any], accumulation: int, steps_per_epoch: int | None) -> None:
-    """Raises SpecError if the largest batch is longer than an epoch of `steps_per_epoch` starting batches."""
+    """Raises SpecError if the largest batch is longer than an epoch, which has `steps_per_epoch` batches of the size at
+    the start."""
     if steps_per_epoch is not None and accumulation > steps_per_epoch:
         raise SpecError(
             f"{policy}: the largest batch consists of {accumulation} batches of the first size, but an epoch has only "
@@ -126,16 +129,16 @@ class IncreaseBatchSizeState:
 class IncreaseBatchSize(Policy[IncreaseBatchSizeState]):
     """Increases the batch size instead of decaying the learning rate (Smith et al. 2018, arXiv:1711.00489).
 
-    The batch grows by the factor by which the schedule's rate is below its peak, rounded down to a whole number and
-    limited by `high`. The learning rate is multiplied by that number, so that the part of the decay that the batch
-    cannot replace remains. With several parameter groups the largest rate counts. If the schedule returns to its peak
-    (a warm restart), the batch returns to its first size. A rate of zero, as at the end of some schedules, changes
-    nothing.
+    The schedule gives a learning rate below its peak. The batch is multiplied by peak / rate, rounded down to an
+    integer and limited by `high`. The learning rate of the schedule is multiplied by the same integer. So the rate
+    falls below its peak only because of the rounding and the limit `high`. With several parameter groups, the largest
+    rate counts. If the schedule returns to its peak (a warm restart), the batch returns to its first size. A rate of
+    zero, as at the end of some schedules, changes nothing.
 
     Attributes:
-        low: the batch with which the training starts, in samples.
+        low: the batch at the start, in samples.
         high: the largest batch.
-        steps: number of steps between decisions; 0 to decide at the end of every epoch.
+        steps: the number of steps between decisions. With 0, decisions are made at the end of every epoch.
 
     Example:
         >>> str(IncreaseBatchSize(low=128, high=2048))

@@ -1,4 +1,4 @@
-"""A policy that chooses the best levels of all tensors within a budget of bytes, error or time."""
+"""A policy that chooses the best level of each tensor within a budget of bytes, error or time."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ from hvdcomp.specs.levels import Level
 
 @dataclass(frozen=True)
 class BudgetState(TensorLevels):
-    """The state of `Budget`: levels and, with two limits, the regime.
+    """The state of `Budget`: the levels and, if there are two limits, the regime.
 
     Attributes:
-        critical: whether the regime was critical at the last decision; None before the first, and with one limit.
-        previous: norm of the model's accumulated gradient at the last decision; None if not known or not finite.
+        critical: whether the regime was critical at the last decision; None before the first decision, or if there is
+            only one limit.
+        previous: the norm of the model's accumulated gradient at the last decision; None if it is unknown or not
+            finite.
     """
 
     critical: bool | None = None
@@ -43,35 +45,37 @@ class BudgetState(TensorLevels):
 
 @dataclass(frozen=True, kw_only=True)
 class Budget(OptimalLevels[BudgetState]):
-    """Chooses the levels of all tensors by the optimization of L-GreCo, within a limit of bytes, error or time.
+    """Chooses the levels of all tensors with the optimization of L-GreCo, within a limit of bytes, error or time.
 
-    L-GreCo (Markov et al. 2022, arXiv:2210.17357) measures the error of a level as ||G - C(G)||, with the mean G of the
-    last gradients. Here the error of each tensor is in units of the root mean square of its elements of G, as the
-    square root of Adam's second moment is: ||G - C(G)|| sqrt(n) / ||G|| for n elements. With `factor`, the levels have
-    the least error of all that send at most the uncompressed bytes / `factor`; with `ms`, of all that can be exchanged
-    in that time, by the performance model and a calibration. With `error`, the levels send the fewest bytes of all with
-    at most that error. The limit in bytes and these units are hvdcomp's own, and not from the paper.
+    L-GreCo (Markov et al. 2022, arXiv:2210.17357) measures the error of a level as ||G - C(G)||, where G is the mean of
+    the last gradients. This policy divides the error by the root mean square of the tensor's elements of G, which gives
+    ||G - C(G)|| sqrt(n) / ||G|| for n elements. Adam divides gradients by a similar number: the square root of its
+    second moment. With `factor`, the policy looks at all choices that send at most the uncompressed bytes / `factor`,
+    and takes the choice with the least error. With `ms`, the policy looks at all choices that can be exchanged in this
+    time, according to the performance model and a calibration, and takes the choice with the least error. With `error`,
+    the policy takes the choice that sends the fewest bytes with at most this error. The limit in bytes and the unit of
+    the error were developed for hvdcomp and are not from the paper.
 
-    Until the first decision, after `last` steps (after `interval` steps with `critical` and an `interval` below twice
-    `last`), all tensors have their own levels: those of the training's compressor, or of the methods that it routes
-    tensors to. Levels to choose from lie around the own levels. If no choice is within the limit, all tensors get the
-    levels that come closest to the limit.
+    The first decision is made after `last` steps. (With `critical` and an `interval` below twice `last`, it is made
+    after `interval` steps.) Before it, all tensors have their own levels, which are those of the training's compressor,
+    or of the methods to which it routes tensors. The levels to choose from are around the own levels. If no choice is
+    within the limit, all tensors get the levels that come closest to the limit.
 
-    With `critical` there are two limits. Accordion's rule (Agarwal et al. 2021, arXiv:2010.16248), applied to the whole
-    model, chooses at each decision: in critical regimes, `critical` replaces the other limit.
+    With `critical` there are two limits. At each decision, Accordion's rule (Agarwal et al. 2021, arXiv:2010.16248)
+    decides whether the regime of the whole model is critical. In critical regimes, `critical` replaces the other limit.
 
     Attributes:
-        factor: uncompressed bytes / sent bytes of a rank in a step, for the whole model.
-        error: limit of the relative error: the sum of the tensors' errors over the sum of their norms ||G|| in the same
-            units, which is the mean of ||G - C(G)|| / ||G||, weighted by sqrt(n).
-        ms: milliseconds by which the exchange may lengthen a step: encoding, exchange and decoding, as far as they do
-            not overlap with the backward pass. Exactly one of `factor`, `error` and `ms` is given.
-        critical: the limit in critical regimes, which must allow more: a smaller factor or error, or more milliseconds;
-            0 for a single limit.
-        eta: for `critical`, the relative change of the norm between two decisions from which a regime is critical.
-        calibration: for `ms`, a file or a preset of `hvdcomp.perfmodel`. Only rank 0 reads it.
-        model: model of the calibration; empty for the model whose tensors have the training's shapes.
-        batch: batch size of one rank; 0 for the batch size of the calibration.
+        factor: the uncompressed bytes / the sent bytes of a rank in a step, for the whole model.
+        error: the limit of the relative error. The relative error is the sum of the tensors' errors over the sum of
+            their norms ||G||, in the same unit. This quotient is the mean of ||G - C(G)|| / ||G||, weighted by sqrt(n).
+        ms: the number of milliseconds by which the exchange may lengthen a step. Encoding, exchange and decoding count,
+            as far as they do not overlap with the backward pass. Give exactly one of `factor`, `error` and `ms`.
+        critical: the limit in critical regimes; 0 for a single limit. The critical limit must lead to less compression:
+            a smaller factor, a smaller error, or more milliseconds.
+        eta: for `critical`: a regime is critical if the norm changes by at least this share between two decisions.
+        calibration: for `ms`: a calibration file, or the name of a preset of `hvdcomp.perfmodel`. Only rank 0 reads it.
+        model: the model in the calibration; empty for the model whose tensors have the same shapes as in this training.
+        batch: the batch size of one rank; 0 for the batch size of the calibration.
         interval, last, least, most, levels, statistic: as in `OptimalLevels`.
 
     Example:
@@ -164,7 +168,7 @@ class Budget(OptimalLevels[BudgetState]):
         }
         limited = [statistic for statistic, limit in limits.items() if limit]
         statistics = frozenset({Statistic.LEVEL_TABLE, *limited})
-        # The norms of two decisions can only be compared if they are of as many steps.
+        # The norms of two decisions can only be compared if both cover the same number of steps.
         early = undecided and (not self.critical or self.interval >= 2 * self.looks)
         period = Period(steps=self.looks if early else self.interval, last=self.looks)
         return Request(statistics, period, self.statistic, around=self.around, scaled=True)
@@ -192,16 +196,16 @@ class Budget(OptimalLevels[BudgetState]):
 
 
 def bytes_within(seconds: Mapping[int, float], limit: float) -> float:
-    """The most bytes whose exchange is within a time limit, by linear interpolation.
+    """The largest number of bytes whose exchange stays within a time limit, by linear interpolation.
 
-    Time may fall with more bytes, as less is encoded.
+    The time may be shorter for more bytes, because less is encoded.
 
     Args:
-        seconds: seconds of the exchange, by bytes.
-        limit: limit of the time in seconds.
+        seconds: the seconds of the exchange for each number of bytes.
+        limit: the limit of the time, in seconds.
 
     Returns:
-        The number of bytes; infinite if the largest number in `seconds` is within the limit, 0 if none is.
+        The number of bytes; infinite if even the largest number in `seconds` is within the limit, and 0 if none is.
     """
     known = sorted(seconds.items())
     if known[-1][1] <= limit:

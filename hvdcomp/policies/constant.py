@@ -26,7 +26,7 @@ class Constant(Policy[ConstantState]):
     """A level that never changes.
 
     Attributes:
-        level: level of all tensors; None for the compressor's own.
+        level: the level of all tensors; None for the compressor's own level.
 
     Example:
         >>> str(Constant(level=0.01))

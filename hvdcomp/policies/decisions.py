@@ -1,6 +1,7 @@
-"""The decisions of policies. Each decision has a method for its plan, for its JSON form, and for its row in a report.
+"""The decisions of policies. Each kind of decision has methods for its plan, for its JSON form, and for its row in a
+report.
 
-A new kind of decision is a subclass of `Decision`, without registration.
+To add a kind of decision, write a subclass of `Decision`. hvdcomp finds the subclass automatically.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ class Decision:
     """Base of all decisions.
 
     Class attributes:
-        kind: name of the kind in JSON.
+        kind: the name of the kind in JSON.
         sets_batch_size: whether decisions set the batch size instead of compression.
-        uses_factors: whether decisions give compression factors, which may lead to any level.
-        shown: attributes that a report shows under the same names.
-        later: fields that logs of earlier versions lack; `to_json` leaves them out if they have their defaults.
+        uses_factors: whether decisions give compression factors. A factor may lead to any level.
+        shown: the attributes that a report shows under the same names.
+        later: the fields that logs of earlier versions lack. `to_json` leaves a field out if it has its default value.
     """
 
     kind: ClassVar[str]
@@ -36,7 +37,7 @@ class Decision:
     later: ClassVar[tuple[str, ...]] = ()
 
     def plan(self, plans: Any) -> Any:
-        """The plan of this decision, made by `plans`, a `hvdcomp.adaptation.plans.Plans`."""
+        """Makes the plan of this decision. plans: a `hvdcomp.adaptation.plans.Plans`."""
         return plans.own()
 
     def batch(self) -> BatchSize:
@@ -44,10 +45,11 @@ class Decision:
         return BatchSize()
 
     def observer(self, observers: Any) -> Any:
-        """The observer of this decision's steps, from `hvdcomp.adaptation.observers.Observers`, or None."""
+        """The observer for steps that use this decision, or None. observers: a
+        `hvdcomp.adaptation.observers.Observers`."""
 
     def measures(self, period_ends: bool) -> bool:
-        """Whether a step under this decision is measured; the same on all ranks.
+        """Whether a step that uses this decision is measured. The result is the same on all ranks.
 
         Args:
             period_ends: whether the step is the last of a period.
@@ -61,7 +63,7 @@ class Decision:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Decision:
-        """The decision that `to_json` of this class wrote.
+        """Restores the decision that `to_json` of this class wrote.
 
         Raises:
             LookupError: if a field is missing.
@@ -72,14 +74,15 @@ class Decision:
         return decision
 
     def row(self, state: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
-        """The decision's values in a report, by the attributes of `hvdcomp.tools.report.decisions.Decisions`.
+        """The values of the decision in a report, by the names of the attributes of
+        `hvdcomp.tools.report.decisions.Decisions`.
 
         Args:
             state: the policy's state, as JSON data.
-            tensors: names of the tensors whose level is decided.
+            tensors: the names of the tensors whose level the policy decides.
 
         Raises:
-            LookupError, TypeError, ValueError, AttributeError: if the state is of a policy with other decisions.
+            LookupError, TypeError, ValueError, AttributeError: if the state belongs to a policy with other decisions.
         """
         critical = state.get("critical")
         if isinstance(critical, bool):  # one regime for the whole model
@@ -90,7 +93,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Levels(Decision):
-    """The level of each tensor by name; None for the compressor's own."""
+    """The level of each tensor, by name; None for the compressor's own level."""
 
     levels: Mapping[str, Level | None]
 
@@ -103,7 +106,7 @@ class Levels(Decision):
 
 @dataclass(frozen=True)
 class Factors(Decision):
-    """The compression factor (dense bytes / sent bytes) of each tensor by name; 1.0 for uncompressed."""
+    """The compression factor (uncompressed bytes / sent bytes) of each tensor, by name; 1.0 for no compression."""
 
     factors: Mapping[str, float]
 
@@ -117,15 +120,15 @@ class Factors(Decision):
 
 @dataclass(frozen=True)
 class MultiLevel(Decision):
-    """The two compression factors of the whole model, and the choice of the result to send.
+    """Two compression factors for the whole model, and the choice of the result to send.
 
     Attributes:
-        minimum: factor of the first compression, of the gradient with its residual.
-        candidate: factor of the second compression, of the first one's result, relative to the dense size; None for no
-            second compression.
-        send: the result that is sent; "dense" for the uncompressed gradient with its residual.
-        factor: unit of the factors.
-        gain: kind of gains to measure, as in `GraVAC`.
+        minimum: the factor of the first compression, which compresses the gradient plus the residual.
+        candidate: the factor of the second compression, which compresses the result of the first. The factor is
+            relative to the uncompressed size. None for no second compression.
+        send: which result is sent. "dense" is the uncompressed gradient plus the residual.
+        factor: how factors are counted, as in `GraVAC`.
+        gain: the kind of gains to measure, as in `GraVAC`.
     """
 
     minimum: float
@@ -141,7 +144,7 @@ class MultiLevel(Decision):
 
     @property
     def sent(self) -> float:
-        """The compression factor of the result sent; 1.0 for dense."""
+        """The compression factor of the result that is sent; 1.0 for "dense"."""
         if self.send == "candidate" and self.candidate is not None:
             return self.candidate
         return 1.0 if self.send == "dense" else self.minimum
@@ -165,8 +168,9 @@ class BatchSize(Decision):
     """The batch size relative to the start.
 
     Attributes:
-        accumulation: number of starting batches accumulated for one update, which uses their mean.
-        learning_rate_factor: factor of the schedule's learning rate.
+        accumulation: the number of batches, of the size at the start, that are accumulated for one update. The update
+            uses the mean of these batches.
+        learning_rate_factor: the number by which the schedule's learning rate is multiplied.
     """
 
     accumulation: int = 1
@@ -185,8 +189,9 @@ class Methods(Decision):
     """The method of each tensor.
 
     Attributes:
-        methods: spec of the compressor, by tensor name; None for the training's own compressor.
-        others: spec of the compressor of all other tensors, small ones included; None for the training's own.
+        methods: the spec of the compressor, by tensor name; None for the compressor of the training.
+        others: the spec of the compressor of all other tensors, including small ones; None for the compressor of the
+            training.
     """
 
     methods: Mapping[str, str | None]
@@ -207,7 +212,7 @@ class Methods(Decision):
 
 
 def decision_from_json(data: Mapping[str, Any]) -> Decision:
-    """The decision that `Decision.to_json` wrote.
+    """Restores the decision that `Decision.to_json` wrote.
 
     Raises:
         ValueError: if the kind is unknown, or a field has an invalid value.

@@ -1,8 +1,9 @@
-"""GraVAC: searches during training for the compression factor with the best product of speed and compression gain.
+"""GraVAC searches, during training, for the compression factor with the best product of speed and compression gain.
 
-Every step compresses twice: the gradient by a moderate factor that is known to be good, and then the result by a
-candidate factor. The gains, the shares of the gradient's energy that are kept, decide which result is sent; the
-throughput decides where the search ends.
+Every step compresses twice. The first compression of the gradient uses a moderate factor that is known to be good. The
+second compresses the result further, with a candidate factor. A compression gain is the share of the gradient's energy
+(sum of squares) that a compression keeps. The gains decide which result is sent, and the throughput decides when the
+search ends.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ def error_gain(energy: float, error_energy: float) -> float:
     """The compression gain 1 - ||x - C(x)||^2 / ||x||^2 within [0, 1].
 
     For methods that keep some elements and drop the others, this is the gain ||C(x)||^2 / ||x||^2 of Tyagi and Swany
-    (2023, arXiv:2305.12201, section III). For stochastic quantizers and signs of unit size, whose C(x) may have more
-    energy than x, their definition is not meaningful.
+    (2023, arXiv:2305.12201, section III). The definition of Tyagi and Swany is not meaningful for stochastic quantizers
+    and for signs of magnitude 1, because C(x) may have more energy than x.
 
     Args:
-        energy: ||x||^2, summed over all tensors of the model.
-        error_energy: ||x - C(x)||^2, summed likewise.
+        energy: the sum of ||x||^2 over all tensors of the model.
+        error_energy: the sum of ||x - C(x)||^2 over all tensors.
 
     Returns:
-        The gain; 1.0 if x is zero, as nothing is lost then, and NaN if x is not finite.
+        The gain; 1.0 if x is zero, because nothing is lost, and NaN if x is not finite.
     """
     if not math.isfinite(energy):
         return math.nan
@@ -51,15 +52,15 @@ def error_gain(energy: float, error_energy: float) -> float:
 
 
 def raw_gain(energy: float, error_energy: float, gradient_energy: float) -> float:
-    """The energy that compression keeps of x = g + r over the energy of the gradient g: `error_gain` times
-    ||x||^2 / ||g||^2.
+    """The energy of x = g + r that compression keeps, divided by the energy of the gradient g. The result is
+    `error_gain` times ||x||^2 / ||g||^2.
 
-    For methods that keep some elements and drop the others, or project x, this is ||C(x)||^2 / ||g||^2. It exceeds 1
-    if the residual r adds more energy than compression loses.
+    For methods that project x, or keep some elements and drop the others, this is ||C(x)||^2 / ||g||^2. The result
+    exceeds 1 if the residual r adds more energy than compression loses.
 
     Args:
         energy, error_energy: as in `error_gain`.
-        gradient_energy: ||g||^2, summed likewise.
+        gradient_energy: the sum of ||g||^2 over all tensors.
 
     Returns:
         The gain; 1.0 if x and g are zero, and NaN if x or g is not finite, or if only g is zero.
@@ -73,15 +74,16 @@ def raw_gain(energy: float, error_energy: float, gradient_energy: float) -> floa
 
 @dataclass(frozen=True)
 class GraVACState:
-    """The state of `GraVAC`. Factors are compression factors relative to the dense size.
+    """The state of `GraVAC`. Factors are compression factors relative to the uncompressed size.
 
     Attributes:
-        minimum: factor of the first compression.
-        candidate: factor of the second compression; None if there is nothing to evaluate.
-        send: the result that is sent, as in `MultiLevel`.
-        gains: smoothed gains of the two factors, by factor, as far as known.
-        throughput: samples/s times gain when a factor was last sent, by factor; factor 1.0 is dense.
-        steps: number of steps that ended.
+        minimum: the factor of the first compression.
+        candidate: the factor of the second compression; None if there is nothing to evaluate.
+        send: which result is sent, as in `MultiLevel`.
+        gains: the smoothed gains of the two factors, by factor, if known.
+        throughput: for each factor, samples/s times gain in the last steps that sent this factor. Factor 1.0 means no
+            compression.
+        steps: the number of steps that have ended.
         ended: whether the search has ended.
     """
 
@@ -98,29 +100,32 @@ class GraVACState:
 class GraVAC(Policy[GraVACState]):
     """GraVAC (Tyagi and Swany 2023, arXiv:2305.12201, algorithm 1).
 
-    For each factor, smoothing starts with the first gain of this factor, because gains of other candidates say nothing
-    about it. A factor whose gain is not yet known is not sent. Gains that are not finite are ignored. The time spent
-    only on measuring gains is subtracted from a step's time. If the search ends at a factor that is not above the first
-    factor, this factor is used from then on, and no more gains are measured.
+    For each factor, smoothing starts with the first gain of this factor, because gains of other factors say nothing
+    about it. A factor is not sent before its gain is known. Gains that are not finite are ignored. The time that is
+    spent only on measuring gains is subtracted from the time of a step. If the search ends at a factor that is not
+    above the first factor, this factor is used for the rest of the training, and gains are no longer measured.
 
     Attributes:
         min: the initial factor of the first compression.
         max: the largest factor.
-        epsilon: the gain from which a factor may be sent.
-        omega: relative difference up to which two gains, or two throughputs, are the same.
-        scaling: "exponential", candidates 2, 4, 16, 256... times `min`, or "geometric", 2, 4, 8, 16... times; `max` is
-            the last.
-        window: number of steps for which each candidate is evaluated; None for 500 (exponential) or 2000 (geometric).
-        smoothing: weight of a new gain in the moving average; None for N/100 with N ranks, at most 1, for each of
-            `every` steps.
-        every: one of `every` steps measures gains and decides what to send; 1 for the published algorithm, which is
-            costly where steps are short. None for 10 if that divides the window into 10 or more parts, and for 1
-            otherwise.
-        factor: unit of the factors: "bytes", indices included, or "elements", without indices, as published. For
-            methods that leave out no element, "elements" counts 32-bit numbers.
-        gain: "error_feedback", the share of x = g + r that is kept (`error_gain`), as in the published text, or "raw",
-            the energy kept of x divided by the energy of the gradient g (`raw_gain`), as in the published code.
-        lag: 1: a step obeys the decision of the step before it; steps are dense until gains are first measured.
+        epsilon: a factor may be sent if its gain is at least this number.
+        omega: two gains, or two throughputs, count as equal if their relative difference is at most this number.
+        scaling: with "exponential", the candidates are 2, 4, 16, 256... times `min`. With "geometric", the candidates
+            are 2, 4, 8, 16... times `min`. The last candidate is `max`.
+        window: the number of steps for which each candidate is evaluated; None for 500 (exponential) or 2000
+            (geometric).
+        smoothing: the weight of a new gain in the moving average. None means N/100 for N ranks, at most 1, applied once
+            for each of `every` steps.
+        every: one of `every` steps measures gains and decides which result to send. 1 is the published algorithm, which
+            is costly if steps are short. None means 10 if the window has 10 or more such parts, otherwise 1.
+        factor: how compression factors are counted. "bytes" counts bytes, and includes indices. "elements" counts
+            elements, without indices, as published. For methods that send all elements, "elements" counts 32-bit
+            numbers.
+        gain: "error_feedback" is the share of the energy of x = g + r that is kept (`error_gain`), as in the text of
+            the paper. "raw" is the kept energy of x divided by the energy of the gradient g (`raw_gain`), as in the
+            authors' code.
+        lag: with 1, a step uses the decision of the previous step. Steps are uncompressed until gains are measured for
+            the first time.
 
     Example:
         >>> str(GraVAC(min=10, max=500))
@@ -152,7 +157,7 @@ class GraVAC(Policy[GraVACState]):
 
     @property
     def candidates(self) -> tuple[float, ...]:
-        """The factors to evaluate, in order; none if `min` is `max`."""
+        """The factors to evaluate, in order. The function returns no factors if `min` equals `max`."""
         factors: list[float] = []
         exponent = 1
         while (factors or [self.min])[-1] < self.max:
@@ -200,14 +205,14 @@ class GraVAC(Policy[GraVACState]):
         weight = self.smoothing
         if weight is None:
             weight = min(1.0, measured.ranks / 100)
-            if self._every > 1:  # as if the steps in between had had the same gains
+            if self._every > 1:  # the steps between two measurements count as if they had the same gains
                 weight = 1 - (1 - weight) ** self._every
         old = state.gains
         gains = {cf: weight * value + (1 - weight) * old[cf] if cf in old else value for cf, value in new.items()}
         return dataclasses.replace(state, gains=gains)
 
     def _choose(self, state: GraVACState) -> GraVACState:
-        """Sends the most compressed result whose gain is enough."""
+        """Chooses to send the most compressed result whose gain is large enough."""
         send: Literal["dense", "minimum", "candidate"] = "dense"
         if state.candidate is not None and state.gains.get(state.candidate, -math.inf) >= self.epsilon:
             send = "candidate"
@@ -216,7 +221,7 @@ class GraVAC(Policy[GraVACState]):
         return dataclasses.replace(state, send=send)
 
     def _record(self, state: GraVACState, timing: Timing) -> GraVACState:
-        """Records the throughput of the result sent. An invalid time is ignored."""
+        """Records the throughput of the result that was sent. An invalid time is ignored."""
         state = dataclasses.replace(state, steps=state.steps + self._every)
         cf = self.decision(state).sent
         seconds = timing.seconds - timing.evaluation_seconds
@@ -226,7 +231,7 @@ class GraVAC(Policy[GraVACState]):
         return dataclasses.replace(state, throughput={**state.throughput, cf: timing.samples / seconds * kept})
 
     def _look(self, state: GraVACState) -> GraVACState:
-        """At the end of a window, raises the minimum, goes on to the next candidate, or ends the search."""
+        """At the end of a window, raises the minimum, changes to the next candidate, or ends the search."""
         if state.ended or state.steps % self._window:
             return state
         minimum, candidate = state.minimum, state.candidate
@@ -243,7 +248,8 @@ class GraVAC(Policy[GraVACState]):
         return dataclasses.replace(state, minimum=minimum, candidate=candidate, gains=gains, ended=ideal is not None)
 
     def _ideal(self, throughput: Mapping[float, float]) -> float | None:
-        """The lower of the two factors with the best throughput, without dense, if both throughputs are close."""
+        """The lower of the two factors with the best throughputs, if the two throughputs are close. No compression does
+        not count as a factor."""
         best = sorted((cf for cf in throughput if cf > 1), key=lambda cf: (-throughput[cf], cf))[:2]
         if len(best) == 2 and self._is_close(throughput[best[0]], throughput[best[1]]):
             return min(best)

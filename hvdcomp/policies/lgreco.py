@@ -1,4 +1,5 @@
-"""L-GreCo: the levels of all tensors that send the fewest bytes with no more error than the tensors' own levels."""
+"""L-GreCo chooses the levels of all tensors that send the fewest bytes, with no more error than the tensors' own
+levels."""
 
 from __future__ import annotations
 
@@ -15,20 +16,20 @@ from hvdcomp.specs.levels import Level
 
 @dataclass(frozen=True, kw_only=True)
 class LGreCo(OptimalLevels[TensorLevels]):
-    """L-GreCo (Markov et al. 2022, arXiv:2210.17357): the levels of all tensors that send the fewest bytes in all.
+    """L-GreCo (Markov et al. 2022, arXiv:2210.17357): chooses the levels of all tensors that send the fewest bytes in
+    total.
 
-    The error of a level is ||G - C(G)||, with the mean G of the last gradients. The errors of all tensors add up to at
-    most `alpha` times the sum at the tensors' own levels, which are those of the training's compressor, or of the
-    methods that it routes tensors to. No decision sends more bytes than the own levels, unless `alpha` is below 1. If
-    no choice is within the budget, each tensor gets the level with the least error. If a sum of gradients is not
-    finite, levels do not change.
+    The error of a level is ||G - C(G)||, where G is the mean of the last gradients. The own level of a tensor is the
+    level of the training's compressor, or of the method to which it routes the tensor. The sum of the errors of all
+    tensors is at most `alpha` times the sum at their own levels. No decision sends more bytes than the own levels,
+    unless `alpha` is below 1. If no choice is within this limit, each tensor gets the level with the least error. If a
+    sum of gradients is not finite, levels do not change.
 
-    The policy minimizes bytes instead of time, because in the performance model a byte of a method takes the same time
-    in every tensor and at every level (tested by tests/policies/test_policies_lgreco.py). So a calibration could not
-    change a choice.
+    The policy minimizes bytes, not time. In the performance model, a byte of a method takes the same time in every
+    tensor and at every level (tests/policies/test_policies_lgreco.py). So a calibration could not change a choice.
 
     Attributes:
-        alpha: the budget, as a share of the error at the own levels.
+        alpha: the limit of the error, as a share of the error at the own levels.
         interval, last, least, most, levels, statistic: as in `OptimalLevels`.
 
     Example:
@@ -50,10 +51,10 @@ class LGreCo(OptimalLevels[TensorLevels]):
 
 
 def cheapest(table: LevelTable, alpha: float) -> dict[str, Level]:
-    """The levels that `LGreCo` chooses; `alpha` is its setting."""
+    """The levels that `LGreCo` chooses. alpha: the setting of `LGreCo`."""
     budget = alpha * math.fsum(errors[table.own[name]] for name, errors in table.errors.items())
     levels = fewest_bytes(table, budget) or least_of(table.errors)
-    # Errors are rounded up, so that with alpha=1 the own levels themselves may exceed the budget.
+    # Errors are rounded up, so with alpha=1 even the own levels may exceed the limit.
     own = {name: table.own[name] for name in levels}
     return own if alpha >= 1 and _bytes_of(table, levels) >= _bytes_of(table, own) else levels
 

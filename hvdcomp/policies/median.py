@@ -8,10 +8,11 @@ from statistics import median
 
 
 def median_with_error(values: Sequence[float]) -> tuple[float, float]:
-    """The median and its standard error, estimated from the median absolute deviation as for a normal distribution.
+    """The median and its standard error. The error is estimated from the median absolute deviation, as for a normal
+    distribution.
 
     Args:
-        values: one value or more; the error of a single value is 0.
+        values: one or more values. The error of a single value is 0.
     """
     middle = median(values)
     spread = 1.4826 * median(abs(value - middle) for value in values)

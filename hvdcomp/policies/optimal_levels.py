@@ -1,7 +1,9 @@
-"""The best levels of all tensors by measured errors and bytes: dynamic programming, and the base of its policies.
+"""Finds the best levels of all tensors from measured errors and bytes, with dynamic programming. The module also has
+the base class of the policies that do so.
 
-Tensors differ in the bytes and the error of a level. At intervals rank 0 measures both, for a few levels of each
-tensor, and dynamic programming finds the best choice exactly, up to rounding of the limited quantity.
+The same level costs other bytes and another error in each tensor. At intervals, rank 0 measures both for a few levels
+of each tensor. Dynamic programming then finds the best choice. The choice is exact, except that the limited quantity is
+rounded.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ _ByLevel = Mapping[str, Mapping[Level, float]]  # by tensor name and level
 
 
 def in_parts(values: Sequence[float], limit: float) -> np.ndarray:
-    """Values as whole parts of a limit, rounded up; `PARTS` + 1 for values beyond the limit."""
+    """Divides a limit into `PARTS` parts, and gives each value as a number of parts, rounded up. Values beyond the
+    limit become `PARTS` + 1."""
     array = np.asarray(values, float)
     if limit <= 0:
         return np.where(array > 0, PARTS + 1, 0)
@@ -42,18 +45,17 @@ def in_parts(values: Sequence[float], limit: float) -> np.ndarray:
 
 
 def least_cost(parts: Sequence[np.ndarray], costs: Sequence[np.ndarray]) -> list[int] | None:
-    """The cheapest choice of one candidate for each tensor, with at most `PARTS` parts in all.
+    """The cheapest choice of one candidate for each tensor, with at most `PARTS` parts in total.
 
-    D[l][b], the least cost of the first l tensors with at most b parts, is the minimum of
-    D[l - 1][b - parts[c]] + costs[c] over the candidates c of tensor l. Among equal costs, the first candidate is
-    taken.
+    Let D[l][b] be the least cost of the first l tensors with at most b parts. D[l][b] is the minimum of D[l - 1][b -
+    parts[c]] + costs[c] over the candidates c of tensor l. Among equal costs, the first candidate is taken.
 
     Args:
-        parts: for each tensor the parts of each candidate, from `in_parts`.
-        costs: for each tensor the cost of each candidate.
+        parts: for each tensor, the parts of each candidate, from `in_parts`.
+        costs: for each tensor, the cost of each candidate.
 
     Returns:
-        The index of each tensor's candidate; None if no choice is within the limit.
+        The index of the chosen candidate for each tensor; None if no choice is within the limit.
     """
     least = np.zeros(PARTS + 1)
     choices = []
@@ -80,8 +82,8 @@ def least_cost(parts: Sequence[np.ndarray], costs: Sequence[np.ndarray]) -> list
 
 @dataclass(frozen=True)
 class TensorLevels:
-    """The state of a policy of optimal levels: the level of each tensor by name; None for the level that the
-    compressor was made with."""
+    """The state of a policy of optimal levels: the level of each tensor, by name. None is the level with which the
+    compressor was created."""
 
     levels: Mapping[str, Level | None]
 
@@ -91,17 +93,19 @@ Chosen = TypeVar("Chosen", bound=TensorLevels)
 
 @dataclass(frozen=True, kw_only=True)
 class OptimalLevels(Policy[Chosen]):
-    """Base class of the policies that choose the best levels by measured errors and bytes.
+    """Base class of policies that choose the best levels from measured errors and bytes.
 
     If a sum of gradients is not finite, levels do not change.
 
     Attributes:
-        interval: number of steps between decisions.
-        last: number of steps before a decision whose gradients are accumulated; at most `interval`.
-        least, most: the smallest and the largest level to choose, as factors of a tensor's own level.
-        levels: number of levels to choose from: a geometric sequence from `least` to `most`, in which the own level
-            replaces the factor nearest to 1. Ranks and bits are rounded; levels that a method lacks are left out.
-        statistic: the gradients that are accumulated: "local" (rank 0's own) or "aggregated" (the mean over ranks).
+        interval: the number of steps between decisions.
+        last: the gradients of this number of steps before a decision are accumulated; at most `interval`.
+        least, most: the smallest and the largest level to choose from, as factors of a tensor's own level.
+        levels: the number of levels to choose from. The levels are a geometric sequence from `least` to `most`, and the
+            own level replaces the factor nearest to 1. Ranks and bits are rounded. Levels that a method does not have
+            are left out.
+        statistic: which gradients are accumulated: "local" (those of rank 0) or "aggregated" (the means over the
+            ranks).
     """
 
     interval: Annotated[int, at_least(1)] = 100
@@ -121,12 +125,12 @@ class OptimalLevels(Policy[Chosen]):
 
     @property
     def looks(self) -> int:
-        """Number of steps before a decision whose gradients are accumulated."""
+        """The number of steps before a decision over which gradients are accumulated."""
         return min(self.last, self.interval)
 
     @property
     def around(self) -> tuple[float, ...]:
-        """The levels to choose from, as ascending factors of a tensor's own level; 1.0 is one of them."""
+        """The levels to choose from, as ascending factors of a tensor's own level. 1.0 is one of them."""
         step = math.log(self.most / self.least) / (self.levels - 1)
         factors = [self.least * math.exp(place * step) for place in range(self.levels)]
         factors[0], factors[-1] = float(self.least), float(self.most)
@@ -155,31 +159,33 @@ class OptimalLevels(Policy[Chosen]):
     def update(self, state: Chosen, statistics: Statistics) -> Chosen:
         table = statistics.level_table
         assert table is not None
-        # A tensor without a level, or without a gradient, has no errors and keeps its level.
+        # A tensor without a level or a gradient has no errors, and keeps its level.
         self.of_tensors({**{name: {} for name in state.levels}, **table.errors}, state.levels, "level errors")
         if not all(math.isfinite(error) for errors in table.errors.values() for error in errors.values()):
             return state
         return dataclasses.replace(state, levels={**state.levels, **self.choose(table, statistics, state)})
 
     def choose(self, table: LevelTable, statistics: Statistics, state: Chosen) -> dict[str, Level]:
-        """The level of each tensor of the table, whose errors are finite; the table is part of `statistics`."""
+        """Chooses the level of each tensor of the table. The errors in the table are finite. The table is also part of
+        `statistics`."""
         raise NotImplementedError
 
 
 def fewest_bytes(table: LevelTable, limit: float) -> dict[str, Level] | None:
-    """The levels that send the fewest bytes with at most `limit` total error; None if there are none.
+    """The levels that send the fewest bytes with a total error of at most `limit`; None if no levels have such an
+    error.
 
-    Among levels with equal bytes, the one with less error is taken.
+    Among levels with equal bytes, the level with less error is taken.
     """
     return _best(table.errors, table.sent, limit)
 
 
 def least_error(table: LevelTable, limit: float) -> dict[str, Level] | None:
-    """The levels with the least total error that send at most `limit` bytes; None if there are none.
+    """The levels with the least total error that send at most `limit` bytes; None if no levels send so few bytes.
 
     Args:
-        table: errors and bytes of the levels.
-        limit: limit of the bytes of the table's tensors.
+        table: the errors and bytes of the levels.
+        limit: the largest number of bytes for all tensors of the table.
     """
     return _best(table.sent, table.errors, limit)
 
@@ -190,8 +196,10 @@ def least_of(values: _ByLevel) -> dict[str, Level]:
 
 
 def _best(limited: _ByLevel, costs: _ByLevel, limit: float) -> dict[str, Level] | None:
-    """The levels with the least total cost whose limited values add up to at most `limit`; None if there are none."""
-    # Candidates ascend by the limited value, so that among equal costs the one with less of it is taken.
+    """The levels with the least total cost, among all whose limited values add up to at most `limit`; None if there are
+    none."""
+    # Candidates are sorted by the limited value, so that among equal costs the candidate with the smaller value is
+    # taken.
     candidates = {name: sorted(values, key=values.__getitem__) for name, values in limited.items()}
     chosen = least_cost(
         [in_parts([limited[name][level] for level in levels], limit) for name, levels in candidates.items()],

@@ -1,4 +1,4 @@
-"""Removed policies. The error message for an old spec, log or checkpoint names the replacement."""
+"""Policies that were removed. If an old spec, log or checkpoint names one, the error message names the replacement."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hvdcomp.errors import SpecError
 
 
 class _Removed(NamedTuple):
-    specs: str  # pattern of the start of a spec
+    specs: str  # a pattern that matches the start of a spec
     name: str
     why: str
     instead: str

@@ -1,4 +1,4 @@
-"""The requests of policies, and the statistics that policies get in return.
+"""The requests of policies, and the statistics that policies get for them.
 
 `Policy.request` names statistics and a period. At the end of the period, the policy gets these statistics as one
 `Statistics`.
@@ -32,11 +32,12 @@ class Statistic(Enum):
 
 @dataclass(frozen=True)
 class LearningRates:
-    """The learning rates of the training's schedule, one for each parameter group, without any policy's own factor.
+    """The learning rates of the training's schedule, one for each parameter group. A factor of a policy is not
+    included.
 
     Attributes:
-        now: rates at the first step of the period that ends, so that a change within a period is not missed.
-        next: rates of the next step.
+        now: the rates at the first step of the period that ends, so that a change within the period is not missed.
+        next: the rates of the next step.
     """
 
     now: tuple[float, ...]
@@ -57,11 +58,12 @@ class LearningRates:
 
 @dataclass(frozen=True)
 class GravacGains:
-    """Compression gains of one step for the whole model (`hvdcomp.policies.gravac`); NaN if there is none.
+    """The compression gains of one step for the whole model (`hvdcomp.policies.gravac`). A gain is NaN if it cannot be
+    computed.
 
     Attributes:
-        minimum: gain of the first compression.
-        candidate: gain of the second compression; None if there was none.
+        minimum: the gain of the first compression.
+        candidate: the gain of the second compression; None if there was no second compression.
         ranks: number of ranks.
     """
 
@@ -72,12 +74,13 @@ class GravacGains:
 
 @dataclass(frozen=True)
 class Timing:
-    """Samples and time of the steps of a period.
+    """The samples and the time of the steps of a period.
 
     Attributes:
-        samples: samples of all ranks together, in any unit that does not change during a training.
-        seconds: seconds of the whole iterations.
-        evaluation_seconds: the part of `seconds` spent only on measuring gains, which later steps do not spend.
+        samples: the samples of all ranks together. Any unit is possible if it does not change during a training.
+        seconds: the seconds of the whole iterations.
+        evaluation_seconds: the part of `seconds` that was spent only on measuring gains. Later steps do not need this
+            time.
     """
 
     samples: float
@@ -87,13 +90,14 @@ class Timing:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A choice of methods for all tensors, with its predicted step time.
+    """A choice of methods for all tensors, with the predicted time of a step.
 
     Attributes:
-        seconds: predicted time of a step.
-        compressed: number of tensors, the first in the order of `Candidates`, that get `method`.
-        rest: spec of the compressor of all other tensors; None for the training's own.
-        method: spec of the compressor of the first tensors; None for the training's own.
+        seconds: the predicted time of a step.
+        compressed: the number of tensors that get `method`. The compressed tensors are the first in the order of
+            `Candidates`.
+        rest: the spec of the compressor of all other tensors; None for the compressor of the training.
+        method: the spec of the compressor of the first tensors; None for the compressor of the training.
     """
 
     seconds: float
@@ -109,7 +113,7 @@ class Candidates:
     """The candidates to choose from (`hvdcomp.adaptation.candidates`).
 
     Attributes:
-        order: names of the tensors whose method may be chosen, the most worth compressing first.
+        order: the names of the tensors whose method may be chosen. Tensors for which compression saves most are first.
         candidates: the candidates by name.
     """
 
@@ -124,13 +128,16 @@ class LevelTable:
     The table leaves out levels that a tensor's method does not have, and tensors without a level or a gradient.
 
     Attributes:
-        errors: ||G - C(G)|| with the mean G of the accumulated gradients, by tensor name and level; with
-            `Request.scaled` over the root mean square of G's elements. NaN if a sum of gradients is not finite.
-        sent: bytes that a rank sends in a step, by tensor name and level.
-        own: level without a policy, by tensor name.
-        other_bytes: bytes that a rank sends in a step for all tensors that are left out, by their own methods.
-        dense_bytes: bytes of the whole model in a step without compression.
-        norm: with `Request.scaled` the sum of ||G|| over the table's tensors, in units of their errors; else None.
+        errors: ||G - C(G)||, by tensor name and level, where G is the mean of the accumulated gradients. With
+            `Request.scaled`, the error is divided by the root mean square of G's elements. NaN if a sum of gradients is
+            not finite.
+        sent: the bytes that a rank sends in a step, by tensor name and level.
+        own: the level without a policy, by tensor name.
+        other_bytes: the bytes that a rank sends in a step for all tensors that the table leaves out, with their own
+            methods.
+        dense_bytes: the bytes of the whole model in a step without compression.
+        norm: with `Request.scaled`, the sum of ||G|| over the tensors of the table, in the unit of the errors;
+            otherwise None.
     """
 
     errors: Mapping[str, Mapping[Level, float]]
@@ -153,23 +160,28 @@ class Statistics:
     """The statistics for one decision. A field that the policy did not request may be None.
 
     Attributes:
-        step: number of steps that ended since the start of the training.
-        epoch: number of epochs that ended; None if they are not counted.
+        step: the number of steps that have ended since the start of the training.
+        epoch: the number of epochs that have ended; None if epochs are not counted.
         learning_rates: the rates of this period and of the next step.
-        norms: 2-norm of the accumulated gradient, by tensor name: the sum of the raw gradients, before memory and
-            averaging, of all steps of the period that ends. 0.0 for a tensor without a gradient.
-        model_norm: 2-norm of the accumulated gradient of the whole model, all tensors as one vector.
-        mean_to_std: absolute mean of the accumulated gradient's elements over their standard deviation, by tensor name.
-        gains: gains of the last step of a period counted in steps.
-        timing: samples and time of all steps of a period counted in steps.
-        candidates: the candidates; given once, before the first step is exchanged. A policy that requests them has the
-            settings `calibration`, `model` and `batch` of `Auto`, and may have its `compressors` and `loss`.
-        step_times: seconds of each step since the last decision, in order, from the end of one step's exchange to the
-            end of the next, by rank 0's clock. NaN for the first step after a start.
-        level_table: errors and bytes of the levels of `Request.around`.
-        exchange_seconds: predicted time of a step's exchange, by the bytes that a rank sends in a step, ascending; all
-            tensors are at the same factor of `Request.around` of their own levels. A policy that requests it has the
-            settings `calibration`, `model` and `batch`, and its `require_reachable` refuses limits that no level meets.
+        norms: the 2-norm of the accumulated gradient, by tensor name. The accumulated gradient is the sum of the raw
+            gradients (before memory and averaging) of all steps of the period that ends. 0.0 for a tensor without a
+            gradient.
+        model_norm: the 2-norm of the accumulated gradient of the whole model, with all tensors as one vector.
+        mean_to_std: |mean| / standard deviation of the elements of the accumulated gradient, by tensor name.
+        gains: the gains of the last step of a period that is counted in steps.
+        timing: the samples and the time of all steps of a period that is counted in steps.
+        candidates: the candidates. The candidates are given once, before the exchange of the first step. A policy that
+            requests candidates must have the settings `calibration`, `model` and `batch`, as in `Auto`. The policy may
+            also have `compressors` and `loss`.
+        step_times: the seconds of each step since the last decision, in order, by rank 0's clock. A time is measured
+            from the end of one step's exchange to the end of the next step's exchange. NaN for the first step after a
+            start.
+        level_table: the errors and bytes of the levels that `Request.around` names.
+        exchange_seconds: the predicted time of a step's exchange for each factor of `Request.around`, as a mapping from
+            the bytes that a rank sends in a step to seconds, in ascending order. For each factor, all tensors have this
+            factor of their own levels. A policy that requests this statistic must have the settings `calibration`,
+            `model` and `batch`, and a method `require_reachable`. This method refuses a limit if no level meets the
+            limit.
     """
 
     step: int
@@ -190,31 +202,33 @@ class Statistics:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def plain(self) -> dict[str, Any]:
-        """`known` for a checkpoint, without classes, which `torch.load` with `weights_only` refuses."""
+        """Like `known`, but without instances of classes, for a checkpoint. `torch.load` with `weights_only` refuses
+        instances of classes."""
         plain: dict[str, Any] = with_text_keys(self.known())
         return plain
 
     @classmethod
     def of_plain(cls, plain: Mapping[str, Any]) -> Statistics:
-        """The statistics from which `plain` was made.
+        """Restores the statistics from the result of `plain`.
 
         Raises:
             ValueError: if a field has an invalid value.
         """
-        # Earlier versions wrote numeric keys, and parts as dataclasses.
+        # Earlier versions wrote numeric keys, and wrote parts as dataclasses.
         statistics: Statistics = typed(cls, with_text_keys(plain), "statistics")
         return statistics
 
 
 @dataclass(frozen=True)
 class Period:
-    """The times of a policy's decisions. Two of the first three fields are 0.
+    """When a policy decides. Two of the first three fields are 0.
 
     Attributes:
-        epochs: number of epochs between decisions.
-        steps: number of steps between decisions.
-        until: number of steps after which a single decision is made.
-        last: number of steps at the end of a period of `steps` whose gradients are accumulated; 0 for all.
+        epochs: the number of epochs between decisions.
+        steps: the number of steps between decisions.
+        until: the number of steps after which a single decision is made.
+        last: the gradients of this number of steps, at the end of a period of `steps`, are accumulated; 0 for all
+            steps.
     """
 
     epochs: int = 0
@@ -228,13 +242,15 @@ class Request:
     """The request of a policy in one state.
 
     Attributes:
-        statistics: statistics that the next `decide` reads; no others need be computed in the period before it.
-        period: the period at whose end `decide` is called, and over which gradients are accumulated; None for never.
-        source: the gradients that are accumulated: "local", rank 0's own, or "aggregated", the mean over ranks.
-        ever: statistics that the requests of any state may name, so that all ranks can prepare for all states of rank
-            0.
-        around: levels for LEVEL_TABLE and EXCHANGE_SECONDS, as factors of each tensor's own level; 1.0 is one of them.
-        scaled: whether LEVEL_TABLE has errors in units of the root mean square of each tensor's mean gradient.
+        statistics: the statistics that the next `decide` reads. Only these must be computed in the period before it.
+        period: the period over which gradients are accumulated. `decide` is called at the end of a period. None if
+            `decide` is never called again.
+        source: which gradients are accumulated: "local" (those of rank 0) or "aggregated" (the means over the ranks).
+        ever: the statistics that a request in any state may name. With these names, all ranks can prepare for any state
+            of rank 0.
+        around: the levels for LEVEL_TABLE and EXCHANGE_SECONDS, as factors of each tensor's own level. 1.0 is one of
+            them.
+        scaled: whether LEVEL_TABLE divides the errors of a tensor by the root mean square of its mean gradient.
     """
 
     statistics: frozenset[Statistic] = frozenset()

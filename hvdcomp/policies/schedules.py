@@ -1,4 +1,4 @@
-"""Schedules: levels that depend only on the number of the step, so that every rank computes them by itself."""
+"""Schedules give levels that depend only on the number of the step. So every rank can compute them itself."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class LevelSchedule(Described):
         """The level of a step.
 
         Args:
-            step: number of the step, from 0.
-            steps_per_epoch: number of steps of an epoch; None if unknown.
-            own: the compressor's own level; None if it has none.
+            step: the number of the step, counted from 0.
+            steps_per_epoch: the number of steps of an epoch; None if unknown.
+            own: the compressor's own level; None if it has no level.
 
         Returns:
-            A level, `DENSE`, levels by the size of tensors, or None for the compressor's own.
+            A level, `DENSE`, levels by the size of tensors, or None for the compressor's own level.
         """
         raise NotImplementedError
 
@@ -63,11 +63,11 @@ class LevelSchedule(Described):
 
 @dataclass(frozen=True, kw_only=True)
 class ListedLevels(LevelSchedule):
-    """Base of the schedules with a list of levels and a list of their ends.
+    """Base of schedules that have a list of levels and a list of the ends of these levels.
 
     Attributes:
         levels: the levels in order.
-        epochs, steps: ends of the levels in epochs or in steps, ascending.
+        epochs, steps: the ends of the levels, in epochs or in steps, in ascending order.
     """
 
     levels: tuple[Level, ...]
@@ -80,7 +80,7 @@ class ListedLevels(LevelSchedule):
         self.require(listed, "levels", "one number or more, such as 0.1|0.002")
 
     def require_ends(self, *settings: str, count: int) -> None:
-        """Raises SpecError unless exactly one of the settings is given, with `count` ascending whole numbers."""
+        """Raises SpecError unless exactly one of the settings is given and has `count` ascending integers."""
         given = [setting for setting in settings if getattr(self, setting)]
         choice = f"{', '.join(f'{setting}=...' for setting in settings[:-1])} or {settings[-1]}=..."
         if len(given) != 1:
@@ -116,8 +116,8 @@ class Schedule(ListedLevels):
     """A list of levels, each until its end, and then the compressor's own level. Levels may rise and fall.
 
     Attributes:
-        levels: levels of all tensors, in order.
-        epochs, steps: end of each level in epochs or in steps; one of the two.
+        levels: the levels of all tensors, in order.
+        epochs, steps: the end of each level, in epochs or in steps. Give one of the two.
 
     Example:
         >>> str(Schedule(levels=(0.1, 0.002), epochs=(3, 8)))
@@ -137,14 +137,15 @@ class Schedule(ListedLevels):
 
 @dataclass(frozen=True, kw_only=True)
 class Legacy(ListedLevels):
-    """LEGACY (ICLR 2026): less compression early in the training, or of small tensors, without measurements.
+    """LEGACY (ICLR 2026): compresses less early in the training, or compresses small tensors less. This policy does not
+    measure anything.
 
-    The compressor's own level is not used: the last level of the list is for the last steps, or for the largest
+    The compressor's own level is not used. The last level of the list is used for the last steps, or for the largest
     tensors.
 
     Attributes:
-        levels: the levels, descending.
-        epochs, steps: end of each level but the last, in epochs or in steps.
+        levels: the levels, in descending order.
+        epochs, steps: the end of each level except the last, in epochs or in steps.
         sizes: instead of `epochs` or `steps`: for each level except the last, the number of elements below which a
             tensor gets this level.
 
@@ -175,18 +176,18 @@ class Legacy(ListedLevels):
 
 @dataclass(frozen=True)
 class WarmUp(LevelSchedule):
-    """Compresses little at first and more later, until the compressor's own level is reached.
+    """Compresses weakly at first, and then more and more, until the compressor's own level is reached.
 
-    Deep Gradient Compression's warm-up is `WarmUp(levels=(0.25, 0.0625, 0.015625, 0.004), epochs=1)` before a ratio
-    of 0.001 (Lin et al. 2018, arXiv:1712.01887, section 3.3).
+    The warm-up of Deep Gradient Compression is `WarmUp(levels=(0.25, 0.0625, 0.015625, 0.004), epochs=1)`, followed by
+    a ratio of 0.001 (Lin et al. 2018, arXiv:1712.01887, section 3.3).
 
     Attributes:
-        dense_steps: number of uncompressed steps at the start.
+        dense_steps: the number of uncompressed steps at the start.
         levels: the level of each period after the dense steps.
         start: instead of `levels`: the first level of a geometric sequence that reaches the compressor's own level
             after `periods` periods. Integer levels (ranks, bits) are rounded.
-        periods: number of periods of that sequence.
-        epochs, steps: length of a period in epochs or in steps; one of the two.
+        periods: the number of periods of the geometric sequence.
+        epochs, steps: the length of a period, in epochs or in steps. Give one of the two.
 
     Example:
         >>> str(WarmUp(levels=(0.25, 0.05), epochs=1))
@@ -221,7 +222,7 @@ class WarmUp(LevelSchedule):
 
     @property
     def _set(self) -> tuple[Level, ...]:
-        """The levels in the settings."""
+        """The levels that the settings list."""
         return self.levels if self.start is None else (self.start,)
 
     def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
@@ -247,7 +248,7 @@ class WarmUp(LevelSchedule):
         return _until(ends, (DENSE, *levels, None), step)
 
     def _sequence(self, own: Level | None) -> tuple[Level, ...]:
-        """The geometric sequence from `start`; empty without `start`, or without a level to reach."""
+        """The geometric sequence from `start`. The sequence is empty if there is no `start`, or no level to reach."""
         if own is None or self.start is None:
             return ()
         levels = [self.start * (own / self.start) ** (period / self.periods) for period in range(self.periods)]
@@ -255,7 +256,7 @@ class WarmUp(LevelSchedule):
 
 
 def _until(ends: Sequence[int], values: Sequence[Value], step: int) -> Value:
-    """The value of a step: value i is that of the steps before end i, and the last value that of all later steps."""
+    """The value for a step. Value i is for the steps before end i, and the last value is for all later steps."""
     return values[bisect_right(ends, step)]
 
 
@@ -268,5 +269,5 @@ def _listed(numbers: Sequence[Level]) -> str:
 
 
 def _rises(levels: Sequence[Level]) -> bool:
-    """Whether any level is larger, so less compressed, than the one before it."""
+    """Whether any level is larger than the previous level, which means less compression."""
     return any(later > earlier for earlier, later in pairwise(levels))

@@ -1,5 +1,5 @@
-"""What TensorFlow users need in addition to `hvdcomp.Compression`. A Keras callback is in
-`hvdcomp.tensorflow.keras`."""
+"""Classes that TensorFlow users need in addition to `hvdcomp.Compression`. `hvdcomp.tensorflow.keras` has a Keras
+callback."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hvdcomp.tensorflow.simulated import serve_simulated
 
 _FILES = {
-    "by_name": "names",  # by_name, matrix_of and refuse_keras_3 are for the project's own tools
+    "by_name": "names",  # only the project's own tools use by_name, matrix_of and refuse_keras_3
     "matrix_of": "layout",
     "refuse_keras_3": "caller",
     "CompressedAdam": "compressed_adam",
@@ -26,7 +26,8 @@ __all__ = ["CompressedAdam", "CompressionState", "RowExchange", "saved_state", "
 
 
 def __getattr__(name: str) -> Any:
-    """Imports TensorFlow with the first name that needs it; the core imports `hvdcomp.tensorflow.framework` without."""
+    """Imports TensorFlow when a name is used for the first time that needs TensorFlow. So the core can import
+    `hvdcomp.tensorflow.framework` without TensorFlow."""
     if name in _FILES:
         return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

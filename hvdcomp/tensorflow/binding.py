@@ -1,18 +1,18 @@
-"""The binding of stock `hvd.DistributedGradientTape` and `hvd.DistributedOptimizer` of horovod.tensorflow.
+"""The binding of the unmodified `hvd.DistributedGradientTape` and `hvd.DistributedOptimizer` of horovod.tensorflow.
 
-Horovod always traces its functions that average gradients, so that `compress` and `decompress` are called while a
-graph is made, not while it runs. Therefore the first `compress` of a list of gradients adds two operations to the
-graph, which call back into Python in each step:
+Horovod always traces its functions that average gradients. So Horovod calls `compress` and `decompress` while a graph
+is made, not while the graph runs. Therefore the first `compress` of a list of gradients adds two operations to the
+graph. These operations call Python functions in each step:
 
-- one begins a step. It needs no gradient, so that it can run before the backward pass: it fixes the plan and starts
-  the presence check.
-- one takes all gradients of the list as arrays, runs the engine on them, and returns the means. The arrays are NumPy's
-  or, on a GPU, PyTorch's.
+- The first operation begins a step: it sets the plan and starts the presence check. This operation needs no gradient,
+  so it can run before the backward pass.
+- The second operation gets all gradients of the list as arrays, runs the engine, and returns the means. The arrays are
+  NumPy arrays or, on a GPU, PyTorch tensors.
 
-Levels, policies and residuals live in Python, as in PyTorch: nothing is traced again when they change. Horovod itself
-gets a number instead of each gradient. No result depends on its operation, so that TensorFlow leaves it out when the
-graph runs. If the compressor only casts, and no policy may change that, Horovod allreduces the cast gradients itself,
-as they become ready.
+Levels, policies and residuals exist only in Python, as with PyTorch, so nothing is traced again when they change.
+Horovod itself gets a number in place of each gradient. No result depends on the operation that allreduces this number,
+so TensorFlow removes the operation from the graph. If the compressor only casts, and no policy may change this, Horovod
+itself allreduces the cast gradients when they become ready.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from hvdcomp.tensorflow.training import TensorFlowTraining, is_readable
 
 @dataclass
 class _Ticket:
-    """The context that Horovod carries from compress to decompress.
+    """The context that Horovod passes from `compress` to `decompress`.
 
     Attributes:
-        result: the mean, in the graph that calls Horovod; None if Horovod allreduces the gradient itself.
-        dtype: element type of the gradient.
+        result: the mean, in the graph that calls Horovod; None if Horovod itself allreduces the gradient.
+        dtype: the element type of the gradient.
     """
 
     result: tf.Tensor | None
@@ -63,9 +63,9 @@ class _Traced:
 
     Attributes:
         gradients: the list.
-        names: names of the compressed gradients, by position.
+        names: the names of the compressed gradients, by position.
         begun: the output of the operation that begins a step.
-        results: the means by position; empty if Horovod allreduces the gradients itself.
+        results: the means, by position; empty if Horovod itself allreduces the gradients.
     """
 
     gradients: Sequence[Any]
@@ -81,13 +81,13 @@ class TensorFlowBinding(TensorFlowTraining):
     """Ties one `Compression` to the tapes or the optimizer of one training.
 
     Args:
-        setup: the user's settings and objects. Its `parameters` are variables by name, or a function that returns them;
-            None for the variables of the list with `tensor`. Its `grad_scaler` and `optimizer` are Keras's; None for
-            the calling ones.
+        setup: the user's settings and objects. `setup.parameters` is a mapping of variables by name, or a function that
+            returns one; None for the variables of the list that contains `tensor`. `setup.grad_scaler` and
+            `setup.optimizer` are Keras objects; None for the objects that call Horovod.
         tensor: the gradient to compress; None before the first step.
 
     Raises:
-        ConfigurationError: if there are no variables, or they are not known yet.
+        ConfigurationError: if there are no variables, or the variables are not known yet.
     """
 
     broadcast = "hvd.broadcast_variables(model.variables, root_rank=0)"
@@ -97,9 +97,9 @@ class TensorFlowBinding(TensorFlowTraining):
         self._names = {variable.ref(): name for name, variable in variables.items()}
         self._traced: _Traced | None = None
         self._facts_of_call: dict[str, Any] = {}
-        self._summed = False  # whether Horovod takes the sum of gradients instead of the mean
-        self._trained: set[str] = set()  # names of variables with a gradient in any trace
-        self._lists = 0  # traced for the latest function
+        self._summed = False  # whether Horovod adds gradients instead of averaging them
+        self._trained: set[str] = set()  # the names of variables that had a gradient in any trace
+        self._lists = 0  # number of lists that were traced for the latest function
         self._steps_per_call = 1
         communicator = HorovodTensorFlowCommunicator(setup.process_set)
         if communicator.world_size > 1 or elastic.may_change():
@@ -114,7 +114,7 @@ class TensorFlowBinding(TensorFlowTraining):
 
     @tf.autograph.experimental.do_not_convert
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, _Ticket]:
-        # With one rank, and outside of the process set, Horovod exchanges nothing, but traces this branch all the same.
+        # With one rank, and on ranks outside the process set, Horovod exchanges nothing, but still traces this branch.
         if self.communicator.world_size == 1 and not elastic.may_change():
             if not self.communicator.included:
                 self._check(gradients_call(tensor))
@@ -136,7 +136,7 @@ class TensorFlowBinding(TensorFlowTraining):
             return tf.cast(tensor, ticket.dtype)
         return tf.identity(ticket.result)
 
-    # Calls while a graph is made.
+    # Methods that are called while a graph is made.
 
     def _trace(self, call: GradientsCall) -> _Traced:
         """Adds the operations for a list of gradients to the graph that calls Horovod with it."""
@@ -167,14 +167,14 @@ class TensorFlowBinding(TensorFlowTraining):
         freezes = isinstance(self._optimizer, CompressedAdam)
         casting = settings.policy is None and self.engine.passthrough and not freezes
         gradients = [call.gradients[place] for place in names]
-        # Horovod compresses each gradient in a branch of its own, whose results other branches cannot use.
+        # Horovod compresses each gradient in its own branch, and other branches cannot use its results.
         with graph.as_default():
             if casting:
                 compressed = set(names.values())
                 begun = self._begun(lambda _: self._begin_casts(compressed))
                 return _Traced(call.gradients, names, begun, {})
             self.refuse_predivision(1.0 / call.prescale_factor)
-            # The number of steps is read in the graph, where this step is certainly not counted yet.
+            # The number of steps is read in the graph, because there this step is certainly not counted yet.
             begun = self._begun(self._begin, self._optimizer.iterations if freezes else 0)
             with tf.control_dependencies([begun]):
                 ordered = list(names.values())
@@ -183,15 +183,18 @@ class TensorFlowBinding(TensorFlowTraining):
         return _Traced(call.gradients, names, begun, dict(zip(names, results, strict=True)))
 
     def _begun(self, begin: Callable[[Any], int], number: Any = 0) -> tf.Tensor:
-        """The operation that begins a step, in the graph that is being made; what begins it is given a number.
+        """Adds the operation that begins a step to the graph that is being made. begin: the function that the operation
+        calls with `number`.
 
-        The operation compares weights, and TensorFlow does not see that Python reads them. TensorFlow keeps the order
-        of the program only between operations that name the same variable. Therefore each variable is read twice in
-        the graph. The operation waits for the first reads, and so for earlier changes of the weights. The second reads
-        wait for the operation, and later changes wait for them, such as the weight decay of Keras.
+        The operation compares weights, but TensorFlow does not know that Python reads them. TensorFlow keeps the order
+        of the program only between operations that name the same variable. Therefore the graph reads each variable
+        twice. The operation waits for the first reads, and so it also waits for earlier changes of the weights. The
+        second reads wait for the operation. Later changes, such as the weight decay of Keras, wait for the second
+        reads.
         """
         variables = [variable for variable in self._variables.values() if is_readable(variable)]
-        with tf.control_dependencies(_reads(variables)), tf.device("CPU:0"):  # its result need not go to a GPU
+        # so that its result is not copied to a GPU
+        with tf.control_dependencies(_reads(variables)), tf.device("CPU:0"):
             begun = tf.py_function(as_callback(begin), [tf.identity(number)], tf.int64, name="hvdcomp_begin")
         with tf.control_dependencies([begun]):
             _reads(variables)
@@ -227,14 +230,14 @@ class TensorFlowBinding(TensorFlowTraining):
                 "hvdcomp.Compression(..., process_set=...)"
             )
 
-    # Calls while a graph runs.
+    # Methods that are called while a graph runs.
 
     def _begin(self, steps_made: Any = 0) -> int:
-        """Begins a step on all ranks or on none, as Horovod then waits for every rank."""
+        """Begins a step on all ranks, or on none, because Horovod then waits for every rank."""
         self.steps_made = int(steps_made)
         if self.is_stale:
             self.follow_ranks()
-        alone = self.communicator.world_size == 1  # the other ranks of an elastic job are gone
+        alone = self.communicator.world_size == 1  # the other ranks of an elastic job no longer exist
         if alone:
             self.agree_with_new_ranks()
         else:
@@ -275,23 +278,26 @@ class TensorFlowBinding(TensorFlowTraining):
 
     @property
     def steps_before_broadcast(self) -> int:
-        """Horovod's own examples and Keras callback broadcast after the first batch, which may be several steps.
+        """The number of steps that may be made before weights are broadcast.
 
-        They are those of the first call of the function that makes them. While it runs, variables may be written.
+        Horovod's examples, and its Keras callback, broadcast after the first batch. In Keras, this batch may consist of
+        several steps: the steps of the first call of the function that makes them. During this call, variables may
+        change.
         """
         return self._steps_per_call
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        # Horovod's state of Keras keeps the weights with which a worker joins, for a failure before its first commit.
+        # Horovod's state for Keras keeps the weights with which a worker joins, in case of a failure before the first
+        # commit.
         self._first_state = self._first_state or state
-        with tf.init_scope():  # the first step may be under tracing
+        with tf.init_scope():  # TensorFlow may be tracing the first step
             super().load_state_dict(state)
-        self._summed = self._summed or state["own"].get("op") == "sum"  # with one rank no call sets it
+        self._summed = self._summed or state["own"].get("op") == "sum"  # with one rank, no call sets this attribute
 
 
 @contextmanager
 def _refused_on_every_rank(communicator: Ranks, like: Array) -> Iterator[None]:
-    """`refused_on_every_rank` while a graph is made; without an exchange in sessions of TensorFlow 1."""
+    """Like `refused_on_every_rank`, but while a graph is made. In sessions of TensorFlow 1 there is no exchange."""
     with tf.init_scope():
         alone = communicator.world_size == 1 or not communicator.included or not tf.executing_eagerly()
         with nullcontext() if alone else refused_on_every_rank(communicator, like):
@@ -312,19 +318,21 @@ def _known_variables(variables: Any, tensor: tf.Tensor | None) -> dict[str, tf.V
 
 
 def _reads(variables: Iterable[tf.Variable]) -> list[tf.Tensor]:
-    """Operations that read variables; they copy nothing."""
+    """Operations that read variables without copying them."""
     return [
         tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype.base_dtype) for variable in variables
     ]
 
 
 def _graph_of_call() -> Any:
-    """The graph in which Horovod was given the gradients: around the branch in which it compresses this one."""
+    """The graph in which Horovod got the gradients. This graph contains the branch in which Horovod compresses this
+    gradient."""
     branch = tf.compat.v1.get_default_graph()
     return getattr(branch, "outer_graph", None) or branch
 
 
 def _outermost(graph: Any) -> Any:
-    """The graph of the function that the user calls, around the graphs of the functions that it calls."""
+    """The graph of the function that the user calls. The outermost graph contains the graphs of the functions that this
+    function calls."""
     outer = getattr(graph, "outer_graph", None)
     return _outermost(outer) if hasattr(outer, "outer_graph") else graph

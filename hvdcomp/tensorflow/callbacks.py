@@ -1,4 +1,4 @@
-"""Functions that TensorFlow calls back while a graph runs."""
+"""Python functions that TensorFlow calls while a graph runs."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from horovod.common.exceptions import HorovodInternalError
 
 
 def as_callback(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function for the graph, whose errors reach the user.
+    """Wraps a function for the graph, so that its errors reach the user.
 
-    TensorFlow carries only the text of an error: of a ValueError as InvalidArgumentError, of most others as
-    UnknownError. Elastic Horovod looks in every UnknownError for the name of a failed collective. If there is none, it
-    ends the training as if it were over. Other errors than Horovod's therefore become ValueErrors.
+    TensorFlow passes on only the text of an error. A ValueError becomes an InvalidArgumentError, and most other errors
+    become an UnknownError. Elastic Horovod searches every UnknownError for the name of a failed collective. If Horovod
+    finds no such name, Horovod ends the training as if the training were complete. Therefore all errors except
+    Horovod's own become ValueErrors.
     """
 
     @functools.wraps(function)
     def called(*arguments: Any) -> Any:
         try:
             return function(*arguments)
-        except (HorovodInternalError, MemoryError):  # which Horovod and TensorFlow know
+        except (HorovodInternalError, MemoryError):  # Horovod and TensorFlow know these errors
             raise
         except Exception as error:
             raise ValueError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__) from None

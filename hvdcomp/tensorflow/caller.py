@@ -1,7 +1,7 @@
-"""Finds out the context of a gradient, because Horovod passes only one tensor at a time to a compressor.
+"""Finds the context of a gradient, because Horovod passes only a single tensor to a compressor.
 
-While TensorFlow traces a step, Horovod goes through the gradients of a list, one `compress` after the other. The list
-of gradients, the list of variables, and the settings of the tape or optimizer are in the frames of the callers.
+While TensorFlow traces a step, Horovod calls `compress` for each gradient of a list. The list of gradients, the list of
+variables, and the settings of the tape or optimizer are in the stack frames of the callers.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class GradientsCall(NamedTuple):
     """One call of Horovod's function that averages a list of gradients.
 
     Attributes:
-        gradients, variables: lists of equal length; a gradient may be None or tf.IndexedSlices.
+        gradients, variables: lists of equal length. A gradient may be None or tf.IndexedSlices.
         op: Horovod's reduction operation.
         process_set: Horovod's process set.
         prescale_factor: Horovod's factor before the sum.
-        optimizer: the calling Keras optimizer; None for a tape.
-        loss_scale_optimizer: the LossScaleOptimizer around it, if any.
-        steps_per_execution: number of steps that Keras makes in one call of its function; 1 outside of Keras.
+        optimizer: the Keras optimizer that calls Horovod; None for a tape.
+        loss_scale_optimizer: the LossScaleOptimizer around this optimizer; None if there is none.
+        steps_per_execution: the number of steps that Keras makes in one call of its function; 1 without Keras.
     """
 
     gradients: Sequence[Any]
@@ -40,7 +40,7 @@ class GradientsCall(NamedTuple):
 
 
 def gradients_call(tensor: tf.Tensor) -> GradientsCall:
-    """The call of Horovod for which a gradient is compressed.
+    """Finds the call of Horovod for which a gradient is compressed.
 
     Raises:
         ConfigurationError: if the caller is neither Horovod's tape nor its optimizer, or if XLA compiles the call.
@@ -67,13 +67,15 @@ def gradients_call(tensor: tf.Tensor) -> GradientsCall:
 
 def _steps_per_execution() -> int:
     model = caller_local("self", lambda value: getattr(value, "_steps_per_execution", None) is not None)
-    with tf.init_scope():  # it is a variable
+    with tf.init_scope():  # because it is a variable
         return 1 if model is None else int(model._steps_per_execution)
 
 
 def refuse_keras_3(optimizer: Any) -> None:
-    """Raises ConfigurationError for an optimizer of Keras 3, which Horovod accepts but then never calls."""
-    from_keras = any(kind.__module__.startswith("keras.") for kind in type(optimizer).__mro__)  # or its subclass
+    """Raises ConfigurationError for an optimizer of Keras 3. Horovod accepts such an optimizer, but never averages its
+    gradients."""
+    # or a subclass of such a class
+    from_keras = any(kind.__module__.startswith("keras.") for kind in type(optimizer).__mro__)
     if from_keras and int(getattr(sys.modules.get("keras"), "__version__", "0").split(".")[0]) >= 3:
         raise ConfigurationError(
             f"{type(optimizer).__name__} is an optimizer of Keras 3. Horovod does not work with Keras 3, and gives no "
@@ -83,13 +85,13 @@ def refuse_keras_3(optimizer: Any) -> None:
 
 
 def refuse_keras_3_caller() -> None:
-    """`refuse_keras_3` for an optimizer that Horovod is about to wrap."""
+    """Calls `refuse_keras_3` for the optimizer that Horovod is about to wrap."""
     refuse_keras_3(caller_local("optimizer", lambda value: value is not None, "create_distributed_optimizer"))
 
 
 def refuse_to_be_traced() -> None:
-    """Raises ConfigurationError while TensorFlow traces a function, which happens more than once."""
-    if tf.inside_function() and not tf.executing_eagerly():  # which it does in tf.init_scope
+    """Raises ConfigurationError while TensorFlow traces a function, because TensorFlow may trace it again."""
+    if tf.inside_function() and not tf.executing_eagerly():  # in tf.init_scope it does execute eagerly
         raise ConfigurationError(
             "hvdcomp.Compression was made while TensorFlow was tracing a function. Each trace would make a new "
             "Compression, and the residuals of the previous Compression would be lost. Make the Compression once, "

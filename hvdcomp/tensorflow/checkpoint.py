@@ -1,4 +1,4 @@
-"""Lets `tf.train.Checkpoint` save and restore a `Compression`.
+"""Enables `tf.train.Checkpoint` to save and restore a `Compression`.
 
     checkpoint = tf.train.Checkpoint(
         model=model, optimizer=optimizer, compression=hvdcomp.tensorflow.CompressionState(compression)
@@ -21,15 +21,15 @@ import tensorflow as tf
 from hvdcomp.bindings.setup import UsedCompression
 from hvdcomp.errors import ConfigurationError
 
-_ARRAY = "array of hvdcomp"  # key of an object for an array in another file of the archive
-_PAIRS = "pairs of hvdcomp"  # key of an object for a mapping whose keys are not text
+_ARRAY = "array of hvdcomp"  # the key of an object that stands for an array in another file of the archive
+_PAIRS = "pairs of hvdcomp"  # the key of an object that stands for a mapping whose keys are not texts
 _STATE = "state.json"
 
 
 class CompressionState(tf.train.experimental.PythonState):
     """The state of a `Compression`, as in `Compression.state_dict`, for `tf.train.Checkpoint`.
 
-    Restore before the first step; `Compression.load_state_dict` documents errors.
+    Restore the state before the first step. `Compression.load_state_dict` documents the errors.
 
     Args:
         compression: the compression.
@@ -39,7 +39,7 @@ class CompressionState(tf.train.experimental.PythonState):
         self._compression = compression
 
     def serialize(self) -> bytes:
-        """A zip archive of the state in JSON, and each array in TensorFlow's own serialization."""
+        """A zip archive. The archive contains the state in JSON, and each array in TensorFlow's own serialization."""
         file = io.BytesIO()
         with zipfile.ZipFile(file, "w") as archive:
             archive.writestr(_STATE, json.dumps(_without_arrays(self._compression.state_dict(), archive)))
@@ -51,11 +51,11 @@ class CompressionState(tf.train.experimental.PythonState):
 
 
 def saved_state(path: str, name: str = "compression") -> dict[str, Any]:
-    """The state that a `CompressionState` saved, as in `Compression.state_dict`.
+    """The state that a `CompressionState` has saved, in the form of `Compression.state_dict`.
 
     Args:
-        path: path of a checkpoint, from `tf.train.Checkpoint.save` or `write`.
-        name: name of the `CompressionState` in `tf.train.Checkpoint`.
+        path: the path of a checkpoint, as returned by `tf.train.Checkpoint.save` or `write`.
+        name: the name of the `CompressionState` in `tf.train.Checkpoint`.
 
     Raises:
         ConfigurationError: if the checkpoint has no such state.
@@ -77,7 +77,8 @@ def _state_in(serialized: bytes) -> dict[str, Any]:
 
 
 def _without_arrays(value: Any, archive: zipfile.ZipFile) -> Any:
-    """The value with each array replaced by the name of its file in the archive."""
+    """Writes each array of a value to the archive. Returns the value with the names of these files in place of the
+    arrays."""
     if isinstance(value, np.ndarray):
         name = f"array{len(archive.namelist())}"
         archive.writestr(name, tf.io.serialize_tensor(value).numpy())

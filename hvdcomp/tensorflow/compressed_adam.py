@@ -16,11 +16,11 @@ from hvdcomp.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Momentum:
-    """The momentum added to a variable's gradient before the exchange.
+    """The momentum that is added to a variable's gradient before the exchange.
 
     Attributes:
-        mean: Adam's first moment, the same on all ranks, in the variable's shape.
-        weight: its factor.
+        mean: Adam's first moment, with the shape of the variable. The moment is the same on all ranks.
+        weight: the factor of `mean`.
     """
 
     mean: tf.Variable
@@ -30,23 +30,23 @@ class Momentum:
 
 @tf_keras.utils.register_keras_serializable(package="hvdcomp")
 class CompressedAdam(tf_keras.optimizers.AdamW):
-    """AdamW that stops adapting its second moment, so that the ranks can exchange momenta instead of gradients.
+    """AdamW that freezes its second moment, so that the ranks can exchange momenta instead of gradients.
 
-    `hvdcomp.torch.CompressedAdam` documents the method. Horovod's optimizer finds it by itself; for tapes, pass it as
-    `hvdcomp.Compression(..., optimizer=optimizer)`.
+    `hvdcomp.torch.CompressedAdam` documents the method. With Horovod's optimizer, hvdcomp finds this optimizer itself.
+    With a tape, pass it as `hvdcomp.Compression(..., optimizer=optimizer)`.
 
         optimizer = hvdcomp.tensorflow.CompressedAdam(6e-4, freeze_after=1500)
         optimizer = hvd.DistributedOptimizer(optimizer, compression=hvdcomp.Compression(hvdcomp.EFSignSGD()))
 
     Args:
         learning_rate, options: as in `tf_keras.optimizers.AdamW`, without `amsgrad`.
-        freeze_after: number of steps before second moments are frozen; 15 to 25 % of the training.
+        freeze_after: the number of steps before second moments are frozen. Use 15 to 25 % of the training.
         warm_up, floor, refreshes_per_gap: as in `hvdcomp.torch.CompressedAdam`.
 
     Raises:
-        ConfigurationError: without `freeze_after`; for an invalid number of steps or refreshes, or an invalid floor;
-            for `amsgrad`; for `local_steps`, which only PyTorch has.
-        SpecError: if `warm_up` is no compressor.
+        ConfigurationError: without `freeze_after`; if a number of steps or refreshes, or the floor, is invalid; with
+            `amsgrad`; or with `local_steps`, which only PyTorch supports.
+        SpecError: if `warm_up` is not a compressor.
     """
 
     def __init__(
@@ -88,21 +88,22 @@ class CompressedAdam(tf_keras.optimizers.AdamW):
         return is_refresh(step, self.freeze_after, self.refreshes_per_gap)
 
     def sends_momenta(self) -> tf.Tensor:
-        """Whether the next step's gradients have the noise of a compressed momentum; usable in a graph."""
+        """Whether the gradients of the next step have the noise of a compressed momentum. The result can be used in a
+        graph."""
         frozen = self.iterations >= self.freeze_after
         if self.refreshes_per_gap is None:
             return frozen
         return tf.logical_and(frozen, tf.logical_not(self._scheduled(self.iterations + 1)))
 
     def momentum(self, variable: tf.Variable) -> Momentum:
-        """The momentum added to a variable's gradient in steps with frozen second moments."""
+        """The momentum that is added to a variable's gradient in steps with frozen second moments."""
         return Momentum(self._momentums[self._place(variable)], self.beta_1 / (1 - self.beta_1))
 
     def update_step(self, gradient: Any, variable: tf.Variable) -> None:
-        """As in `tf_keras.optimizers.AdamW`."""
+        """See `tf_keras.optimizers.AdamW`."""
         place, dtype = self._place(variable), variable.dtype
         m, v = self._momentums[place], self._velocities[place]
-        gradient = tf.convert_to_tensor(gradient)  # IndexedSlices too
+        gradient = tf.convert_to_tensor(gradient)  # also converts IndexedSlices
         step, last = self.iterations + 1, tf.minimum(self.iterations + 1, self.freeze_after)
         frozen = tf.where(step == self.freeze_after + 1, self._with_floor(v), v)
         if self.refreshes_per_gap is not None:
@@ -118,7 +119,7 @@ class CompressedAdam(tf_keras.optimizers.AdamW):
         variable.assign_sub((m * rate) / (tf.sqrt(v) + self.epsilon))
 
     def get_config(self) -> dict[str, Any]:
-        """As in `tf_keras.optimizers.Optimizer`."""
+        """See `tf_keras.optimizers.Optimizer`."""
         own = {"freeze_after": self.freeze_after, "warm_up": self.compressor_before, "floor": self.floor}
         return {**super().get_config(), **own, "refreshes_per_gap": self.refreshes_per_gap}
 
@@ -126,16 +127,16 @@ class CompressedAdam(tf_keras.optimizers.AdamW):
         return v + (tf.square(gradient) - v) * (1 - self.beta_2)
 
     def _with_floor(self, v: Any) -> tf.Tensor:
-        """The frozen part of a second moment."""
-        # An element without a gradient so far must not be moved by compression's noise.
+        """The second moment that is used after freezing: `v` with the floor applied."""
+        # The noise of compression must not change an element that has had no gradient.
         return tf.where(v == 0, tf.cast(math.inf, v.dtype), tf.maximum(v, tf.reduce_mean(v) * self.floor))
 
     def _scheduled(self, step: tf.Tensor) -> tf.Tensor:
-        """Whether step `step`, counted from 1, is on the schedule of refreshes."""
+        """Whether the schedule has a refresh in step `step`, counted from 1."""
         return self._refreshes_among(step) > self._refreshes_among(step - 1)
 
     def _refreshes_among(self, steps: tf.Tensor) -> tf.Tensor:
-        """`refreshes_among` in a graph."""
+        """Like `refreshes_among`, but in a graph."""
         begun = (steps - 1) // self.refreshes_per_gap + 1
         doublings = tf.reduce_sum(tf.cast(begun >= 2 ** tf.range(1, 62, dtype=steps.dtype), steps.dtype))
         gap = 2**doublings
@@ -147,7 +148,7 @@ class CompressedAdam(tf_keras.optimizers.AdamW):
 
 
 def _refuse_local_steps(options: dict[str, Any]) -> None:
-    """Removes `local_steps` from the options; raises ConfigurationError if it is above 1."""
+    """Removes `local_steps` from the options. Raises ConfigurationError if it is above 1."""
     local_steps = options.pop("local_steps", 1)
     if local_steps != 1:
         raise ConfigurationError(

@@ -11,7 +11,7 @@ from hvdcomp.tensorflow.names import by_name
 if TYPE_CHECKING:
     from hvdcomp.tensorflow.binding import TensorFlowBinding
 
-__all__ = ["by_name"]  # used by the core
+__all__ = ["by_name"]  # the core uses this name
 
 TITLE = "TensorFlow"
 ARGUMENT = "variables"
@@ -24,7 +24,7 @@ def owns_gradient(gradient: Any) -> bool:
 
 
 def owns_optimizer(optimizer: Any) -> bool:
-    return hasattr(type(optimizer), "apply_gradients")  # Keras and TensorFlow 1 have many kinds
+    return hasattr(type(optimizer), "apply_gradients")  # there are many optimizer classes in Keras and TensorFlow 1
 
 
 def owns_scaler(scaler: Any) -> bool:
@@ -36,7 +36,7 @@ def is_model(value: Any) -> bool:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Accepts any optimizer; its learning rate is checked when it is read."""
+    """Accepts any optimizer. The optimizer's learning rate is checked later, when it is read."""
 
 
 def prepare(kind: type) -> None:
@@ -47,7 +47,7 @@ def prepare(kind: type) -> None:
 
 
 def check_wrapping() -> None:
-    # Called when Horovod's optimizer hashes the compression; for Keras 3 it is the only call.
+    # Called when Horovod's optimizer hashes the compression. With Keras 3, this is the only call.
     if _is_imported():
         from hvdcomp.tensorflow.caller import refuse_keras_3_caller
 

@@ -1,4 +1,4 @@
-"""A callback for Keras `fit` that checks a training and records its `Compression`."""
+"""A callback for Keras `fit`. The callback checks a training, and records its compression in logs and TensorBoard."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ from hvdcomp.tensorflow.optimizer import learning_rate_of, unwrapped
 
 
 class PolicyCallback(tf_keras.callbacks.Callback):
-    """Checks a training by `fit`, and records its compression and policy.
+    """Checks a training with `fit`, and records its compression and policy.
 
-    - Before training it refuses a model compiled without Horovod's optimizer or with `jit_compile=True`, another
-      `steps_per_epoch` than that of `fit`, and a policy that changes the batch size, which `fit` cannot follow.
-    - At the end of each epoch it adds `compression_factor` (dense bytes / sent bytes that may leave the node),
-      `megabytes_sent` (all that this rank sent, both in that epoch) and `learning_rate` to the logs, where History,
-      CSVLogger and the progress bar show them.
-    - On rank 0 it writes TensorBoard scalars: `Compression.metrics` of the latest step, the level of each tensor, the
-      learning rate, and the megabytes sent since the epoch began.
-    - It excludes validation from the step times that some policies use.
+    - Before the training, the callback raises an error if the model was compiled without Horovod's optimizer or with
+      `jit_compile=True`, if `steps_per_epoch` differs from that of `fit`, or if a policy changes the batch size, which
+      `fit` does not support.
+    - At the end of each epoch, the callback adds three values to the logs: `compression_factor` (dense bytes / sent
+      bytes that may leave the node), `megabytes_sent` (everything that this rank has sent in the epoch), and
+      `learning_rate`. History, CSVLogger and the progress bar show them.
+    - On rank 0, the callback writes TensorBoard scalars: `Compression.metrics` of the latest step, the level of each
+      tensor, the learning rate, and the megabytes sent since the start of the epoch.
+    - Some policies use step times. The callback excludes the time of validation from them.
 
-    The callback does not change the training: `fit` gives the same weights without it.
+    The callback does not change the training. `fit` gives the same weights without the callback.
 
     Args:
-        compression: the compression of Horovod's optimizer.
-        log_dir: folder of the TensorBoard scalars; None for none.
-        update_freq: "epoch", or the number of batches between writing the scalars.
+        compression: the compression that Horovod's optimizer uses.
+        log_dir: the folder for the TensorBoard scalars; None to write no scalars.
+        update_freq: "epoch", or the number of batches after which scalars are written.
 
     Raises:
-        ConfigurationError: for an invalid update_freq; in `fit`, if a check fails.
+        ConfigurationError: if update_freq is invalid; in `fit`, if a check fails.
     """
 
     def __init__(
@@ -54,8 +55,8 @@ class PolicyCallback(tf_keras.callbacks.Callback):
         self._log_dir = log_dir
         self._update_freq = update_freq
         self._writer: tf.summary.SummaryWriter | None = None
-        self._pause = ExitStack()  # during validation
-        self._epoch_began = Cost()  # totals at the start of the epoch
+        self._pause = ExitStack()  # stops the clock during validation
+        self._epoch_began = Cost()  # the totals at the start of the epoch
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Checks the model, and opens the TensorBoard file."""
@@ -115,9 +116,9 @@ class PolicyCallback(tf_keras.callbacks.Callback):
             self._writer = None
 
     def _scalars(self) -> dict[str, float]:
-        """The learning rate, and the epoch's compression factor and megabytes sent."""
+        """The learning rate, and the compression factor and the megabytes sent of the epoch."""
         epoch = replace(self._compression.ledger.totals)
-        epoch.add(self._epoch_began, -1)  # bytes only: the difference of times is not meaningful
+        epoch.add(self._epoch_began, -1)  # only the bytes are used: the difference of times is not meaningful
         scalars = {"learning_rate": learning_rate_of(unwrapped(self.model.optimizer))}
         if (factor := epoch.compression_factor) is not None:
             scalars |= {"compression_factor": factor, "megabytes_sent": epoch.bytes_sent / 1e6}
@@ -127,7 +128,7 @@ class PolicyCallback(tf_keras.callbacks.Callback):
         if self._writer is None:
             return
         written: dict[str, float] = {f"hvdcomp/{name}": value for name, value in scalars.items()}
-        written |= self._compression.metrics()  # replaces the compression factor by that of the latest step
+        written |= self._compression.metrics()  # replaces the compression factor by the factor of the latest step
         written |= {f"hvdcomp/level/{name}": level for name, level in self._compression.levels.items()}
         with self._writer.as_default(step=self._compression.ledger.steps):
             for name, value in written.items():

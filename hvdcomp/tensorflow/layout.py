@@ -1,8 +1,8 @@
 """The matrix shape of a variable, for methods that work on matrices.
 
-These methods use the first dimension as the rows, as in PyTorch: (out, in, height, width). In Keras the kernel of a
-convolution is (height, width, in, out), that of a dense layer for attention (in, heads, size), and that of the layer
-after it (heads, size, out).
+These methods use the first dimension as the rows, which suits PyTorch's kernels of convolutions: (out, in, height,
+width). Keras has other shapes: (height, width, in, out) for a convolution, (in, heads, size) for a dense layer before
+attention, and (heads, size, out) for the dense layer after attention.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from hvdcomp.arrays.types import number_of_elements
 
 
 def matrix_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a variable for compressors, with the same elements in the same order.
+    """The matrix shape of a variable for compressors. The elements keep their order.
 
-    Dimensions are split, in their order, where the sum of rows and columns is smallest, so that the fewest bytes are
-    sent: usually before the last dimension of a kernel. Shapes of two dimensions or fewer do not change.
+    The first dimensions become the rows, and the other dimensions become the columns. The split is at the place where
+    the sum of rows and columns is smallest, so that the fewest bytes are sent. For kernels, this is usually before the
+    last dimension. Shapes with at most two dimensions do not change.
 
     >>> matrix_of((3, 3, 64, 128)), matrix_of((768, 12, 64)), matrix_of((3, 3, 512, 1))
     ((576, 128), (768, 768), (9, 512))

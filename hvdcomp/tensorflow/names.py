@@ -1,4 +1,4 @@
-"""Names of variables that are the same in every process, and for every rebuilt model."""
+"""Gives variables names that are the same in every process, even if a model is built again."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from hvdcomp.errors import ConfigurationError
 def stable_names(names: Sequence[str]) -> list[str]:
     """Unique names without Keras's counters, in the same order.
 
-    Keras names the first dense layer of a process `dense`, the second `dense_1`, even in different models. A model that
-    is built twice would therefore have other names, and would not find its state. So the layers are counted again: the
-    first, such as `dense_7`, becomes `dense`, the next one of that kind `dense_1`.
+    Keras names the first dense layer of a process `dense`, and the second `dense_1`, even if they belong to different
+    models. If a model is built a second time, its variables would have other names, and the model would not find its
+    state. Therefore the layers are counted again. The first dense layer, for example `dense_7`, becomes `dense`, and
+    the next dense layer becomes `dense_1`.
 
     >>> stable_names(["dense_7/kernel:0", "dense_7/bias:0", "dense_9/kernel:0"])
     ['dense/kernel', 'dense/bias', 'dense_1/kernel']
     """
-    numbers: dict[str, dict[str, int]] = {}  # numbers of the parts with the same base
+    numbers: dict[str, dict[str, int]] = {}  # the new numbers of names with the same base
 
     def renumbered(part: str) -> str:
         base = re.sub(r"_\d+$", "", part)
@@ -39,10 +40,10 @@ def stable_names(names: Sequence[str]) -> list[str]:
 
 
 def by_name(variables: Iterable[Any]) -> dict[str, Any]:
-    """Variables by their stable names, in the same order.
+    """The variables, by their stable names, in the same order.
 
     Raises:
-        ConfigurationError: if there are no variables, or if one is no tf.Variable, as in Keras 3.
+        ConfigurationError: if there are no variables, or if one is not a tf.Variable, as in Keras 3.
     """
     variables = list(variables)
     for variable in variables:

@@ -1,4 +1,4 @@
-"""Settings of Keras optimizers, and a factor of their learning rate."""
+"""Reads the settings of Keras optimizers, and multiplies their learning rate by a factor."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hvdcomp.errors import ConfigurationError
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside of a LossScaleOptimizer, or the optimizer itself."""
+    """The optimizer inside a LossScaleOptimizer. Any other optimizer is returned itself."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def learning_rate_of(optimizer: Any) -> float:
-    """The learning rate of the next step, from a schedule too."""
-    names = ("_learning_rate", "learning_rate", "_lr")  # the last one of optimizers of TensorFlow 1
+    """The learning rate of the next step. If there is a schedule, it is the rate of the schedule."""
+    names = ("_learning_rate", "learning_rate", "_lr")  # optimizers of TensorFlow 1 have the last name
     rate = next((value for name in names if (value := getattr(optimizer, name, None)) is not None), None)
     if rate is None:
         kind = type(optimizer).__name__
@@ -29,7 +29,7 @@ def learning_rate_of(optimizer: Any) -> float:
 
 
 def momentum_of(optimizer: Any) -> str | None:
-    """The momentum in an optimizer's settings, as text; None without one."""
+    """The momentum in the settings of an optimizer, as text; None if it has no momentum."""
     if optimizer is None or not hasattr(optimizer, "get_config"):
         return None
     config = optimizer.get_config()
@@ -41,19 +41,20 @@ def momentum_of(optimizer: Any) -> str | None:
 
 
 class ScaledRate:
-    """Makes an optimizer apply gradients at a multiple of its learning rate, whose value does not change otherwise.
+    """Makes an optimizer apply gradients with a multiple of its learning rate. Outside of these updates, the rate has
+    its own value.
 
-    It must be made before a function that applies gradients is traced; the multiple may change later.
+    Create this object before a function that applies gradients is traced. The multiple may change later.
 
     Raises:
-        ConfigurationError: for an optimizer that is not of tf_keras.
+        ConfigurationError: if the optimizer is not an optimizer of tf_keras.
     """
 
     def __init__(self, optimizer: Any) -> None:
         self._factor = tf.Variable(1.0, trainable=False, name="hvdcomp_learning_rate_factor")
         self._of_next_step = 1.0
         self._legacy = hasattr(optimizer, "_decayed_lr")
-        if self._legacy:  # they read their rate by this method
+        if self._legacy:  # legacy optimizers read their rate with this method
             own_rate = optimizer._decayed_lr
             optimizer._decayed_lr = lambda dtype: own_rate(dtype) * tf.cast(self._factor, dtype)
         elif hasattr(optimizer, "update_step"):
@@ -65,11 +66,10 @@ class ScaledRate:
             )
 
     def set(self, factor: float) -> None:
-        """Sets the new multiple, from the next exchange on.
+        """Sets a new multiple, which is used from the next exchange on.
 
-        A step whose gradients are already exchanged keeps the old multiple.
-
-        A legacy optimizer uses it at once, as it reads its rate before it waits for gradients.
+        If the gradients of a step are already exchanged, the step keeps the old multiple. A legacy optimizer uses the
+        new multiple immediately, because it reads its rate before it waits for gradients.
         """
         self._of_next_step = factor
         if self._legacy:
@@ -78,14 +78,15 @@ class ScaledRate:
     def begin_step(self) -> None:
         """Fixes the multiple of a step. Call it when the exchange of the step's gradients begins.
 
-        A decision applied after that, as for a checkpoint, is for the next step, as other ranks may apply it later.
+        If a decision is applied after this call (for example for a checkpoint), it counts for the next step, because
+        other ranks may apply it later.
         """
         self._factor.assign(self._of_next_step)
 
     def _scale_updates(self, optimizer: Any, update_step: Callable[..., Any]) -> None:
         def scaled_update_step(gradient: Any, variable: Any) -> Any:
             arrived = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-            with tf.control_dependencies([arrived]):  # the step has begun, and has set the multiple
+            with tf.control_dependencies([arrived]):  # after this, the step has begun and has set the multiple
                 factor = self._factor.read_value()
             with self._in_place(optimizer, factor):
                 return update_step(gradient, variable)
@@ -94,11 +95,12 @@ class ScaledRate:
 
     @contextmanager
     def _in_place(self, optimizer: Any, factor: tf.Tensor) -> Iterator[None]:
-        # The attribute that the property of the rate reads.
+        # The name of the attribute that the property `learning_rate` reads.
         scheduled = callable(optimizer._learning_rate) and not isinstance(optimizer._learning_rate, tf.Variable)
         where = "_current_learning_rate" if scheduled else "_learning_rate"
         own = getattr(optimizer, where)
-        object.__setattr__(optimizer, where, own * tf.cast(factor, own.dtype))  # not as a tracked variable
+        # not with setattr, which would track a variable
+        object.__setattr__(optimizer, where, own * tf.cast(factor, own.dtype))
         try:
             yield
         finally:

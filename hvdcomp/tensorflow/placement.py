@@ -1,4 +1,4 @@
-"""The device of compression: the gradients' GPU, by PyTorch and its kernels, or else the host."""
+"""Chooses where to compress: on the GPU of the gradients, with PyTorch and its kernels, or on the host."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
 
 def device_of(variables: Iterable[tf.Variable], warns: bool) -> DeviceTensors | None:
-    """The converter of gradients to PyTorch on the first variable's GPU; None for compression on the host.
+    """The converter between TensorFlow's gradients and PyTorch on the GPU of the first variable; None to compress on
+    the host.
 
     Args:
         variables: the variables.
-        warns: whether to warn if gradients are on a GPU and compressed on the host.
+        warns: whether to warn if gradients are on a GPU but are compressed on the host.
     """
     on_gpu = [
         variable
@@ -32,7 +33,7 @@ def device_of(variables: Iterable[tf.Variable], warns: bool) -> DeviceTensors | 
     if not reason:
         from hvdcomp.arrays.tensorflow_on_device import DeviceTensors
 
-        with tf.init_scope():  # the first step may be under tracing
+        with tf.init_scope():  # TensorFlow may be tracing the first step
             return DeviceTensors(on_gpu[0].read_value())
     if warns:
         warn_alone(f"gradients on the GPU are copied to the host and compressed there: {reason}")
@@ -40,7 +41,7 @@ def device_of(variables: Iterable[tf.Variable], warns: bool) -> DeviceTensors | 
 
 
 def _why_not(variable: tf.Variable) -> str:
-    """The reason why PyTorch cannot work on a variable's device; "" if it can."""
+    """The reason why PyTorch cannot use the device of a variable; "" if it can."""
     try:
         import torch
     except (ImportError, OSError) as error:

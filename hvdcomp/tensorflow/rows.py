@@ -1,4 +1,4 @@
-"""`RowExchange`: the mean of `tf.IndexedSlices`, the gradients of embedding tables, with each row sent once."""
+"""`RowExchange` averages `tf.IndexedSlices`, the gradients of embedding tables. Each rank sends each row only once."""
 
 from __future__ import annotations
 
@@ -28,23 +28,24 @@ class RowExchange:
         tape = rows.serve(hvd.DistributedGradientTape(tape, compression=compression))          # in a loop, or
         optimizer = rows.serve(hvd.DistributedOptimizer(optimizer, compression=compression))   # for Keras fit
 
-    Horovod alone gathers the slices of all ranks, so a row that is looked up several times is sent several times. With
-    RowExchange, each rank first adds up the slices of a row. The result is the same mean up to rounding (or the sum,
-    with op=hvd.Sum), as `tf.IndexedSlices` with each row once, in the order of ids. `hvdcomp.exchange.rows` describes
-    the exchange. It runs on the host, after the exchange of dense gradients.
+    Without RowExchange, Horovod gathers the slices of all ranks. A row that is looked up several times is sent several
+    times. With RowExchange, each rank first adds up the slices of a row. The result is the same mean (or sum, with
+    op=hvd.Sum), except for rounding. The result is a `tf.IndexedSlices` in which each row occurs once, sorted by id.
+    `hvdcomp.exchange.rows` describes the exchange. The exchange runs on the host, after the exchange of dense
+    gradients.
 
     Args:
-        wire_dtype: element type in which rows and means are sent: tf.bfloat16, tf.float16 or tf.int8. With tf.int8, the
-            largest magnitude of each row is sent too; the error of an element is at most 1/254 of this magnitude, and
-            the mean is rounded in the same way once more. Rounding errors are not kept. Default: the gradient's own
-            type.
+        wire_dtype: the element type in which rows and means are sent: tf.bfloat16, tf.float16 or tf.int8. With tf.int8,
+            the largest magnitude of each row is also sent, and the error of an element is at most 1/254 of this
+            magnitude. The mean is rounded in the same way a second time. Rounding errors are not kept. Default: the
+            gradient's own type.
 
     Attributes:
-        ledger: bytes of each step, as in `Compression.ledger`, without times; empty with one rank. Dense bytes are the
-            bytes of whole tables.
+        ledger: the bytes of each step, as in `Compression.ledger`, but without times. The ledger is empty with one
+            rank. Dense bytes count whole tables.
 
     Raises:
-        ConfigurationError: for another wire_dtype.
+        ConfigurationError: if wire_dtype is another type.
     """
 
     def __init__(self, *, wire_dtype: tf.DType | None = None) -> None:
@@ -58,11 +59,12 @@ class RowExchange:
         return Ledger() if self._means is None else self._means.ledger
 
     def serve(self, distributed: Any) -> Any:
-        """Changes a tape of hvd.DistributedGradientTape or an optimizer of hvd.DistributedOptimizer, and returns it.
+        """Makes a tape or optimizer of Horovod use this exchange, and returns it. distributed: a
+        hvd.DistributedGradientTape, or the result of hvd.DistributedOptimizer.
 
         Raises:
-            ConfigurationError: for another object, or if `serve` was already called with this object; with
-                op=hvd.Adasum or backward_passes_per_step above 1.
+            ConfigurationError: for another object; if `serve` was already called with this object; or with
+                op=hvd.Adasum, or backward_passes_per_step above 1.
         """
         reduce_dense: Any = getattr(distributed, "_allreduce_grads", None)
         settings = _settings_of(reduce_dense)
@@ -94,7 +96,7 @@ class RowExchange:
                 dense = [gradients[place] for place in dense_places]
                 trained = [variables[place] for place in dense_places]
                 means |= zip(dense_places, reduce_dense(dense, trained, *options), strict=True)
-            # In turn, as both at once may need more threads than TensorFlow has.
+            # One after the other, because together they may need more threads than TensorFlow has.
             with tf.control_dependencies([mean for mean in means.values() if mean is not None]):
                 slices = [gradients[place] for place in places]
                 tables = [variables[place] for place in places]
@@ -105,7 +107,7 @@ class RowExchange:
         return distributed
 
     def _reduce_slices(self, gradients: Sequence[Any], variables: Sequence[Any], op: int) -> list[Any]:
-        """Adds the exchange to the present graph; in eager mode, runs it."""
+        """Adds the exchange to the current graph. In eager mode, runs the exchange."""
         tables = {
             name: EmbeddingTable(variable.dtype.name, variable.shape[0], variable.shape[1:].num_elements())
             for name, variable in by_name(variables).items()
@@ -131,7 +133,7 @@ class RowExchange:
         return results
 
     def _exchange(self, *arrays: np.ndarray) -> list[np.ndarray]:
-        """The ids and mean rows of each table."""
+        """Exchanges rows. Returns the ids and the mean rows of each table."""
         if self._means is None:
             assert self._ranks is not None
             self._means = RowMeans(self._ranks, self._tables, self._wire, _ON_HOST)
@@ -141,13 +143,13 @@ class RowExchange:
 
 
 def _settings_of(reduce: Any) -> dict[str, Any]:
-    """The settings in the closure of Horovod's function that averages gradients."""
-    function = getattr(reduce, "python_function", reduce)  # the function inside the tf.function
+    """Reads the settings from the closure of Horovod's function that averages gradients."""
+    function = getattr(reduce, "python_function", reduce)  # the Python function inside the tf.function
     return dict(inspect.getclosurevars(function).nonlocals) if inspect.isfunction(function) else {}
 
 
 def _ids_and_rows(slices: tf.IndexedSlices, table: EmbeddingTable) -> tuple[tf.Tensor, tf.Tensor]:
-    """The unique ids of a gradient, and its rows (n, columns)."""
+    """The ids of a gradient without duplicates, and the sums of their rows (n, columns)."""
     ids, places = tf.unique(tf.cast(slices.indices, tf.int64))
     rows = tf.math.unsorted_segment_sum(slices.values, places, tf.size(ids))
     return ids, tf.reshape(rows, [-1, table.columns])

@@ -1,4 +1,4 @@
-"""The binding of simulated ranks: several models in one process, each of which is a rank, as under Horovod's tape."""
+"""The binding of simulated ranks. One process has several models, and each model is a rank, as with Horovod's tape."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SimulatedBinding(TensorFlowTraining):
         self.engine.ledger.clock.follow(self.now)
 
     def exchange(self, gradients: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The means of the gradients of all variables, in their order."""
+        """The means of the gradients of all variables, in the same order."""
         if self._optimizer is not None:
             self.steps_made = int(self._optimizer.iterations)
         self.begin()
@@ -64,13 +64,14 @@ def serve_simulated(
     """Makes the model of a simulated rank exchange compressed gradients.
 
     Args:
-        compression: a compression of this model only.
+        compression: a compression that only this model uses.
         variables: all trained variables.
         communicator: the rank's communicator.
-        optimizer: the model's Keras optimizer.
+        optimizer: the Keras optimizer of the model.
 
     Returns:
-        A function that returns the means for the gradients of all variables, in order. Call it once in each step.
+        A function that gets the gradients of all variables, in order, and returns their means. Call it once in each
+        step.
     """
     named = by_name(variables)
     return compression.serve(lambda setup: SimulatedBinding(setup, named, communicator), optimizer).exchange

@@ -28,16 +28,18 @@ class TensorFlowTraining(Binding):
     """Ties one `Compression` to variables of TensorFlow.
 
     Args:
-        setup: the user's settings and objects. Its `grad_scaler` and `optimizer` are Keras's; None if unknown.
+        setup: the user's settings and objects. `setup.grad_scaler` and `setup.optimizer` are Keras objects; None if
+            unknown.
         variables: all trained variables, by name.
         communicator: the communicator of the ranks that exchange.
 
     Attributes:
-        steps_made: the optimizer's number of steps before the present one; set only for a `CompressedAdam`.
+        steps_made: the number of steps that the optimizer has made before the current step. The number is set only for
+            a `CompressedAdam`.
     """
 
     overlaps_with_policy = False
-    results_in_place = False  # other operations of the graph may read a gradient later
+    results_in_place = False  # not in place, because other operations of the graph may read a gradient later
     _on_device: DeviceTensors | None = None
     steps_made = 0
 
@@ -46,7 +48,7 @@ class TensorFlowTraining(Binding):
         self._grad_scaler = setup.grad_scaler
         self._optimizer = None if setup.optimizer is None else unwrapped(setup.optimizer)
         self._scaled: ScaledRate | None = None
-        self._terms: dict[str, Array] = {}  # momenta added to the gradients of this step
+        self._terms: dict[str, Array] = {}  # the momenta that were added to the gradients of this step
         if isinstance(self._optimizer, CompressedAdam):
             b1 = float(self._optimizer.beta_1)
             setup.compression.settings.require_momenta(self._optimizer.compressor_before, 1, b1)
@@ -54,7 +56,7 @@ class TensorFlowTraining(Binding):
         super().__init__(setup, tensors, communicator, np.zeros((0,), np.float32))
 
     def means_of(self, names: Sequence[str], gradients: Sequence[Array]) -> list[Array]:
-        """The means of gradients in the variables' shapes, by `run_engine`, in the order of `names`."""
+        """Runs `run_engine`. Returns the means with the shapes of the variables, in the order of `names`."""
         tensors = [self.engine.tensors[name] for name in names]
         by_name = {tensor.name: x.reshape(tensor.shape) for tensor, x in zip(tensors, gradients, strict=True)}
         self._add_momenta(by_name)
@@ -62,7 +64,7 @@ class TensorFlowTraining(Binding):
         return [results[tensor.name].reshape(tensor.own_shape) for tensor in tensors]
 
     def _add_momenta(self, gradients: dict[str, Array]) -> None:
-        """Replaces gradients by their sums with momenta, without changing an array."""
+        """Adds momenta to gradients. The sums are new arrays."""
         names = self.units.momenta.keys() & gradients.keys()
         self._terms = {name: self._array_of(name) * self._weight_of(name) for name in names}
         for name, term in self._terms.items():
@@ -116,7 +118,7 @@ class TensorFlowTraining(Binding):
         if self._scaled is None:
             self._scaled = ScaledRate(self._known_optimizer())
         self._scaled.set(batch_size.learning_rate_factor)
-        if self.communicator.world_size == 1:  # there may be no exchange
+        if self.communicator.world_size == 1:  # with one rank there may be no exchange
             self._scaled.begin_step()
 
     def loss_scale(self) -> float | None:
@@ -129,9 +131,9 @@ class TensorFlowTraining(Binding):
         return np.array(array) if self._on_device is None else self._on_device.to_host(array)
 
     def place(self, array: Any, name: str) -> Array:
-        on_host = np.array(array)  # old states hold tensors
+        on_host = np.array(array)  # states of earlier versions contain tensors
         tensor = self.engine.tensors[name]
-        if on_host.shape == tensor.own_shape:  # the shape in old states
+        if on_host.shape == tensor.own_shape:  # states of earlier versions have this shape
             on_host = on_host.reshape(tensor.shape)
         return on_host if self._on_device is None else self._on_device.from_host(on_host)
 
@@ -145,7 +147,7 @@ class TensorFlowTraining(Binding):
 
 
 def _describe(name: str, variable: tf.Variable) -> TensorInfo:
-    dtype = variable.dtype.base_dtype.name  # float32 for float32_ref
+    dtype = variable.dtype.base_dtype.name  # gives float32 for float32_ref
     if variable.dtype.is_complex:
         raise ConfigurationError(
             f"variable {name!r} has type {dtype}, but gradient compression needs floating-point variables. Train the "
@@ -156,12 +158,12 @@ def _describe(name: str, variable: tf.Variable) -> TensorInfo:
 
 
 def is_readable(variable: tf.Variable) -> bool:
-    """Whether Python can read a variable. Variables of TensorFlow 1 can be read by their session only."""
+    """Whether Python can read a variable. A variable of TensorFlow 1 can only be read by its session."""
     return hasattr(variable, "numpy") and not tf.is_symbolic_tensor(getattr(variable, "handle", variable))
 
 
 def _checksum(variable: tf.Variable) -> int:
-    """The sum of the elements' bit patterns as integers; 0 if it cannot be read."""
+    """The sum of the bit patterns of all elements, read as integers; 0 if the variable cannot be read."""
     if not is_readable(variable):
         return 0
     values = np.ascontiguousarray(variable.numpy())

@@ -1,5 +1,5 @@
-"""Programs around the core: the command line, measurements, training, reports, launchers, Horovod's build.
+"""Programs that use the core: the command line, measurements, training, reports, launchers, and the build of Horovod.
 
-The core, which is all other folders of `hvdcomp`, imports nothing of them; `launch` and `horovod_build` import
-nothing of the core but its errors and its reading of typed options.
+The core consists of all other folders of `hvdcomp`. The core does not import these programs. `launch` and
+`horovod_build` import only two parts of the core: its errors, and its functions that read typed options.
 """

@@ -1,4 +1,4 @@
-"""The folder of files that are made again if they are gone."""
+"""The cache folder. Files in it are created again if they are missing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """$HVDCOMP_CACHE, else `hvdcomp` in the user's cache folder."""
+    """$HVDCOMP_CACHE if it is set, otherwise `hvdcomp` in the user's cache folder."""
     folder = environ.get("HVDCOMP_CACHE")
     if folder:
         return Path(folder).expanduser().absolute()

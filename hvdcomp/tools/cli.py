@@ -1,4 +1,5 @@
-"""The `hvdcomp` command: each subcommand is a module of `hvdcomp.tools.commands`, imported when it is run."""
+"""The `hvdcomp` command. Each subcommand is a module of `hvdcomp.tools.commands`, which is imported when the subcommand
+runs."""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
-"""Options of a command, each declared once: as a field of a dataclass.
+"""Options of a command. Each option is declared once, as a field of a dataclass.
 
     seed: int = option(0, "Seed of all random numbers.", between(0, 2**31 - 1))
 
-The field's name is the option's name (`--seed`), its type says how a text is read, and its default is the option's
-default. None means "not given". From these declarations come
+The name of the field is the name of the option (`--seed`). The type of the field says how a text is read. The default
+of the field is the default of the option. None means "not given". These declarations are used for
 
 - the command line with its help (`hvdcomp.tools.commands.declared`),
-- the checks of single values (`check`), also of those that a program gives,
-- what a resumed run may change, and the values of older runs that lacked an option (`may_change`, `of_older_runs`).
+- the checks of single values (`check`), including values that a program passes,
+- the list of options that a resumed run may change, and the values of options that older runs did not have
+  (`may_change`, `of_older_runs`).
 
-What several options must fulfil together is checked where they are declared.
+Conditions for several options together are checked in the module that declares them.
 """
 
 from __future__ import annotations
@@ -22,24 +23,25 @@ from typing import Any
 
 from hvdcomp.specs.described import Rule
 
-_KEY = "option"  # of a field's metadata
+_KEY = "option"  # the key in the metadata of a field
 
 
 @dataclass(frozen=True)
 class Option:
-    """A declaration; the arguments of `option`.
+    """The declaration of an option. The attributes are the arguments of `option`.
 
     Attributes:
         help: what the option does, for the help.
-        rule: the values that are allowed besides None; None allows all values of the type.
-        choices: the texts that are allowed; () for any text.
-        metavar: the value's name in the help.
-        shown: the default's text in the help; True for the default itself, False for none, None for what the command
-            says of all its options that have no default.
+        rule: the values that are allowed in addition to None; None allows all values of the type.
+        choices: the texts that are allowed; () allows any text.
+        metavar: the name of the value in the help.
+        shown: the text for the default in the help. True shows the default itself, and False shows nothing. None shows
+            the text that the command has for all options without a default.
         flags: names on the command line, if they differ from the field's name.
-        items: for a list of numbers, what its items are, with an example.
+        items: for a list of numbers, a text that says what the numbers mean, with an example.
         may_change: whether a resumed run may have another value.
-        before: the value that describes what versions without the option did; `...` if the default does.
+        before: the value that describes the behaviour of versions that did not have the option; `...` if the default
+            describes it.
     """
 
     help: str
@@ -54,7 +56,7 @@ class Option:
 
 
 def option(default: Any, help: str, rule: Rule | None = None, **attributes: Any) -> Any:
-    """A field of a dataclass that is an option; the attributes are those of `Option`."""
+    """A field of a dataclass that is an option. attributes: the attributes of `Option`."""
     return dataclasses.field(default=default, metadata={_KEY: Option(help, rule, **attributes)})
 
 
@@ -74,12 +76,12 @@ def flag_of(name: str) -> str:
 
 
 def check(settings: Any, refused: type[Exception], choices: Mapping[str, Sequence[str]]) -> None:
-    """Raises an error of the type `refused` for the first value that its declaration does not allow.
+    """Raises an error of the type `refused` for the first value that is not allowed by its declaration.
 
     Args:
         settings: an instance of a dataclass with options.
-        refused: the error's type.
-        choices: by field, the texts that are allowed instead of those that are declared.
+        refused: the type of the error.
+        choices: for some fields, the allowed texts, which replace the declared ones.
     """
     for name, declared in options_of(settings).items():
         value, allowed = getattr(settings, name), choices.get(name, declared.choices)
@@ -92,12 +94,12 @@ def check(settings: Any, refused: type[Exception], choices: Mapping[str, Sequenc
 
 
 def may_change(kind: Any) -> set[str]:
-    """The options of which a resumed run may have another value."""
+    """The options for which a resumed run may have another value."""
     return {name for name, declared in options_of(kind).items() if declared.may_change}
 
 
 def of_older_runs(kind: Any) -> dict[str, Any]:
-    """The values that describe what versions without an option did."""
+    """For each option, the value that describes the behaviour of versions that did not have it."""
     defaults = {name: getattr(kind, name) for name in options_of(kind)}
     return {name: defaults[name] if one.before is ... else one.before for name, one in options_of(kind).items()}
 
@@ -108,7 +110,8 @@ def text_of(value: Any) -> str:
 
 
 def at_least(least: float, words: str | None = None) -> Rule:
-    """A rule for finite numbers from `least`; `words` replaces the text "at least ..."."""
+    """A rule that allows finite numbers of at least `least`. In the error message, `words` replaces the text "at least
+    ..."."""
     return Rule(lambda value: math.isfinite(value) and value >= least, words or f"at least {least}")
 
 
@@ -119,5 +122,5 @@ def between(least: float, most: float, words: str | None = None) -> Rule:
 
 
 def below(least: float, limit: float) -> Rule:
-    """A rule for numbers from `least` that are less than `limit`."""
+    """A rule that allows numbers that are at least `least` and less than `limit`."""
     return Rule(lambda value: least <= value < limit, f"at least {least} and less than {limit}")

@@ -1,4 +1,4 @@
-"""Terminal output of all commands: tables and lines without truncation, and groups of commands.
+"""The terminal output of all commands: tables and lines that are not truncated, and groups of commands.
 
 A long cell is wrapped. A table that is too wide is shown row by row. Output to a file or a pipe has no width limit,
 unless COLUMNS sets it.
@@ -50,7 +50,7 @@ def make_table(*headings: str, numbers: Sequence[str] = (), whole: bool = False)
 
 
 def print_table(console: Console, table: Table, title: str | None = None) -> None:
-    """Prints a table; on a console that is too narrow, row by row, each cell with its heading."""
+    """Prints a table. If the console is too narrow, prints it row by row, and each cell with its heading."""
     if title:
         console.print(Text(title, "bold"), soft_wrap=True)
     if fits(console, table):
@@ -66,12 +66,12 @@ def print_table(console: Console, table: Table, title: str | None = None) -> Non
 
 
 def fits(console: Console, table: Table) -> bool:
-    """Whether the console is as wide as a table needs, so that no number and no short word is broken."""
+    """Whether the console is wide enough for a table, so that no number and no short word is broken."""
     width = 0
     for column in table.columns:
         sizes = [Measurement.get(console, console.options, cell) for cell in (column.header, *column.cells)]
         widths = [size.maximum if column.no_wrap else min(size.minimum, _LEAST) for size in sizes]
-        width += max(widths, default=0) + 2  # an edge or a divider, and a space
+        width += max(widths, default=0) + 2  # + 2 for an edge or a divider, and a space
     return width <= console.width
 
 
@@ -91,11 +91,11 @@ class Group(click.Group):
 
 
 class LazyGroup(Group):
-    """A command group that lists commands without importing them, so that `--help` does not need their dependencies.
+    """A command group that can list its commands without importing them. So `--help` does not need their dependencies.
 
     Args:
-        lazy: for each command by name its module, its name in that module, and a line of help.
-        moved: by name of a command that the package had before, the command for a clone of the repository.
+        lazy: for each command, by name: its module, its name in this module, and a line of help.
+        moved: for each command that the package had earlier, by name: the command to use in a clone of the repository.
     """
 
     def __init__(

@@ -34,8 +34,8 @@ _FILES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports PyTorch with the first name that needs PyTorch. The core imports `hvdcomp.torch.framework` without
-    PyTorch."""
+    """Imports PyTorch when a name is used for the first time that needs PyTorch. So the core can import
+    `hvdcomp.torch.framework` without PyTorch."""
     if name in _FILES:
         return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -45,7 +45,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def prepare(kind: type) -> None:
-    """Registers the compression with Horovod's elastic state, if that may be used."""
+    """Registers the compression with Horovod's elastic state, if the job may be elastic."""
     if "horovod.torch.elastic" in sys.modules or ("horovod.torch" in sys.modules and may_change()):
         from hvdcomp.torch.horovod.elastic import register
 

@@ -1,4 +1,4 @@
-"""Half precision of contiguous vectors, such as DistributedDataParallel's buckets."""
+"""Casts contiguous vectors, such as DistributedDataParallel's buckets, to half precision and back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from hvdcomp import kernels
 
-_MOST_HOLDING = 1 << 17  # elements of a call that holds the interpreter's lock; takes 0.1 ms
+_MOST_HOLDING = 1 << 17  # a call with at most this number of elements (0.1 ms) keeps the interpreter's lock
 
 
 def narrow(vector: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Parameters by name, from a user or Horovod's optimizer. Does not import PyTorch."""
+"""Finds parameters by name, from the user or from Horovod's optimizer. This file does not import PyTorch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from hvdcomp.errors import ConfigurationError
 
-# Parts of names from wrappers: torch.compile, activation checkpointing and FSDP1. DistributedDataParallel and
+# Wrappers add these parts to names: torch.compile, activation checkpointing and FSDP1. DistributedDataParallel and
 # DataParallel prepend `_WHOLE`, which may also be the name of a user's inner module.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _WHOLE = "module."
@@ -28,7 +28,8 @@ def plain_names(names: Iterable[str]) -> list[str]:
 
 
 def with_plain_names(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A valid state of `Compression.state_dict` with `plain_names`; version 0.1.0 saved names from wrappers.
+    """A valid state of `Compression.state_dict`, converted to `plain_names`. Version 0.1.0 saved names with the parts
+    from wrappers.
     """
     names = list(state["shared"]["tensors"])
     new = {old: name for old, name in zip(names, plain_names(names), strict=True) if old != name}
@@ -44,11 +45,11 @@ def with_plain_names(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def by_name(named_parameters: Any, optimizer: Any) -> dict[str, Any]:
-    """Parameters by `plain_names`.
+    """The parameters, by their `plain_names`.
 
     Args:
-        named_parameters: a result of `unique`, or a function that returns pairs; None for the names of Horovod's
-            optimizer.
+        named_parameters: a result of `unique`, or a function that returns pairs of name and parameter; None to use the
+            names of Horovod's optimizer.
         optimizer: Horovod's optimizer, or None.
 
     Raises:
@@ -65,10 +66,10 @@ def by_name(named_parameters: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def unique(named_parameters: Any) -> dict[str, Any]:
-    """A dictionary of pairs of name and parameter, by `plain_names`.
+    """Converts pairs of name and parameter to a dictionary by `plain_names`.
 
     Raises:
-        ConfigurationError: if they are not pairs, or a name occurs twice.
+        ConfigurationError: if the argument does not consist of pairs, or a name occurs twice.
     """
     pairs = list(named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):

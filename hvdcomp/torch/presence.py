@@ -1,4 +1,5 @@
-"""Checks, without waiting, that all ranks make a step, before the buckets of this step start in the backward pass."""
+"""Checks, without waiting, that all ranks make a step. The check runs before the first bucket of this step starts in
+the backward pass."""
 
 from __future__ import annotations
 
@@ -10,17 +11,17 @@ from hvdcomp.communicators import Communicator
 
 
 class PolledCommunicator(Communicator, Protocol):
-    """A communicator that can be asked whether a collective has ended."""
+    """A communicator that can say whether a collective has ended."""
 
     def is_done(self, started: Any) -> bool:
-        """Whether `wait` would return at once."""
+        """Whether `wait` would return immediately."""
 
 
 class PresenceCheck:
-    """An allreduce of all ranks' presences, once in a step, during the backward pass.
+    """Checks once in each step, by an allreduce during the backward pass, that all ranks take part in the step.
 
-    It finds a rank that has joined, has other levels or refuses the step before any bucket has started.
-    `Binding.check_presence` raises the error at the step's end.
+    Before any bucket starts, the check detects a rank that has called `join`, has other levels, or refuses the step.
+    `Binding.check_presence` raises the error at the end of the step.
 
     Args:
         communicator: the communicator.
@@ -42,19 +43,19 @@ class PresenceCheck:
 
         Args:
             presence: as in `Binding`.
-            name: name of the collective.
+            name: the name of the collective.
         """
         self._started = self._communicator.start_allreduce(torch.full((1,), presence), "sum", name)
         self._presence, self._total = presence, 0
 
     def agrees(self) -> bool:
-        """Whether all ranks are known by now to make the step, at the same levels."""
+        """Whether it is already known that all ranks make the step, with the same levels."""
         if self._started is not None and (self.waits or self._communicator.is_done(self._started)):
             self.end()
         return 0 < self._total == self._presence * self._communicator.world_size
 
     def end(self) -> int:
-        """The sum of the ranks' presences; waits for it. All ranks must have called `start`."""
+        """Waits for the sum of the ranks' presences, and returns it. All ranks must have called `start`."""
         if self._started is not None:
             started, self._started = self._started, None
             self._total = int(self._communicator.wait(started))

@@ -1,4 +1,4 @@
-"""The communicators of all ranks."""
+"""Communicators that include all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def all_ranks(backend: str = "horovod") -> Ranks:
 
 
 def started_ranks() -> Ranks:
-    """The communicator of all ranks of torch.distributed, or if that was not started, of Horovod."""
+    """The communicator of all ranks of torch.distributed, or of Horovod if torch.distributed was not started."""
     started = dist.is_available() and dist.is_initialized()
     hvd = sys.modules.get("horovod.torch")
     return all_ranks("ddp" if started or hvd is None or not hvd.is_initialized() else "horovod")

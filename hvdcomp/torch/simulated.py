@@ -1,7 +1,7 @@
-"""The binding of simulated ranks: several models in one process, each of which is a rank.
+"""The binding of simulated ranks. One process has several models, and each model is a rank.
 
-A step has the results of DistributedDataParallel, bit for bit: gradients that are only cast are allreduced in its
-buckets as they become ready, and all others go through the engine.
+A step gives the same result as DistributedDataParallel, bit for bit. Gradients that are only cast are allreduced in the
+same buckets as in DDP, when they become ready. The engine exchanges all other gradients.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class SimulatedBinding(TorchTraining):
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         super().__init__(setup, trained, communicator, setup.optimizer)  # type: ignore[arg-type]
         self.engine.ledger.clock.follow(self.now)
-        self._ready: dict[str, Moment] = {}  # time at which each gradient was ready, in this order
-        self._order: list[str] = []  # order of gradients in DDP's buckets; empty before its first step
+        self._ready: dict[str, Moment] = {}  # the time at which each gradient was ready, in the order of these times
+        self._order: list[str] = []  # the order of gradients in DDP's buckets; empty before the first step
         self._may_change = self.plan_may_change
         for name, parameter in trained.items():
             parameter.register_post_accumulate_grad_hook(self._noting(name))
@@ -56,7 +56,7 @@ class SimulatedBinding(TorchTraining):
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Replaces the gradients by their means. Call it after the backward passes of a step."""
+        """Replaces the gradients by their means. Call this after the backward passes of a step."""
         ready, self._ready = self._ready, {}
         gradients = {name: gradient for name in ready if (gradient := self._parameters[name].grad) is not None}
         if not self.exchanges:
@@ -68,7 +68,7 @@ class SimulatedBinding(TorchTraining):
         casts = self.engine.passthrough and not self.needs_engine and len(wires) == 1
         is_checked = self._may_change or not casts
         if is_checked:
-            # The presence check starts with the first gradient, and ends with the backward pass.
+            # The presence check starts when the first gradient is ready, and ends at the end of the backward pass.
             self._ranks.starts_at = next(iter(ready.values()), None)
             presence = self.communicator.start_allreduce(torch.full((1,), self.presence), "sum", "hvdcomp.presence")
             self._ranks.starts_at = None
@@ -99,7 +99,7 @@ class SimulatedBinding(TorchTraining):
         self.end_step()
 
     def _reduce(self, buffer: torch.Tensor, wire: str | None) -> None:
-        """Replaces a bucket by the mean of all ranks, as `DDPBinding` does."""
+        """Replaces a bucket by the mean over all ranks, like `DDPBinding`."""
         ranks, name = self.communicator, "hvdcomp.bucket"
         dtype = buffer.dtype if wire is None else getattr(torch, wire)
         if dtype == buffer.dtype:
@@ -142,7 +142,7 @@ def serve_simulated(
     """Makes the model of a simulated rank exchange compressed gradients.
 
     Args:
-        compression: a compression of this model only.
+        compression: a compression that only this model uses.
         model: the model, on any device.
         communicator: the rank's communicator.
         optimizer: the optimizer of the model.

@@ -1,8 +1,8 @@
-"""The common code of the callbacks and strategies for trainers: it saves the state of each rank in a trainer's
-checkpoint.
+"""Code that the callbacks and strategies for trainers share. This code saves the state of each rank in the checkpoint
+of a trainer.
 
-A trainer saves the common state of all ranks on one rank. Residuals differ between ranks, so each rank writes its own
-state to its own file, in the checkpoint's folder or beside the checkpoint.
+A trainer saves only the state of one rank. Residuals differ between ranks, so each rank writes its own state to its own
+file, in the folder of the checkpoint or next to the checkpoint.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from hvdcomp.policies import changes_batch_size
 
 
 def missing(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError:
-    """The error to raise if a library is not installed that a module of hvdcomp needs.
+    """The error to raise if a module of hvdcomp needs a library that is not installed.
 
     Args:
         error: the error of the import.
-        extra: the name of the module, and of hvdcomp's extra that installs the library.
+        extra: the name of the module, which is also the name of the extra that installs the library.
     """
     library = (error.name or extra).partition(".")[0]
     return ModuleNotFoundError(
@@ -34,7 +34,7 @@ def missing(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError:
 
 
 def refuse_batch_sizes(compression: UsedCompression, trainer: str) -> None:
-    """Raises ConfigurationError if a policy changes the batch size, which the trainer of this name cannot follow."""
+    """Raises ConfigurationError if a policy changes the batch size. The trainer of this name does not support this."""
     policy = compression.settings.policy
     if changes_batch_size(policy):
         raise ConfigurationError(
@@ -66,17 +66,18 @@ def restore(
 ) -> None:
     """Restores the state of this rank before the first step. Call it on every rank.
 
-    If the number of ranks has changed, the new ranks share the residuals of all old ranks, as in `hvdcomp.state_for`.
-    If no rank has a file, as after a training without compression, residuals start at zero, with a warning.
+    If the number of ranks has changed, the residuals of all old ranks are divided among the new ranks, as in
+    `hvdcomp.state_for`. If no rank has a file, for example after a training without compression, residuals start at
+    zero, and a warning is issued.
 
     Args:
         compression: the compression.
-        read_state: function that returns the saved state of a rank; None if there is none.
+        read_state: a function that returns the saved state of a rank, or None if there is none.
         rank, ranks: this rank, and the number of ranks.
-        checkpoint: path of the checkpoint, for messages.
+        checkpoint: the path of the checkpoint, used in messages.
 
     Raises:
-        ConfigurationError: if the states of some ranks are missing; and as in `Compression.load_state_dict`.
+        ConfigurationError: if the states of some ranks are missing, or for a reason of `Compression.load_state_dict`.
     """
     own = read_state(rank)
     known = read_state(0) if own is None else own
@@ -86,7 +87,7 @@ def restore(
             "compress, or files are missing. The residuals (the parts of gradients that were not sent yet) start at "
             "zero"
         )
-    if not known:  # no state, or that of a training without a step
+    if not known:  # there is no state, or only the state of a training that has made no step
         return
     size = parts_of(known)[1]["size"]
 

@@ -19,7 +19,7 @@ from hvdcomp.torch.optimizers.compressed_adam import CompressedAdam, LocalMoment
 from hvdcomp.torch.optimizers.learning_rate import ScaledSteps, has_rates, rates_of
 from hvdcomp.torch.parameters import with_plain_names
 
-# `Training.absence` under torch.distributed, which matches collectives by their order only.
+# `Training.absence` for torch.distributed, which matches collectives only by their order.
 WITHOUT_HOROVOD = (
     "the other ranks took part in another collective at the same time. Give every rank the same number of batches, and "
     "start your own collectives at the same places on all ranks."
@@ -29,8 +29,8 @@ WITHOUT_HOROVOD = (
 def refuse_capture() -> None:
     """Raises ConfigurationError while a CUDA graph captures the current stream.
 
-    Random numbers, addresses of residuals and decisions of a policy change from step to step, and the host chooses
-    them, so a captured graph would repeat old values.
+    The host chooses random numbers, addresses of residuals and decisions of a policy again in each step. A captured
+    graph would repeat old values.
     """
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise ConfigurationError(
@@ -50,11 +50,11 @@ class TorchTraining(Binding):
         communicator: the communicator of the ranks that exchange.
         optimizer: the optimizer of these parameters; None if unknown.
         names: as in `Binding`.
-        shared: names of the parameters that are `TensorInfo.is_shared`.
+        shared: the names of the parameters that are `TensorInfo.is_shared`.
 
     Class attributes:
-        optimizer_from: code that makes the optimizer known, for messages.
-        averaged_by: the object that averages the model's gradients, if it is not Horovod's optimizer.
+        optimizer_from: the code with which a user makes the optimizer known. The code is shown in messages.
+        averaged_by: the name of the object that averages the model's gradients, if it is not Horovod's optimizer.
     """
 
     results_in_place = True
@@ -71,7 +71,7 @@ class TorchTraining(Binding):
         shared: Collection[str] = (),
     ) -> None:
         self._parameters = {
-            name: parameter  # quantized weights, which never have a gradient, are not exchanged
+            name: parameter  # quantized weights never have a gradient, and are not exchanged
             for name, parameter in parameters.items()
             if parameter.requires_grad or parameter.dtype.is_floating_point
         }
@@ -85,10 +85,10 @@ class TorchTraining(Binding):
         self.early_bytes = early_bytes(self.early_bytes, self._parameters.values())
         tensors = [_describe(name, parameter, name in shared) for name, parameter in self._parameters.items()]
         super().__init__(setup, tensors, communicator, torch.empty(0), names)
-        self.learning_rates()  # refuses a policy that follows those of an unknown optimizer
+        self.learning_rates()  # raises an error if a policy needs the rates but the optimizer is unknown
 
     def _require_local_steps(self, setup: Setup, optimizer: CompressedAdam) -> None:
-        """Raises ConfigurationError for settings that do not work with local steps."""
+        """Raises ConfigurationError if a setting does not work with local steps."""
         local_steps = optimizer.local_steps
         stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         if others := [name for name, parameter in self._parameters.items() if parameter not in stepped]:
@@ -111,11 +111,11 @@ class TorchTraining(Binding):
 
     def run_engine(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         like = next(iter(gradients.values()), self.like)
-        with torch.autocast(like.device.type, enabled=False):  # for a backward pass inside of torch.autocast
+        with torch.autocast(like.device.type, enabled=False):  # in case the backward pass runs inside torch.autocast
             return super().run_engine(gradients)
 
     def run_in_place(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """`run_engine`, and writes the means to the gradients."""
+        """Calls `run_engine`, and writes the means to the gradients."""
         for name, mean in self.run_engine(gradients).items():
             gradient = gradients[name]
             if mean is not gradient and mean.data_ptr() != gradient.data_ptr():
@@ -155,7 +155,7 @@ class TorchTraining(Binding):
 
     def checksums(self, names: Sequence[str]) -> list[int]:
         tensors: Mapping[str, torch.Tensor] = self._parameters
-        if isinstance(self._optimizer, CompressedAdam):  # the first step of a resumed training may be a local one
+        if isinstance(self._optimizer, CompressedAdam):  # the first step of a resumed training may be a local step
             tensors = {name: self._optimizer.at_latest_exchange(tensors[name]) for name in names}
         return checksums_of(tensors, names)
 
@@ -187,7 +187,7 @@ class TorchTraining(Binding):
 
     @property
     def exchanges(self) -> bool:
-        """Whether this step exchanges gradients; the same on all ranks."""
+        """Whether this step exchanges gradients. The result is the same on all ranks."""
         return not isinstance(self._optimizer, CompressedAdam) or self._optimizer.exchanges
 
     def momenta_of_step(self) -> Mapping[str, Momentum | LocalMomenta]:
@@ -247,26 +247,26 @@ def checksums_of(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> l
 
 
 def _checksum(parameter: torch.Tensor) -> int:
-    """The sum of the elements' bit patterns as integers."""
+    """The sum of the bit patterns of all elements, read as integers."""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
     return int(parameter.detach().view(bits).sum(dtype=torch.int64)) & 2**64 - 1
 
 
 def early_bytes(least: int, parameters: Iterable[torch.Tensor]) -> int:
-    """The least bytes of gradients in a bucket that starts before the gradients of all parameters are there."""
+    """The fewest bytes of gradients in a bucket that starts before the gradients of all parameters are ready."""
     parameters = list(parameters)
     on_device = any(parameter.is_cuda for parameter in parameters)
     return least_early_bytes(least, sum(p.numel() * p.element_size() for p in parameters), on_device)
 
 
 def packed(state: Mapping[str, Any]) -> bytes:
-    """A state as bytes, from which `unpacked` restores it."""
+    """Converts a state to bytes, from which `unpacked` restores the state."""
     stream = io.BytesIO()
     torch.save(state, stream)
     return stream.getvalue()
 
 
 def unpacked(data: bytes) -> dict[str, Any]:
-    """The state from the bytes of `packed`, with tensors on the host."""
+    """Restores a state from the bytes of `packed`. The tensors of the state are on the host."""
     state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     return state

@@ -1,4 +1,5 @@
-"""Finds trained parameters whose gradients nothing averages, so that the ranks' weights would drift apart."""
+"""Finds trained parameters whose gradients are not averaged. The weights of these parameters would differ more and more
+between ranks."""
 
 from __future__ import annotations
 
@@ -16,24 +17,24 @@ _of_rows: Any = WeakIdKeyDictionary()
 
 
 def note_tables(weights: Iterable[torch.nn.Parameter]) -> None:
-    """Notes that these weights' gradients are exchanged row by row, and not by Horovod."""
+    """Records that the gradients of these weights are exchanged row by row, and not by Horovod."""
     _of_rows.update(dict.fromkeys(weights, True))
 
 
 def is_table(parameter: torch.nn.Parameter) -> bool:
-    """Whether the parameter was noted as a table."""
+    """Whether the parameter was recorded as a table."""
     return parameter in _of_rows
 
 
 class Unaveraged:
-    """Looks for parameters that were added or unfrozen too late.
+    """Looks for parameters that were added or unfrozen too late to be averaged.
 
     Args:
         model: the model whose gradients are averaged.
         averaged: the parameters whose gradients are averaged.
-        aside: parameters of the model that may be trained without averaging.
+        aside: the parameters of the model that may be trained without averaging.
         optimizer: the optimizer of the model; None if unknown.
-        advice: format of the message, with a field for the names of parameters.
+        advice: the format of the message, with a field for the names of parameters.
     """
 
     _all: ClassVar[WeakSet[Unaveraged]] = WeakSet()  # all instances of this process
@@ -51,23 +52,25 @@ class Unaveraged:
         self._advice = advice
         self._averaged = {id(parameter): parameter for parameter in averaged}
         in_model = set(map(id, model.parameters()))
-        # Parameters outside of the model that were in the optimizer from the start are the user's responsibility.
+        # If a parameter outside the model was in the optimizer from the start, the user is responsible for it.
         outside = (parameter for parameter in self._in_optimizer() if id(parameter) not in in_model)
         self._known = self._averaged | {id(parameter): parameter for parameter in (*aside, *outside)}
         self._lists: list[dict[str, Any]] = []  # the parameters and the children of each module
-        self._entries: list[Any] = []  # the objects in them, kept so that their addresses are not reused
-        self._unknown: list[torch.nn.Parameter] = []  # of these parameters
-        self._checked_in_step = False  # since the optimizer's latest step
+        # the objects in these lists; they are kept so that their addresses are not reused
+        self._entries: list[Any] = []
+        self._unknown: list[torch.nn.Parameter] = []  # the unknown parameters among them
+        self._checked_in_step = False  # whether the check was made since the optimizer's latest step
         self._counted = self._count()
-        self._added: list[torch.nn.Parameter] = []  # to the optimizer, after that
+        self._added: list[torch.nn.Parameter] = []  # the parameters that were added to the optimizer later
         self._all.add(self)
-        # If only such parameters are trained, no gradient is handed over, and only the optimizer's step shows it. Some
-        # wrapped optimizers, such as accelerate's, have no hooks.
+        # If only such parameters are trained, hvdcomp gets no gradient at all, and only the optimizer's step can show
+        # the mistake. Some wrapped optimizers, such as accelerate's, have no hooks.
         if hasattr(optimizer, "_optimizer_step_pre_hooks"):
             finalize(model, optimizer.register_step_pre_hook(self._before_step).remove)
 
     def reason_to_refuse(self) -> str | None:
-        """The message that names such parameters; None if there are none. Called in each step.
+        """The message that names parameters that are not averaged; None if there are none. The method is called in each
+        step.
         """
         self._checked_in_step = True
         model = self._model()
@@ -91,8 +94,8 @@ class Unaveraged:
             raise ConfigurationError(reason)
 
     def _in_model(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:
-        """The unknown parameters of the model. Walking through its modules is slow, and repeated only if a child or a
-        parameter of any module has changed."""
+        """The unknown parameters of the model. Walking through the modules is slow. So the walk is repeated only if a
+        child or a parameter of some module has changed."""
         entries = self._in_lists()
         if not entries or len(entries) != len(self._entries) or not all(map(operator.is_, entries, self._entries)):
             modules = list(model.modules())

@@ -47,7 +47,7 @@ def test_json_lists_every_compressor() -> None:
 def test_json_of_one_with_everything() -> None:
     entry = listed()["powersgd"]
     meanings = [parameter.pop("meaning") for parameter in entry["parameters"]]
-    assert meanings[0].startswith("number of columns of the factors P and Q, at most the number of rows and of columns")
+    assert meanings[0].startswith("the number of columns of the factors P and Q.")
     whole, switch = "it must be a whole number of at least 1 and ", "it must be true or false"
     positive = "it must be positive (1 is usual)"
     assert entry == {

@@ -1,7 +1,8 @@
-"""The kernels of buckets on CUDA devices, in Triton: the same names and the same arithmetic as those in C.
+"""The kernels of buckets on CUDA devices, in Triton. The kernels have the same names and the same arithmetic as the
+kernels in C.
 
-Triton and PyTorch are imported at the first use, not with hvdcomp. If TRITON_INTERPRET=1 is then in the environment,
-Triton's interpreter runs the same kernels on a CPU, for tests (`serving_host`).
+Triton and PyTorch are imported at the first use of a kernel, not with hvdcomp. If TRITON_INTERPRET=1 is set at the
+first use, Triton's interpreter runs the same kernels on a CPU, for tests (`serving_host`).
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ MOST_ELEMENTS = 2**31 - 2**16
 (`sparse_decode.COUNTED`) beyond the last element."""
 
 _COMPILED_AHEAD = "HVDCOMP_TRITON_CACHE"
-_OLDEST = 3, 6  # of Triton
-_HIGHEST_RANK = 32  # of low-rank factors: a program must hold all their products
-_ALIGNMENT = 32  # elements that a device reads at once
+_OLDEST = 3, 6  # the oldest version of Triton that works
+_HIGHEST_RANK = 32  # of low-rank factors: the registers of one program must have room for all products of their columns
+_ALIGNMENT = 32  # number of elements that a device reads at once
 _serves_host = False
 _warn_once = functools.cache(warn_alone)
 
@@ -67,7 +68,7 @@ def available() -> bool:
 
 
 def why_not() -> str:
-    """The reason why there are no kernels for CUDA devices; empty if there are."""
+    """The reason why there are no kernels for CUDA devices; empty if there are kernels."""
     return _reason_and_remedy()[0]
 
 
@@ -105,9 +106,9 @@ def _missing() -> tuple[str, str]:
 
 
 def _failure_of_loader(triton: Any) -> str:
-    """The reason why Triton cannot load kernels, although there is a device; empty if it can.
+    """The reason why Triton cannot load kernels although there is a device; empty if Triton can load them.
 
-    A module in C loads them, which Triton compiles at its first use.
+    Triton loads kernels with a C module, which Triton compiles at the first use.
     """
     try:
         triton.runtime.driver.active.utils  # noqa: B018
@@ -119,13 +120,14 @@ def _failure_of_loader(triton: Any) -> str:
 
 
 def compiled_ahead() -> str:
-    """The read-only folder of kernels that Triton has compiled ahead: `HVDCOMP_TRITON_CACHE`, or a folder in the Python
+    """The read-only folder of kernels that were compiled in advance: `HVDCOMP_TRITON_CACHE`, or a folder in the Python
     environment of the GPU image."""
     return os.environ.get(_COMPILED_AHEAD) or f"{sys.prefix}/share/hvdcomp/triton"
 
 
 def described() -> str:
-    """The kernels for gradients on CUDA devices, which must be the same on all ranks for their payloads to fit."""
+    """A text that names the kernels for gradients on CUDA devices. The text must be the same on all ranks, or payloads
+    differ in format."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return "no CUDA"
@@ -154,7 +156,7 @@ def _is_served_device(array: Any) -> bool:
 
 
 def warn_where_none(array: Any) -> None:
-    """Warns, once, if a PyTorch array is on a device that has no kernels, unless HVDCOMP_KERNELS=off."""
+    """Warns, only once, if a PyTorch array is on a device that has no kernels. Does not warn if HVDCOMP_KERNELS=off."""
     if hasattr(array, "is_cuda") and _is_served_device(array) and all(_missing()):
         reason, remedy = _missing()
         slower = "gradients on the GPU are compressed one tensor after the other, which is slower"
@@ -181,8 +183,8 @@ def placed(arrays: Sequence[Any], dtype: str = "float32") -> tuple[list[Any], li
     """PyTorch tensors in row-major order, and the addresses of their first elements.
 
     Returns:
-        The tensors, with a copy in place of each tensor in another order. None if they have another element type, or
-        are not all on one device for which there are kernels.
+        The tensors and their addresses. A tensor that is not in row-major order is replaced by a copy. None if a tensor
+        has another element type, or if the tensors are not all on one device that has kernels.
     """
     first = arrays[0]
     if not hasattr(first, "is_cuda") or not serves(first) or str(first.dtype) != f"torch.{dtype}":
@@ -196,12 +198,12 @@ def placed(arrays: Sequence[Any], dtype: str = "float32") -> tuple[list[Any], li
 
 
 def split_like(arrays: Sequence[Any], wide: bool = False) -> tuple[list[Any], list[int]]:
-    """Uninitialized arrays with the shapes of `arrays`, in one storage, and their addresses.
+    """Uninitialized arrays with the shapes of `arrays`, and their addresses.
 
-    Each begins at a multiple of `_ALIGNMENT` elements in the storage.
+    All arrays share one storage. Each begins at a multiple of `_ALIGNMENT` elements.
 
     Args:
-        arrays: PyTorch arrays, whose shapes, device and element type the new arrays get.
+        arrays: PyTorch arrays. The new arrays get their shapes, device and element type.
         wide: whether the new arrays are float32 instead.
     """
     sizes = [x.numel() for x in arrays]
@@ -213,8 +215,8 @@ def split_like(arrays: Sequence[Any], wide: bool = False) -> tuple[list[Any], li
 
 
 def let_go(array: Any) -> None:
-    """Call this before you delete the last reference to a tensor that the current stream may still use, because PyTorch
-    may have allocated the tensor on another stream."""
+    """Call this before you delete the last reference to a tensor that the current stream may still use. PyTorch may
+    have allocated the tensor on another stream, and would reuse its memory too early."""
     if array.is_cuda:
         import torch
 

@@ -1,4 +1,4 @@
-"""The side stream of a CUDA device, for kernels whose results the network does not need."""
+"""The side stream of a CUDA device. The side stream runs kernels whose results are not sent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class Aside:
-    """Launches of a bucket on a side stream, for which only the end of its step waits.
+    """Launches of a bucket's kernels on a side stream. Only the end of the bucket's step waits for these kernels.
 
     The order of a step, with time from top to bottom; "main" is the stream of the step:
 
@@ -23,21 +23,21 @@ class Aside:
         `after_main` records an event ------> waits for it
         collective: reads the payload         keep: reads the payload, subtracts it from x
                                               `launched` records an event
-        `join` waits for it <---------------- (at the next call that is not aside: decode)
+        `join` waits for it <---------------- (in the next call on main: decode)
         decode, settle
 
-    Horovod, and torch.distributed with NCCL, have their own streams wait for an event that they record on the current
-    stream, which is main. So a collective waits for encoding and not for the side stream.
+    Horovod records an event on the current stream, which is main, and lets its own stream wait for this event.
+    torch.distributed with NCCL does the same. Therefore a collective waits for encoding, but not for the side stream.
 
     Memory that the two streams share:
-    - x, and the velocity if it is masked: the side writes them. The next plain call of the bucket joins before it reads
-      them. Readers of residuals between steps, and releases of memory, come after `settle`, a plain call. If the
-      collective fails, there is no such call, but then the other place in flat storage is kept, and x stays for the
-      next try.
-    - The payload: the side and the collective read it. The next step writes to it, after it has joined.
-    - The table on the device, which a call may replace: the arguments of a launch are held until main has joined.
-      Memory that main's allocator hands out later is used after the side's work.
-    - Memory that calls share (`scratch`), and flags: kernels that are launched aside use neither.
+    - x, and the velocity if it is masked: the side stream writes them. The next call of the bucket on main joins before
+      it reads them. Code that reads residuals between steps, or frees memory, runs after `settle`, which is a call on
+      main. If the collective fails, `settle` does not run. The place that contains x is then not freed, and x is kept
+      for the next try.
+    - The payload: the side stream and the collective read it. The next step joins before it writes to the payload.
+    - The table on the device: a call may replace it. Therefore the arguments of a launch are kept alive until main has
+      joined. If main's allocator then reuses their memory, the side stream has finished with this memory.
+    - Memory that calls share (`scratch`), and flags: kernels on the side stream use neither.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,18 +47,19 @@ class Aside:
         self._arguments_in_use: list[Any] = []
 
     def after_main(self) -> torch.cuda.Stream:
-        """The side stream, made to wait for all that main has launched."""
+        """Makes the side stream wait for everything that main has launched, and returns the side stream."""
         self._before.record(torch.cuda.current_stream(self._device))
         self._side.wait_event(self._before)
         return self._side
 
     def launched(self, *arguments: Any) -> None:
-        """To be called after a launch. arguments: those of the launch, held until `join`."""
+        """Call this after a launch on the side stream. arguments: the arguments of the launch, kept alive until
+        `join`."""
         self._after.record(self._side)
         self._arguments_in_use += arguments
 
     def join(self) -> None:
-        """Makes the current stream wait for all launches on the side; to be called before each plain call."""
+        """Makes the current stream wait for all launches on the side stream. Call this before each call on main."""
         if self._arguments_in_use:
             torch.cuda.current_stream(self._device).wait_event(self._after)
             self._arguments_in_use.clear()

@@ -12,21 +12,23 @@ from triton.runtime.cache import FileCacheManager
 
 from hvdcomp.kernels.cuda import compiled_ahead
 
-_folders_in_process: dict[str, str] = {}  # by key, where Triton's own folder could not be written
+_folders_in_process: dict[str, str] = {}  # a folder by key, used if Triton's own folder is not writable
 
 
 class OverlaidCache(FileCacheManager):
-    """A cache in Triton's own folder (`TRITON_CACHE_DIR`, or `~/.triton/cache`) and in that of kernels compiled ahead.
+    """A cache in two folders: Triton's own (`TRITON_CACHE_DIR`, or `~/.triton/cache`) and the folder of kernels
+    compiled in advance.
 
-    Triton compiles kernels that are in neither, and writes them to its own folder. Where it cannot, as for a user
-    without a home in an image, or above a quota, the kernels are kept for the life of this process.
+    If a kernel is in neither folder, Triton compiles it and writes it to its own folder. If Triton cannot write there,
+    the kernel is kept only until this process ends. Triton cannot write if the user has no home folder (in an image) or
+    if a quota is exceeded.
     """
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
         self._compiled_ahead = None if override or dump else Path(compiled_ahead()) / key
         try:
             super().__init__(key, override=override, dump=dump)
-        except OSError:  # it cannot make its folder, which matters only to kernels that it has to write: see `put`
+        except OSError:  # it cannot make its folder; this matters only if it has to write a kernel: see `put`
             if self._compiled_ahead is None:
                 raise
         if self._compiled_ahead is not None and key in _folders_in_process:
@@ -36,7 +38,7 @@ class OverlaidCache(FileCacheManager):
         """Writes a file, and returns its path."""
         try:
             return super().put(data, filename, binary)
-        except OSError:  # no folder, no right to write to it, or no space
+        except OSError:  # no folder, no permission to write, or no space
             if self._compiled_ahead is None:
                 raise
             self._use(_folders_in_process.setdefault(self.key, os.path.join(_folder_of_process().name, self.key)))
@@ -55,7 +57,7 @@ class OverlaidCache(FileCacheManager):
         group = self._path_compiled_ahead(f"__grp__{filename}")
         if group is None:
             return super().get_group(filename)
-        # The group has the paths of the machine that compiled it.
+        # The file lists paths on the machine that compiled the kernels.
         names = json.loads(Path(group).read_text())["child_paths"]
         return {name: path for name in names if (path := self._path_compiled_ahead(name)) is not None}
 

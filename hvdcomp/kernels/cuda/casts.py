@@ -1,4 +1,4 @@
-"""Half precision and bfloat16. The 16-bit numbers of each tensor begin at `values` (numbers) of the payload."""
+"""Half precision and bfloat16. In the payload, the 16-bit numbers of each tensor begin at number `values`."""
 
 from hvdcomp.kernels import limits
 from hvdcomp.kernels.cuda.language import tl, triton
@@ -27,7 +27,7 @@ from hvdcomp.kernels.cuda.x import (
     word,
 )
 
-# Bits as float32: of the largest finite number, and of the smallest one that rounds to infinity.
+# The bits, as float32, of the largest finite number, and of the smallest number that rounds to infinity.
 LARGEST_HALF_BITS = tl.constexpr(limits.LARGEST_BITS["float16"])
 INFINITE_HALF_BITS = tl.constexpr(limits.INFINITE_BITS["float16"])
 LARGEST_BFLOAT16_BITS = tl.constexpr(limits.LARGEST_BITS["bfloat16"])
@@ -36,7 +36,8 @@ INFINITE_BFLOAT16_BITS = tl.constexpr(limits.INFINITE_BITS["bfloat16"])
 
 @triton.jit
 def _to_wire_at_random(x, i, key, TYPE: tl.constexpr):
-    """`to_bits`, but rounded at random to one of the two neighbours; infinite only if rounding to nearest is, too."""
+    """Like `to_bits`, but rounds at random to one of the two neighbours. The result is infinite only if rounding to
+    nearest also gives infinity."""
     exact = magnitude(x).to(tl.uint32)
     sign = (x.to(tl.uint32, bitcast=True) >> 16) & 0x8000
     if TYPE == HALF:
@@ -58,7 +59,7 @@ def cast_encode(
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     TYPE: tl.constexpr, NEAREST: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Makes x and its 16-bit numbers; sets x to its rounding error."""
+    """Computes x and its 16-bit numbers, and then sets x to its rounding error."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     largest = tl.zeros((BLOCK,), tl.int32)
     for block in range(start, end, BLOCK):
@@ -86,7 +87,8 @@ def cast_decode(
     table, segments, tasks, flag, payloads, ranks, row: tl.int64, share,
     TYPE: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The mean of the ranks' numbers, in rank order. row: bytes from one rank's numbers to the next one's."""
+    """The mean of the ranks' numbers, added in rank order. row: distance in bytes between the numbers of two
+    consecutive ranks."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     largest = tl.zeros((BLOCK,), tl.int32)
     for block in range(start, end, BLOCK):

@@ -1,9 +1,10 @@
-"""Encoding of the largest elements of each chunk of neighbours, and decoding of their mean over ranks.
+"""Encoding of the largest elements of each chunk, and decoding of their mean over ranks. A chunk is a run of
+neighbouring elements.
 
-A full chunk sends `sent_of_chunk` elements, a tensor `count`. `src/isa_sparse_chunked.c` describes the payload. Before
-they are packed, the values and places of a tensor begin at `found` of arrays for all tensors. A program works on a run
-of chunks, which is one chunk if chunks are not short; on a tensor's means, or a part of its values; or on a group of
-codes that are packed together.
+A full chunk sends `sent_of_chunk` elements, and a tensor sends `count` elements. `src/isa_sparse_chunked.c` describes
+the payload. Two arrays hold the values and the places of all tensors until they are packed; a tensor's part begins at
+`found`. Depending on the kernel, a program works on a run of chunks (a single chunk, unless chunks are short), on the
+means of one tensor, on a part of a tensor's values, or on a group of codes that are packed together.
 """
 
 import numpy as np
@@ -45,8 +46,8 @@ SHORT = 256
 
 @triton.jit
 def _run(table, segments, runs, run, chunk):
-    """This program's tensor; begin and end of its run of chunks; first and number of the sent elements of the run. run:
-    number of chunks."""
+    """Returns this program's tensor; the begin and the end of the program's run of chunks; the first sent element of
+    the run; and the number of sent elements. run: the number of chunks in a run."""
     run_entry = pointer(runs, tl.int64) + 2 * tl.program_id(0)
     segment = tl.load(run_entry)
     number = tl.load(run_entry + 1)
@@ -63,7 +64,8 @@ def chunks_choose_short(
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """`chunks_choose` for a run of chunks of at most WIDTH elements, ROWS chunks at a time."""
+    """Does the work of `chunks_choose` for a run of short chunks (at most WIDTH elements each), ROWS chunks at a
+    time."""
     segment, start, end, first, _ = _run(table, segments, runs, run, chunk)
     k = entry(table, segments, segment, SENT_OF_CHUNK).to(tl.int32)
     at = entry(table, segments, segment, FOUND) + first
@@ -77,10 +79,11 @@ def chunks_choose_short(
         bits = tl.where(inside, bits_of(x), -1)
         length = tl.maximum(tl.minimum(end - begin, chunk), 0)
         count = (k * length + chunk - 1) // chunk
-        low = length * 0  # in each chunk at least `count` elements reach low; fewer, `above`, reach high
+        # in each chunk at least `count` elements reach low; fewer than `count`, namely `above`, reach high
+        low = length * 0
         high = low + MOST_BITS + 1
         above = low
-        for _ in range(31):  # until high is low + 1, for magnitudes of 31 bits
+        for _ in range(31):  # after 31 halvings high is low + 1, because magnitudes have 31 bits
             middle = low + (high - low) // 2
             reaching = tl.expand_dims(tl.sum((bits >= middle).to(tl.int32), 1), 1)
             above = tl.where(reaching < count, reaching, above)
@@ -101,7 +104,8 @@ def chunks_choose(
     table, segments, flag, factor, decay, momentum, runs, run, chunk, values, places,
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Makes x of a run of one chunk; stores its largest elements in index order, the first among equal ones."""
+    """Computes x for one chunk, and stores its largest elements in index order. Among equal elements, the first ones
+    are stored."""
     segment, start, end, first, count = _run(table, segments, runs, run, chunk)
     largest = tl.zeros((BLOCK,), tl.int32)
     for block in range(start, end, BLOCK):
@@ -112,7 +116,7 @@ def chunks_choose(
         largest = tl.maximum(largest, magnitude(x))
     report(flag, largest)
     tl.debug_barrier()  # what other threads of this program wrote is read next
-    low = tl.zeros((), tl.int32)  # at least `count` elements reach low; fewer, `above`, reach high
+    low = tl.zeros((), tl.int32)  # at least `count` elements reach low; fewer than `count`, namely `above`, reach high
     high = low + MOST_BITS + 1
     above = low
     while high - low > 1:
@@ -144,7 +148,7 @@ def chunks_choose(
 
 @triton.jit
 def chunks_means(table, segments, values, bins, payload, BLOCK: tl.constexpr):
-    """Four means of a tensor's values, and the number of the mean that replaces each value."""
+    """Computes four means of a tensor's values, and for each value the number of the mean that replaces it."""
     segment = tl.program_id(0)
     count = entry(table, segments, segment, COUNT).to(tl.int32)
     at = entry(table, segments, segment, FOUND)
@@ -182,7 +186,7 @@ def chunks_means(table, segments, values, bins, payload, BLOCK: tl.constexpr):
 
 @triton.jit
 def chunks_signs(table, segments, parts, values, signs, sums, PIECE: tl.constexpr, BLOCK: tl.constexpr):
-    """The signs of a part of a tensor's values, 1 for plus, and the sum of their magnitudes."""
+    """Computes the signs of a part of a tensor's values (1 for plus), and the sum of their magnitudes."""
     part = pointer(parts, tl.int64) + 2 * tl.program_id(0)
     segment = tl.load(part)
     start = tl.load(part + 1).to(tl.int32)
@@ -199,7 +203,8 @@ def chunks_signs(table, segments, parts, values, signs, sums, PIECE: tl.constexp
 
 @triton.jit
 def chunks_magnitude(table, segments, ends, sums, payload, BLOCK: tl.constexpr):
-    """The mean magnitude of a tensor's values. ends: the number of parts up to each tensor's begin and end."""
+    """Computes the mean magnitude of a tensor's values. ends: for each tensor, the number of parts before its begin and
+    before its end."""
     segment = tl.program_id(0)
     start = tl.load(pointer(ends, tl.int64) + segment)
     end = tl.load(pointer(ends, tl.int64) + segment + 1)
@@ -218,12 +223,12 @@ def _mean_of(wire, code, valid, HOW: tl.constexpr):
         return tl.load(pointer(wire, tl.float32) + code, mask=valid, other=0.0)
     else:  # noqa: RET505 - Triton compiles one branch of the two
         mean = tl.load(pointer(wire, tl.float32))
-        return tl.where(code != 0, mean, mean * -1.0)  # -x is 0 - x to Triton, which is no -0.0
+        return tl.where(code != 0, mean, mean * -1.0)  # Triton computes -x as 0 - x, which never gives -0.0
 
 
 @triton.jit
 def place_bits(table, segments, segment, chunk):
-    """Bits of a place in a chunk."""
+    """The number of bits of a place in a chunk."""
     most = tl.minimum(chunk, size_of(table, segments, segment)) - 1
     bits = tl.zeros((), tl.int32) + 1
     while (most >> bits) > 0:
@@ -233,8 +238,8 @@ def place_bits(table, segments, segment, chunk):
 
 @triton.jit
 def _pack_plane(codes, CODE: tl.constexpr, count, start, shift, place, bits, payload, WIDTH: tl.constexpr):
-    """Packs a plane of a group of codes, if their bits have a plane of this width; returns the shift of the next plane
-    and where it begins."""
+    """Packs the plane of `WIDTH` bits of a group of codes. If the codes have no plane of `WIDTH` bits, packs nothing.
+    Returns `shift` and `place` for the next plane."""
     if bits & WIDTH != 0:
         block = start // 8 * WIDTH
         begin, length, of_group, first = packed_bytes(block, count, WIDTH, 64 * WIDTH)
@@ -255,8 +260,8 @@ def chunks_pack(
     table, segments, groups, values, places, bins, payload, chunk,
     HOW: tl.constexpr, CODE_BITS: tl.constexpr, MASKING: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
-    """Packs a group of values and places, and subtracts the sent values from x. MASKING: ends the momentum of these
-    elements."""
+    """Packs a group of values and places, and subtracts the sent values from x. MASKING: whether to set the velocity of
+    these elements to zero."""
     group_entry = pointer(groups, tl.int64) + 2 * tl.program_id(0)
     segment = tl.load(group_entry)
     start = tl.load(group_entry + 1).to(tl.int32)
@@ -302,7 +307,8 @@ def chunks_decode(
     table, segments, flag, runs, run, chunk, payloads, ranks, row: tl.int64, share,
     HOW: tl.constexpr, CODE_BITS: tl.constexpr, SENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The mean of a run of chunks over ranks, added in rank order. SENT: elements of a rank added at a time."""
+    """The mean of a run of chunks over the ranks, added in rank order. SENT: number of elements of a rank that are
+    added at a time."""
     segment, start, end, first, sent = _run(table, segments, runs, run, chunk)
     k = entry(table, segments, segment, SENT_OF_CHUNK).to(tl.int32)
     count = entry(table, segments, segment, COUNT).to(tl.int32)
@@ -339,13 +345,14 @@ def chunks_decode(
 
 @triton.jit
 def _bytes_of_codes(count, bits):
-    """Bytes of packed codes."""
+    """The number of bytes of packed codes."""
     size = tl.where(bits & 8 != 0, count, 0) + tl.where(bits & 4 != 0, bytes_of(count, 4), 0)
     return size + tl.where(bits & 2 != 0, bytes_of(count, 2), 0) + tl.where(bits & 1 != 0, bytes_of(count, 1), 0)
 
 
 def _parts(on, name, counts, step):
-    """Pairs of a tensor and a start 0, step, 2 step ... below the tensor's count, int64 (parts, 2)."""
+    """Pairs (tensor, start), int64 of shape (parts, 2). The starts of a tensor are 0, step, 2 step, ... below its
+    count."""
 
     def make():
         pairs = [(tensor, at) for tensor, count in enumerate(counts.tolist()) for at in range(0, count, step)]

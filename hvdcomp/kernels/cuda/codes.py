@@ -1,7 +1,7 @@
-"""Codes of the quantizers on CUDA devices: their values and their packing.
+"""Codes of the quantizers on CUDA devices: what value a code has, and how codes are packed.
 
-They are packed as `hvdcomp/compressors/packing.py` says. Floats of 8 bits are made and read through the bits of float32
-numbers, as in `src/float8.h`: devices below compute capability 8.9 have no such floats.
+`hvdcomp/compressors/packing.py` describes the packing. 8-bit floats are computed from the bits of float32 numbers, as
+in `src/float8.h`, because devices below compute capability 8.9 have no 8-bit floats.
 """
 
 from hvdcomp.kernels import limits
@@ -9,7 +9,7 @@ from hvdcomp.kernels.cuda.language import tl, triton
 from hvdcomp.kernels.cuda.x import INFINITE, magnitude, pointer, word
 
 SMALLEST_SCALE = tl.constexpr(limits.SMALLEST_SCALE)
-GROUP = tl.constexpr(512)  # codes that are packed together
+GROUP = tl.constexpr(512)  # number of codes that are packed together
 
 
 @triton.constexpr_function
@@ -19,13 +19,13 @@ def _largest_float8(mantissa):
 
 @triton.constexpr_function
 def _least_float8(mantissa):
-    """The bits that a float32 has of the smallest number whose mantissa is whole."""
+    """The bits, as float32, of the smallest normal number of an 8-bit float."""
     return (127 - 6 if mantissa == 3 else 127 - 14) << 23
 
 
 @triton.constexpr_function
 def _small_unit(mantissa):
-    """The distance of the numbers below that one."""
+    """The distance between two neighbouring subnormal numbers of an 8-bit float."""
     return 2.0 ** (-6 - 3 if mantissa == 3 else -14 - 2)
 
 
@@ -38,8 +38,9 @@ def reciprocal_of(scale):
 
 @triton.jit
 def scale_of(scales, i, first, inside, length, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """The scales of elements i, of a block of BLOCK elements that begins at `first`, a multiple of BLOCK. `length`
-    elements share a scale; if BITS >= 0, 2**BITS do. A single number if the whole block does."""
+    """The scales of elements i in a block of BLOCK elements. The block begins at `first`, a multiple of BLOCK. `length`
+    elements share a scale, or 2**BITS elements if BITS >= 0. The result is a single number if the whole block shares
+    one scale."""
     if BITS >= 0 and 1 << BITS >= BLOCK:
         return tl.load(scales + (first >> BITS))
     else:  # noqa: RET505 - Triton compiles one branch of the two
@@ -49,9 +50,10 @@ def scale_of(scales, i, first, inside, length, BITS: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def codes_of(bits, MANTISSA: tl.constexpr):
-    """Half the number of steps from the lowest code to the highest, and the unit of codes as a fraction of their scale.
+    """Half the number of steps from the lowest code to the highest code, and the unit of codes as a fraction of their
+    scale.
 
-    MANTISSA: mantissa bits of codes that are floats, which have no steps; 0 for codes that are whole numbers.
+    MANTISSA: the number of mantissa bits if codes are floats; 0 if codes are integers. Floats have no steps.
     """
     if MANTISSA > 0:
         return 0.0, 1 / _largest_float8(MANTISSA)
@@ -62,16 +64,17 @@ def codes_of(bits, MANTISSA: tl.constexpr):
 
 @triton.jit
 def _to_float8(value, noise, MANTISSA: tl.constexpr, NEAREST: tl.constexpr):
-    """The codes of numbers. Larger numbers than the largest, and NaN, become the largest. noise: 23 random bits."""
+    """The 8-bit float codes of numbers. NaN, and numbers beyond the largest 8-bit float, get the code of the largest.
+    noise: 23 random bits."""
     largest: tl.constexpr = _largest_float8(MANTISSA)
     least: tl.constexpr = _least_float8(MANTISSA)
     absolute = magnitude(value).to(tl.float32, bitcast=True)
     absolute = tl.where(absolute < largest, absolute, largest)
     power = tl.maximum(magnitude(absolute) & INFINITE, least)
-    if NEAREST:  # a sum whose last bit is worth the distance of two codes; ties go to the even one
+    if NEAREST:  # the last bit of this sum is worth the distance between two codes; ties go to the even code
         of_sum = power + ((23 - MANTISSA) << 23)
         code = (absolute + of_sum.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True) - of_sum
-    else:  # 2**23 times the number of distances, exact
+    else:  # the exact number of distances, times 2**23
         factor = ((254 << 23) - (power - ((23 + MANTISSA) << 23))).to(tl.float32, bitcast=True)
         code = ((absolute * factor).to(tl.int32) + noise) >> 23
     code += (power - least) >> (23 - MANTISSA)
@@ -90,9 +93,9 @@ def _from_float8(code, MANTISSA: tl.constexpr):
 
 @triton.jit
 def code_of(x, i, scale, half, key, MANTISSA: tl.constexpr, NEAREST: tl.constexpr):
-    """The codes of elements: the NEAREST ones, or at random one of the two beside an element.
+    """The codes of elements: the nearest code if NEAREST, otherwise one of the two neighbouring codes at random.
 
-    NaN is taken as the lowest whole number, or as the largest float.
+    NaN becomes the lowest integer, or the largest float.
     """
     noise = i * 0 if NEAREST else (word(i, key) >> 9).to(tl.int32)
     if MANTISSA > 0:
@@ -102,7 +105,7 @@ def code_of(x, i, scale, half, key, MANTISSA: tl.constexpr, NEAREST: tl.constexp
         value = x * (reciprocal_of(scale) * highest)
         value = tl.where(value > -highest, value, -highest)
         value = tl.where(value < highest, value, highest)
-        if NEAREST:  # in the lowest bits of such a sum is the nearest whole number
+        if NEAREST:  # the lowest bits of this sum are the nearest integer
             code = ((value + 12582912.0).to(tl.int32, bitcast=True) + highest.to(tl.int32)) & 0xFF
         else:
             code = (value.to(tl.int32) + highest.to(tl.int32) + noise) >> 23
@@ -111,7 +114,7 @@ def code_of(x, i, scale, half, key, MANTISSA: tl.constexpr, NEAREST: tl.constexp
 
 @triton.jit
 def decoded(code, half, MANTISSA: tl.constexpr):
-    """The values of codes, in units."""
+    """The values of codes, as multiples of the unit."""
     if MANTISSA > 0:
         return _from_float8(code, MANTISSA)
     else:  # noqa: RET505 - Triton compiles one branch of the two
@@ -120,20 +123,21 @@ def decoded(code, half, MANTISSA: tl.constexpr):
 
 @triton.jit
 def bytes_of(count, WIDTH: tl.constexpr):
-    """Bytes of packed codes, without a product that may overflow."""
+    """The number of bytes of packed codes, computed without a product that may overflow."""
     return count if WIDTH == 8 else count // 8 * WIDTH + (count % 8 * WIDTH + 7) // 8
 
 
 @triton.jit
 def group_of(i, size):
-    """The begin and the number of codes of the group that holds codes i of a tensor."""
+    """The group that contains codes i of a tensor: its begin, and its number of codes."""
     begin = i // GROUP * GROUP
     return begin, tl.minimum(size - begin, GROUP)
 
 
 @triton.jit
 def _code_in_plane(code, shift, payload, place, size, bits, i, inside, WIDTH: tl.constexpr):
-    """Codes i with the bits of a plane added, if there is a plane of this width; shift and begin of the next plane."""
+    """Codes i with the bits of one plane added, if there is a plane of this width; then the shift and the begin of the
+    next plane."""
     if bits & WIDTH != 0:
         begin, length = group_of(i, size)
         bytes_ = bytes_of(length, WIDTH)
@@ -150,7 +154,7 @@ def _code_in_plane(code, shift, payload, place, size, bits, i, inside, WIDTH: tl
 
 @triton.jit
 def packed_code(payload, place, size, bits, i, inside):
-    """Codes i of a tensor's packed codes, int32."""
+    """Reads codes i of a tensor from its packed codes, as int32."""
     code = i * 0
     shift = tl.zeros((), tl.int32)
     code, shift, place = _code_in_plane(code, shift, payload, place, size, bits, i, inside, 8)
@@ -162,8 +166,8 @@ def packed_code(payload, place, size, bits, i, inside):
 
 @triton.jit
 def packed_bytes(block, size, WIDTH: tl.constexpr, BYTES: tl.constexpr):
-    """The group of codes of each packed byte from number `block` on: its begin in the tensor, its numbers of codes and
-    bytes, and the number of the byte in it."""
+    """For each packed byte from number `block` on: its group's begin in the tensor, the group's number of codes, the
+    group's number of bytes, and the byte's number in the group."""
     byte = block + tl.arange(0, BYTES)
     begin = byte // (64 * WIDTH) * GROUP
     length = tl.minimum(size - begin, GROUP)
@@ -172,6 +176,7 @@ def packed_bytes(block, size, WIDTH: tl.constexpr, BYTES: tl.constexpr):
 
 @triton.jit
 def field_of(begin, length, bytes_, first, end, FIELD: tl.constexpr):
-    """The number of the code in a field of each byte of `packed_bytes`, and whether such a code is below `end`."""
+    """For each byte of `packed_bytes`, the number of the code in one field of the byte, and whether this number is
+    below `end`."""
     place = first + FIELD * bytes_
     return begin + place, (first < bytes_) & (place < length) & (begin + place < end)

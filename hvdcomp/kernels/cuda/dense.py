@@ -1,6 +1,7 @@
-"""Kernels without compression: making x, uncompressed gradients, measurements, and the end of a step.
+"""Kernels that do not compress: they compute x, copy uncompressed gradients, measure, and end a step.
 
-Sums of squares are in double precision: first over each piece, then over each tensor's pieces in their order.
+Sums of squares are in double precision. The squares of each piece are added first, and then the sums of a tensor's
+pieces, in their order.
 """
 
 from hvdcomp.kernels.cuda.language import tl, triton
@@ -45,7 +46,7 @@ def dense_encode(
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     COPIES: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Makes x and, if COPIES, a copy of it in `wire`, where a tensor begins at `values` (elements)."""
+    """Computes x and, if COPIES, copies x to `wire`. In `wire`, a tensor begins at the index `values`."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     largest = tl.zeros((BLOCK,), tl.int32)
     for block in range(start, end, BLOCK):
@@ -60,7 +61,7 @@ def dense_encode(
 
 @triton.jit
 def dense_decode(table, segments, tasks, flag, mean, PIECE: tl.constexpr, BLOCK: tl.constexpr):
-    """Copies means, which lie in the order of `dense_encode`, to the results."""
+    """Copies means to the results. `mean` has the layout of `wire` in `dense_encode`."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     largest = tl.zeros((BLOCK,), tl.int32)
     for block in range(start, end, BLOCK):
@@ -77,7 +78,8 @@ def dense_decode(table, segments, tasks, flag, mean, PIECE: tl.constexpr, BLOCK:
 def dense_keep(
     table, segments, tasks, flag, residuals, FROM: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Sets x to `residuals`, which lie in the order of `dense_encode`, plus the excess of x over a source, if any."""
+    """Sets x to `residuals`. If a source was compressed in place of x, adds the difference between x and the source.
+    `residuals` has the layout of `wire` in `dense_encode`."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     place = entry(table, segments, segment, VALUES)
     for block in range(start, end, BLOCK):
@@ -93,7 +95,7 @@ def dense_keep(
 
 @triton.jit
 def take_off(table, segments, tasks, flag, PIECE: tl.constexpr, BLOCK: tl.constexpr):
-    """Subtracts from x what was sent of it, if that was left to the next step."""
+    """Subtracts from x the values that were sent, if an earlier kernel left this subtraction to the next step."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     sent = floats(table, segments, segment, X_SENT)
     for block in range(start, end, BLOCK):
@@ -110,7 +112,7 @@ def make_and_measure(
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Makes x; the sum of squares of each piece of it."""
+    """Computes x, and the sum of squares of each piece of x."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     largest = tl.zeros((BLOCK,), tl.int32)
     squares = tl.zeros((BLOCK,), tl.float64)
@@ -127,7 +129,7 @@ def make_and_measure(
 
 @triton.jit
 def measure_left(table, segments, tasks, flag, parts, PIECE: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of squares of each piece of the residual, which is x less what this rank sent."""
+    """Computes the sum of squares of each piece of the residual, which is x minus the values that this rank sent."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     sent = floats(table, segments, segment, X_SENT)
     squares = tl.zeros((BLOCK,), tl.float64)
@@ -143,7 +145,7 @@ def measure_left(table, segments, tasks, flag, parts, PIECE: tl.constexpr, BLOCK
 
 @triton.jit
 def add_parts(table, segments, parts, sums, BLOCK: tl.constexpr):
-    """The sums of all pieces of each tensor."""
+    """Adds the sums of all pieces of each tensor."""
     segment = tl.program_id(0)
     tensor_parts = pointer(parts, tl.float64) + entry(table, segments, segment, FIRST_TASK)
     tasks = entry(table, segments, segment, TASKS)
@@ -156,7 +158,7 @@ def add_parts(table, segments, parts, sums, BLOCK: tl.constexpr):
 
 @triton.jit
 def _results(table, segments, segment, TYPE: tl.constexpr):
-    """The address of the results at the end of a step."""
+    """The address of a tensor's results at the end of a step."""
     return entry(table, segments, segment, RESULT if TYPE == FLOAT else NARROWED)
 
 
@@ -173,7 +175,7 @@ def narrow_results(
     table, segments, tasks, flag,
     KEEPS: tl.constexpr, TYPE: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rounds results to the gradients' type of 16 bits. If KEEPS, sets x to its residual plus the rounding error of the
+    """Rounds results to the gradients' 16-bit type. If KEEPS, sets x to the residual plus the rounding error of the
     means."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     largest = tl.zeros((BLOCK,), tl.int32)
@@ -196,7 +198,7 @@ def narrow_results(
 
 @triton.jit
 def _round_left(table, segments, segment, start, end, fails, KEEPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Rounds what is left of a piece of x, or what was kept of it, if the step fails."""
+    """Rounds the residual of a piece of x, or the old residual if the step fails."""
     sent = floats(table, segments, segment, X_SENT)
     for block in range(start, end, BLOCK):
         i = block + tl.arange(0, BLOCK)
@@ -216,13 +218,17 @@ def settle(
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, ADDS: tl.constexpr, PUTS: tl.constexpr, TYPE: tl.constexpr,
     PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Ends a step: notes what was sent of x or, where the residual is rounded, rounds it; if ADDS, adds gradients to
-    their totals.
+    """Ends a step.
 
-    If the step does not count, it adds nothing, but copies the old residual and velocity to where the next step reads
-    them, and puts a NaN into each result: the host does not know whether the step counts, and goes on as if it did.
+    Records the values of x that were sent, or rounds the residual if residuals are kept in 16 bits. If ADDS, adds the
+    gradients to their totals.
 
-    PUTS: whether to copy the results, which lie elsewhere, over the gradients. share: factor of added gradients.
+    If the step does not count, the kernel adds nothing. Instead, the kernel copies the old residual and velocity to
+    where the next step reads them, and writes NaN to each result. The host does not know whether the step counts, and
+    continues as if it did.
+
+    PUTS: whether to copy the results over the gradients, from separate memory. share: the factor by which added
+    gradients are multiplied.
     """
     segment, start, end = piece(table, segments, tasks, PIECE)
     fails = tl.load(pointer(found_inf, tl.float32)) != 0
@@ -266,7 +272,7 @@ def settle(
 
 
 def _make_x(on, sums=None):
-    """sums: float64 (tensors,), gets the sums of squares, if not None."""
+    """Launches a kernel that computes x. sums: if not None, float64 (tensors,), which receives the sums of squares."""
     if sums is None:
         on.pieces(dense_encode, 0, x=True, COPIES=False)
         return

@@ -1,6 +1,6 @@
 """Launches of a bucket's kernels on one device.
 
-No function here waits for the device. The number of launches does not depend on the number of tensors.
+No function in this file waits for the device. The number of launches does not depend on the number of tensors.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from hvdcomp.kernels.tables import SEGMENT, Table
 PIECE = 8192
 """Elements of a program: a multiple of `packing.GROUP`."""
 
-_BLOCK = 1024  # elements that a program works on at a time
-_FLAGS = 64  # in a tensor; few steps need more than one
+_BLOCK = 1024  # number of elements that a program works on at a time
+_FLAGS = 64  # number of flags in one tensor; few steps need more than one tensor of flags
 _LAUNCHERS: dict[str, Callable[..., Any]] = {
     name: launcher
     for module in (
@@ -50,7 +50,7 @@ _interpreter = threading.Lock()  # Triton's interpreter serves one thread at a t
 
 
 def brought(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy of a NumPy array on a device. The copy is asynchronous, so the array must not change."""
+    """A copy of a NumPy array on a device. The copy is asynchronous: do not change the array afterwards."""
     host = torch.from_numpy(array)
     if device.type == "cuda":
         # A copy from pageable memory may wait for the device. PyTorch does not reuse pinned memory until the copy is
@@ -60,11 +60,12 @@ def brought(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def _fields() -> tuple[list[int], list[int]]:
-    """The columns that are fields of 64 bits in `SEGMENT`, and the words at which those lie in a record."""
+    """The 64-bit fields of `SEGMENT`, as columns of the table on the device, and the position of each field in a
+    record, in 64-bit words."""
     columns, words = [], []
     fields = dict(SEGMENT.fields or {})
     for column, name in enumerate(FIELDS):
-        if name in fields and name != "sent_rule":  # which has 32 bits
+        if name in fields and name != "sent_rule":  # `sent_rule` has 32 bits
             columns.append(column)
             words.append(fields[name][1] // 8)
     return columns, words
@@ -79,8 +80,9 @@ class _DeviceTable:
     """The table of a bucket on a device.
 
     Attributes:
-        sent: addresses of the records of what was sent of the kept x and of x, int64 (2, tensors); `x.FIELDS`.
-        table_on_device: the table, as it was last copied.
+        sent: addresses of two records for each tensor, int64 (2, tensors): which values of the kept x were sent, and
+            which values of the current x (`x.FIELDS`).
+        table_on_device: the latest copy of the table.
     """
 
     def __init__(self, table: Table) -> None:
@@ -104,7 +106,7 @@ class _DeviceTable:
         self._columns[columns] = self._words[words]
         self._columns[_SENT_RULE] = self._segments["sent_rule"]
         self._columns[_RECORDS] = self.sent
-        self.table_on_device = brought(self._columns.copy(), device)  # the copy may begin later
+        self.table_on_device = brought(self._columns.copy(), device)  # `.copy()`, because the transfer may begin later
 
 
 class DeviceKernels:
@@ -117,15 +119,16 @@ class DeviceKernels:
             residuals.
 
     Attributes:
-        factor: the factor by which this step multiplies the gradients, float32 (1,) on the device.
-        moves: whether there is momentum correction.
+        factor: the number by which this step multiplies the gradients, float32 (1,) on the device.
+        moves: whether momentum correction is on.
         segments: the table's rows, on the host.
-        rows: the table on the device; after the first call.
-        sent: addresses of records, as in `_DeviceTable`.
-        tasks: number of pieces.
+        rows: the table on the device. This attribute exists after the first call.
+        sent: addresses of the records `_DeviceTable.sent`.
+        tasks: the number of pieces.
         flag: address of a number that becomes NaN if a kernel of the current call finds an inf or NaN.
-        plans: results that depend on the tensors and levels alone, besides the arrays of `static`.
-        room: memory for each call (`scratch`); buckets whose kernels are launched in turn may share it.
+        plans: cached results that depend only on the tensors and levels, in addition to the arrays of `static`.
+        room: memory that a call uses (`scratch`). Buckets may share this memory if their kernels never run at the same
+            time.
     """
 
     interpreting = INTERPRETED
@@ -147,14 +150,14 @@ class DeviceKernels:
         self._pieces = self.static("pieces", lambda: pieces)
         self.factor = self.static("one", lambda: np.ones(1, np.float32))
         tensors = len(table.segments)
-        # Records of what was sent of x, for memories that do not keep them from step to step.
+        # Records of the values sent from x, for memories that do not keep these records from step to step.
         sent = self.static("sent", lambda: np.zeros((2, tensors, 4), np.float32))
         self.sent[:] = sent.data_ptr() + 16 * np.arange(2 * tensors).reshape(2, tensors)
         self.moves = False
         self._flags: torch.Tensor
         self._flags_used = self.flag = 0
         self._aside = Aside(device) if device.type == "cuda" else None
-        self._is_aside = False  # the call under way
+        self._is_aside = False  # whether the current call launches on the side stream
 
     def begin(self, factor: torch.Tensor | None, moves: bool) -> None:
         """Call this before the first kernel of a step."""
@@ -168,18 +171,18 @@ class DeviceKernels:
         return torch.zeros(count, dtype=getattr(torch, dtype), device=self.device)
 
     def scratch(self, name: str, count: int, dtype: str) -> torch.Tensor:
-        """Memory that kernels of one call at a time use."""
+        """Uninitialized memory for the kernels of one call. The next call uses the same memory again."""
         memory = self.room.get(name)
         if memory is None or memory.shape[0] < count:
             memory = self.room[name] = self.zeros(count, dtype)
         return memory
 
     def passing(self, count: int, dtype: str) -> torch.Tensor:
-        """Uninitialized memory for this call alone, which is too large to keep for the next call."""
+        """Uninitialized memory for this call only. Use it for arrays that are too large to keep for the next call."""
         return torch.empty(count, dtype=getattr(torch, dtype), device=self.device)
 
     def static(self, name: str, make: Callable[[], np.ndarray]) -> torch.Tensor:
-        """An array on the device that depends on the tensors and levels alone."""
+        """An array on the device that depends only on the tensors and levels. The array is made once, by `make`."""
         array = self._memory.get(name)
         if array is None:
             array = self._memory[name] = brought(make(), self.device)
@@ -190,8 +193,8 @@ class DeviceKernels:
 
         Args:
             name: name of the operation, a key of a module's `KERNELS`.
-            aside: whether to launch on the side stream, for which the network does not wait; the operation must then
-                neither look for inf or NaN nor use `scratch`.
+            aside: whether to launch on the side stream. Collectives do not wait for the side stream. An operation on
+                the side stream must not look for inf or NaN, and must not use `scratch`.
 
         Returns:
             A flag, float32 (1,) on the device: NaN if the operation has found an inf or NaN, else 0.
@@ -214,7 +217,7 @@ class DeviceKernels:
         return flag
 
     def pieces(self, kernel: Any, *arguments: Any, x: bool = False, **constants: Any) -> None:
-        """Launches a program for each piece of the tensors. x: whether the kernel makes x."""
+        """Launches a program for each piece of the tensors. x: whether the kernel computes x."""
         common: tuple[Any, ...] = (self.rows, len(self.segments), self._pieces, self.flag)
         if x:
             common += self.arguments_of_x()
@@ -223,20 +226,21 @@ class DeviceKernels:
         self.launch(kernel, self.tasks, *common, *arguments, **constants)
 
     def arguments_of_x(self) -> tuple[Any, ...]:
-        """Arguments of `make_x` after the table."""
+        """The arguments of `make_x` that follow the table."""
         return self.factor, self.table.bucket.decay, self.table.bucket.momentum
 
     def constants_of_x(self, makes: bool = True) -> dict[str, int]:
-        """Constants of `make_x`; of a kernel that calls `made` in its place, unless it makes x."""
+        """The constants of `make_x` for a kernel that computes x. If the kernel only reads x with `made`, pass
+        makes=False."""
         origin = self.origin
-        if not makes or origin == SOURCED.value:  # which is read, too
+        if not makes or origin == SOURCED.value:  # a source is read, whether or not the kernel computes x
             return self.constants_of_made() | {"MOMENTUM": False, "NESTEROV": False}
         nesterov = bool(self.table.bucket.nesterov)
         return {"KEEPS": self.keeps, "MOMENTUM": self.moves, "NESTEROV": nesterov, "FROM": origin}
 
     def constants_of_made(self) -> dict[str, int]:
-        """Constants of `made`. What has the same place to it has the same constants, so that kernels are compiled for
-        fewer."""
+        """The constants of `made`. Origins that `made` reads from the same memory get the same constants, so that
+        Triton compiles fewer kernels."""
         keeps = self.keeps > 0
         is_gradient = keeps or not self.narrow
         origin = SOURCED if self.origin == SOURCED.value else FLOAT if is_gradient else HALF
@@ -249,7 +253,8 @@ class DeviceKernels:
 
     @property
     def origin(self) -> int:
-        """The origin of the numbers to compress: `SOURCED`, or the element type of gradients."""
+        """Where the numbers to compress come from: `SOURCED` if they come from a source, otherwise the element type of
+        the gradients."""
         return SOURCED.value if self.segments["source"][0] else self.narrow
 
     def tensors(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
@@ -257,9 +262,9 @@ class DeviceKernels:
         self.launch(kernel, len(self.segments), self.rows, len(self.segments), *arguments, **constants)
 
     def launch(self, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-        """Launches a number of programs, with the addresses of tensor arguments.
+        """Launches `programs` programs. Tensor arguments are passed as addresses.
 
-        Multiplications and additions are not fused, so that results have the bits of the kernels in C.
+        Multiplications and additions are not fused, so that results are bit for bit those of the C kernels.
         """
         numbers = numbers_of(arguments)
         if self._aside is None or not self._is_aside:
@@ -284,10 +289,11 @@ _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 def _launch(function: Callable[..., Any], programs: int, numbers: Sequence[Any], constants: dict[str, Any]) -> None:
     """Launches a kernel on the current device.
 
-    Triton examines each argument of each launch to find the compiled kernel, which takes longer than the launch. Here
-    the types of arguments alone select the kernel, so it is cached.
+    To find the compiled kernel, Triton examines each argument of each launch, which takes longer than the launch. This
+    function uses only the types of the arguments, and caches the kernel that Triton finds.
     """
-    # The types that Triton gives numbers: integers of 32 bits, longer integers, and others. Without a call for each.
+    # The types that Triton gives to numbers: 32-bit integers, longer integers, and other types. A function call for
+    # each number would take longer.
     types = tuple([-(2**31) <= number < 2**31 if type(number) is int else type(number) for number in numbers])
     key = function, triton.runtime.driver.active.get_current_device(), types, *constants.items()
     if key in _compiled:
@@ -302,7 +308,7 @@ def _launch(function: Callable[..., Any], programs: int, numbers: Sequence[Any],
 
 
 def numbers_of(arguments: Sequence[Any]) -> list[Any]:
-    """Arguments of kernels, with addresses in place of tensors."""
+    """The arguments of a kernel, with each tensor replaced by its address."""
     return [
         argument if type(argument) in _NUMBERS or not isinstance(argument, torch.Tensor) else argument.data_ptr()
         for argument in arguments
@@ -311,8 +317,8 @@ def numbers_of(arguments: Sequence[Any]) -> list[Any]:
 
 @functools.cache
 def for_all_numbers(function: Callable[..., Any]) -> Any:
-    """A kernel that is not specialized for arguments that equal 1 or are divisible by 16: addresses and counts change
-    from bucket to bucket, and each compilation would delay a step."""
+    """A kernel that Triton does not specialize for arguments that equal 1 or are divisible by 16. Addresses and counts
+    differ between buckets, and each compilation would delay a step."""
     parameters = inspect.signature(function).parameters.items()
     numbers = [name for name, parameter in parameters if parameter.annotation is not tl.constexpr]
     return triton.jit(function, do_not_specialize=numbers, do_not_specialize_on_alignment=numbers)

@@ -1,11 +1,11 @@
-"""Factors of PowerSGD: kernels that orthonormalize their columns and keep them for the next step.
+"""Factors of PowerSGD: kernels that orthonormalize the columns of the factors, and keep the factors for the next step.
 
-A tensor's `count` is its rank. One array holds the factors P of all tensors of the bucket, and `p_factor` is where this
-tensor's P begins. `q_factor` is the same for the array of all factors Q. `columns` is the number of the matrix's
-columns. Factors lie column by column. Kernels work on tiles, so that no program has a long column alone, by
-Cholesky-QR: the products of all pairs of columns give the orthonormal combinations of the columns. In double precision
-these are closer to orthonormal than the results of modified Gram-Schmidt in single precision, which the other
-implementations of the method use.
+A tensor's `count` is the rank of its matrix approximation. One array holds the factors P of all tensors of the bucket,
+and this tensor's P begins at `p_factor`. `q_factor` is the same for the array of all factors Q. `columns` is the number
+of columns of the matrix. Factors are stored column by column. Kernels work on tiles, so that several programs share a
+long column. The method is Cholesky-QR: it computes the orthonormal columns from the products of all pairs of columns.
+In double precision, the computed columns are closer to orthonormal than those of modified Gram-Schmidt in single
+precision, which the other implementations of PowerSGD use.
 """
 
 import numpy as np
@@ -15,26 +15,28 @@ from hvdcomp.kernels.cuda.language import tl, triton
 from hvdcomp.kernels.cuda.x import COLUMNS, COUNT, INFINITE, P_FACTOR, Q_FACTOR, entry, magnitude, pointer, size_of
 
 SMALLEST = tl.constexpr(limits.SMALLEST_NORM)
-LARGEST = tl.constexpr(1 / limits.SMALLEST_NORM)  # a column of a larger norm is not kept
+LARGEST = tl.constexpr(1 / limits.SMALLEST_NORM)  # a column with a larger norm is not kept
 DEPENDENT = tl.constexpr(1e-10)  # a smaller squared remainder of a column is rounding error
-NOISE = tl.constexpr(5.684341886080802e-14)  # 2**-44: so is one with an error of a few percent in double precision
+# 2**-44: below it, double precision has an error of a few percent, so the remainder counts as rounding error
+NOISE = tl.constexpr(5.684341886080802e-14)
 
 _WIDE_AT_A_TIME = 4096  # products
 _SUMS_AT_A_TIME = 1024
-_TILES_OF_FACTOR = 512, 64  # elements of a column in a tile, at least, and tiles of a factor, at most
+_TILES_OF_FACTOR = 512, 64  # least number of elements of a column in a tile, and largest number of tiles of a factor
 
 
 @triton.jit
 def shape_of(table, segments, segment):
-    """Rows, columns and rank."""
+    """The rows and columns of a tensor's matrix, and the rank of its factors."""
     columns = entry(table, segments, segment, COLUMNS).to(tl.int32)
     return size_of(table, segments, segment) // columns, columns, entry(table, segments, segment, COUNT).to(tl.int32)
 
 
 @triton.jit
 def _tile_of_factor(table, segments, tiles, OF_ROWS: tl.constexpr):
-    """This program's tile of a factor: begin of the factor in the vector of all factors; length and number of its
-    columns; begin and end of the tile in each column; first and number of the factor's tiles."""
+    """Finds this program's tile of a factor. Returns the begin of the factor in the vector of all factors; the length
+    and the number of the factor's columns; the begin and the end of the tile in each column; the factor's first tile;
+    and the factor's number of tiles."""
     tile = pointer(tiles, tl.int64) + 5 * tl.program_id(0)
     segment = tl.load(tile)
     rows, columns, rank = shape_of(table, segments, segment)
@@ -45,8 +47,9 @@ def _tile_of_factor(table, segments, tiles, OF_ROWS: tl.constexpr):
 
 @triton.jit
 def gram(table, segments, tiles, factors, grams, OF_ROWS: tl.constexpr, RANK: tl.constexpr, TALL: tl.constexpr):
-    """The products of all pairs of columns over a tile of a factor, RANK x RANK, in double precision, where products of
-    float32 numbers are exact and neither overflow nor vanish. TALL: elements of each column at a time."""
+    """Computes the products of all pairs of columns in a tile of a factor, RANK x RANK. In double precision, products
+    of float32 numbers are exact, and neither overflow nor become zero. TALL: number of elements of each column that are
+    read at a time."""
     begin, length, rank, first, end, _, _ = _tile_of_factor(table, segments, tiles, OF_ROWS)
     factor = pointer(factors, tl.float32) + begin
     k = tl.arange(0, RANK)
@@ -62,8 +65,9 @@ def gram(table, segments, tiles, factors, grams, OF_ROWS: tl.constexpr, RANK: tl
 
 @triton.jit
 def _inverse_root(products, rank, RANK: tl.constexpr):
-    """The matrix T for which F T has orthonormal columns, from the products of the columns of a factor F: the inverse
-    of the Cholesky factor. A column of T is zero if that of F is zero or depends on earlier columns."""
+    """The matrix T for which F T has orthonormal columns, computed from the products of the columns of a factor F. T is
+    the inverse of the Cholesky factor. A column of T is zero if the column of F is zero or depends linearly on earlier
+    columns."""
     i = tl.arange(0, RANK)
     of_row = tl.sqrt(tl.sum(tl.where(i[:, None] == i[None, :], products, 0.0), 1))
     of_column = tl.sqrt(tl.sum(tl.where(i[:, None] == i[None, :], products, 0.0), 0))
@@ -72,12 +76,12 @@ def _inverse_root(products, rank, RANK: tl.constexpr):
     products = products * by_row[:, None] * by_column[None, :]
     inverse = tl.zeros((RANK, RANK), tl.float64)
     for k in range(0, rank):
-        # Gram-Schmidt on coefficients, whose inner product is that of the columns.
+        # Gram-Schmidt on the coefficients. `products` defines their inner product, so it equals that of the columns.
         column = tl.sum(tl.where(i[None, :] == k, products, 0.0), 1)
         along = tl.sum(inverse * column[:, None], 0)
         remaining = tl.sum(tl.where(i == k, column, 0.0), 0) - tl.sum(along * along, 0)
         direction = tl.where(i == k, 1.0, 0.0) - tl.sum(inverse * along[None, :], 1)
-        independent = (remaining > DEPENDENT) & (remaining > tl.sum(direction * direction, 0) * NOISE)  # not so of NaN
+        independent = (remaining > DEPENDENT) & (remaining > tl.sum(direction * direction, 0) * NOISE)  # False for NaN
         direction = tl.where(independent, direction / tl.sqrt(tl.where(independent, remaining, 1.0)), 0.0)
         inverse = tl.where(i[None, :] == k, direction[:, None], inverse)
     return inverse * by_row[:, None]
@@ -85,7 +89,7 @@ def _inverse_root(products, rank, RANK: tl.constexpr):
 
 @triton.jit
 def _reciprocal(norm):
-    """Reciprocals of norms; zero for a norm that counts as zero, or that float32 cannot hold."""
+    """The reciprocals of norms. Zero for a norm that counts as zero, or is too large for float32."""
     narrow = norm.to(tl.float32)
     holds = (narrow > SMALLEST) & (magnitude(narrow) < INFINITE)
     return tl.where(holds, 1.0 / tl.where(holds, norm, 1.0), 0.0)
@@ -96,13 +100,13 @@ def orthogonalize(
     table, segments, tiles, grams, factors, unit,
     OF_ROWS: tl.constexpr, RANK: tl.constexpr, TALL: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """A tile of orthonormal columns with the span of a factor's columns, from the products of all its tiles. Dependent
-    columns become zero. TOGETHER: tiles whose products are added at a time."""
+    """Computes a tile of orthonormal columns with the same span as the factor's columns, from the products of all
+    tiles. Dependent columns become zero. TOGETHER: number of tiles whose products are added at a time."""
     begin, length, rank, first, end, first_tile, count = _tile_of_factor(table, segments, tiles, OF_ROWS)
     k = tl.arange(0, RANK)
     products = tl.zeros((RANK, RANK), tl.float64)
     parts = pointer(grams, tl.float64) + first_tile * RANK * RANK
-    # Each program adds them up and inverts their root by itself, so that none waits for another.
+    # Each program adds up all products and inverts the root itself, so that no program waits for another.
     for tile in range(0, count, TOGETHER):
         number = tile + tl.arange(0, TOGETHER)
         at = number[:, None, None] * (RANK * RANK) + k[None, :, None] * RANK + k[None, None, :]
@@ -122,8 +126,8 @@ def lowrank_keep(
     table, segments, tiles, grams, fresh, old, following,
     OF_ROWS: tl.constexpr, RANK: tl.constexpr, TALL: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the columns of P (OF_ROWS) or Q for the next step: fresh columns, but the old one in place of a fresh
-    column that is zero or too large. grams: products of the fresh columns."""
+    """Writes a tile of the columns of P (OF_ROWS) or Q for the next step. Each column is the fresh column, or the old
+    column if the fresh column is zero or too large. grams: products of the fresh columns."""
     begin, length, rank, first, end, first_tile, count = _tile_of_factor(table, segments, tiles, OF_ROWS)
     k = tl.arange(0, RANK)
     squares = tl.zeros((RANK,), tl.float64)
@@ -144,7 +148,7 @@ def lowrank_keep(
 
 
 def rank_of(on):
-    """The highest rank, as a power of two."""
+    """The highest rank of the bucket, rounded up to a power of two."""
     return 1 << (int(on.segments["count"].max()) - 1).bit_length()
 
 
@@ -155,7 +159,7 @@ def shapes_of(on):
 
 
 def _tiles(on, of_rows):
-    """The tiles of all P, or of all Q."""
+    """The tiles of the factors P of all tensors (of_rows), or of all factors Q."""
     least, most = _TILES_OF_FACTOR
     tiles: list[tuple[int, ...]] = []
     for number, shape in enumerate(shapes_of(on)):
@@ -167,8 +171,8 @@ def _tiles(on, of_rows):
 
 
 def _products(on, factors, of_rows):
-    """Launches `gram` for all P (of_rows) or all Q. Returns the number of programs, first arguments and constants for
-    other launches on the same tiles."""
+    """Launches `gram` for all P (of_rows) or all Q. Returns what other launches on the same tiles need: the number of
+    programs, the first arguments and the constants."""
     rank = rank_of(on)
     tiles = on.static(f"tiles of {'P' if of_rows else 'Q'}", lambda: _tiles(on, of_rows))
     programs = tiles.shape[0]
@@ -181,7 +185,7 @@ def _products(on, factors, of_rows):
 
 
 def orthonormal(on, factors, unit, of_rows):
-    """Launches `orthogonalize` from all P (of_rows) or all Q to `unit`."""
+    """Launches `orthogonalize`, which reads all P (of_rows) or all Q and writes to `unit`."""
     programs, common, constants = _products(on, factors, of_rows)
     on.launch(orthogonalize, programs, *common, factors, unit, **constants)
 

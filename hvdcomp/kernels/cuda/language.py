@@ -1,7 +1,8 @@
-"""Triton, loaded so that it works in one process with TensorFlow.
+"""Triton, loaded in a way that works in one process with TensorFlow.
 
-TensorFlow 2.20 and later export the symbols of their LLVM to every library that is loaded after them. Triton has its
-own LLVM and then ends the process. Bound to its own symbols first (RTLD_DEEPBIND), Triton works.
+TensorFlow 2.20 and later export the symbols of their LLVM to every library that is loaded after TensorFlow. Triton
+contains another version of LLVM, and crashes if it uses TensorFlow's symbols. Triton works if its libraries prefer
+their own symbols (RTLD_DEEPBIND).
 """
 
 import os

@@ -1,7 +1,7 @@
-"""PowerSGD: matrices M = P Q' of each tensor, M with `columns` columns; `factors` describes P and Q.
+"""PowerSGD approximates each tensor, as a matrix M with `columns` columns, by P Q'. `factors` describes P and Q.
 
-A sum over a matrix is a sum over tiles, whose partial sums are added in their order, without atomic additions, so that
-every run gives the same bits.
+To sum over a matrix, kernels sum over tiles, and then add the tiles' sums in a fixed order. The kernels use no atomic
+additions, so that every run gives the same bits.
 """
 
 import numpy as np
@@ -26,8 +26,9 @@ from hvdcomp.kernels.cuda.x import (
 
 _TILE_OF_P = 16, 1024  # rows and columns
 _TILE_OF_Q = 256, 64
-_LEAST_ACROSS = 16, 4  # columns of a tile of P at a time, so that loads are of whole sectors; rows of one of Q
-_AT_A_TIME = 2048  # products, where there may be so few: their sums are what takes registers
+# fewest columns of a tile of P at a time, so that loads read whole sectors; fewest rows of a tile of Q
+_LEAST_ACROSS = 16, 4
+_AT_A_TIME = 2048  # number of products, if the tile allows so few; their sums need most of the registers
 _SUMS_AT_A_TIME = 4096
 
 
@@ -38,11 +39,12 @@ def multiply(
     MAKES_X: tl.constexpr, OF_ROWS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """The partial sums of a tile of M for P = M Q, or for Q = M' P if OF_ROWS; makes x, too, if MAKES_X.
+    """Computes the partial sums of a tile of M for P = M Q, or for Q = M' P if OF_ROWS.
 
-    A tile is a tensor, a first row, a first column, and the place of its partial sums: RANK of them for each element of
-    the factor. ACROSS: elements of the tile at a time along the summed dimension. The ACROSS sums are only added at the
-    end, because threads must exchange them for that.
+    Also computes x if MAKES_X. A tile is a tensor, a first row, a first column, and the place of its partial sums (RANK
+    sums for each element of the factor). ACROSS: number of elements of the tile that are read at a time along the
+    summed dimension. The kernel keeps ACROSS separate sums and adds them only at the end, because threads must exchange
+    data for this addition.
     """
     tile = pointer(tiles, tl.int64) + 4 * tl.program_id(0)
     segment = tl.load(tile)
@@ -102,7 +104,8 @@ def add_tiles(
 ):  # fmt: skip
     """Adds the partial sums of the tiles in one strip of a matrix, TOGETHER tiles at a time.
 
-    A strip is a tensor, a first element of the factor, the begin of its partial sums, and its number of tiles.
+    A strip is described by a tensor, a first element of the factor, the begin of its partial sums, and its number of
+    tiles.
     """
     strip = pointer(strips, tl.int64) + 4 * tl.program_id(0)
     segment = tl.load(strip)
@@ -152,7 +155,7 @@ def lowrank_decode(table, segments, tasks, flag, p, q, KEEPS: tl.constexpr, PIEC
 
 def _tiles(on, of_rows, rank):
     """The tiles of all matrices, their strips, and the number of partial sums."""
-    # P has strips of rows, Q of columns. The partial sums of a strip's tiles are adjacent.
+    # The strips of P consist of rows, and the strips of Q of columns. The partial sums of a strip's tiles are adjacent.
     tiles, strips, end = [], [], 0
     steps = _TILE_OF_Q[::-1] if of_rows else _TILE_OF_P
     for number, shape in enumerate(shapes_of(on)):
@@ -172,7 +175,7 @@ def _multiply(on, factors, unit, product, makes_x, of_rows):
 
 
 def multiplied(on, factors, product, makes_x, of_rows):
-    """Launches P = M Q for all tensors, or Q = M' P if `of_rows`; makes x, too, if `makes_x`."""
+    """Launches P = M Q for all tensors, or Q = M' P if `of_rows`. Also computes x if `makes_x`."""
     rank = rank_of(on)
     name = f"{'rows' if of_rows else 'columns'} of {rank}"
     if name not in on.plans:

@@ -1,7 +1,7 @@
-"""Codes that are fractions of a scale: QSGD, whose scales are norms of `length` neighbouring elements each; block
-quantizers, whose scales are the largest magnitudes of `length` elements; and TernGrad, with one scale for a tensor.
+"""Codes that are fractions of a scale. In QSGD, a scale is the norm of `length` neighbouring elements. In block
+quantizers, a scale is the largest magnitude of `length` elements. TernGrad has one scale for each tensor.
 
-Codes of `count` bits of each tensor begin at `codes` of a payload (`codes.py`), and its float scales at `scales`.
+In a payload, a tensor's codes of `count` bits begin at `codes` (`codes.py`), and its float scales begin at `scales`.
 """
 
 import numpy as np
@@ -41,8 +41,9 @@ from hvdcomp.kernels.cuda.x import (
     size_of,
 )
 
-_RUNS = 8192  # elements of a program that finds scales
-_LEAST = 512  # with 128 elements of one scale at a time an H200 took a sixth longer than with 512 of several
+_RUNS = 8192  # number of elements that one program of `find_scales` reads
+# reading 512 elements of several scales at a time is a sixth faster on an H200 than reading 128 of one scale
+_LEAST = 512
 
 
 @triton.jit
@@ -51,8 +52,9 @@ def find_scales(
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     NORMS: tl.constexpr, TOGETHER: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Makes x and the scales of `length` elements each: NORMS, or else largest magnitudes. A task is a tensor, a first
-    scale and a number of scales; TOGETHER scales are found at a time, from WIDE elements of each at a time."""
+    """Computes x, and a scale for each run of `length` elements: their norm if NORMS, otherwise their largest
+    magnitude. A task is a tensor, a first scale and a number of scales. A program computes TOGETHER scales at a time,
+    and reads WIDE elements of each at a time."""
     task = pointer(tasks, tl.int64) + 3 * tl.program_id(0)
     segment = tl.load(task)
     first = tl.load(task + 1).to(tl.int32)
@@ -63,7 +65,7 @@ def find_scales(
     for number in range(0, count, TOGETHER):
         run = number + tl.arange(0, TOGETHER)
         begin = (first + run) * length
-        long = tl.where(run < count, tl.minimum(size - begin, length), 0)  # where a whole one ends may be beyond 2**31
+        long = tl.where(run < count, tl.minimum(size - begin, length), 0)  # not begin + length, which may exceed 2**31
         squares = tl.zeros((TOGETHER,), tl.float64)
         largest = tl.zeros((TOGETHER, WIDE), tl.int32)
         for column in range(0, length, WIDE):
@@ -88,7 +90,7 @@ def terngrad_measure(
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Makes x; the sum of squares of each piece and the bits of its largest magnitude."""
+    """Computes x, and for each piece the sum of squares and the bits of the largest magnitude."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     largest = tl.zeros((BLOCK,), tl.int32)
     total = tl.zeros((), tl.float64)
@@ -106,9 +108,9 @@ def terngrad_measure(
 
 @triton.jit
 def terngrad_scale(table, segments, payload, squares, maxima, clip, CLIPS: tl.constexpr, BLOCK: tl.constexpr):
-    """The scale of each tensor: its largest magnitude, or less.
+    """Computes the scale of each tensor: its largest magnitude, or the clipping bound if this is smaller.
 
-    clip: in standard deviations, an array of one double.
+    clip: the clipping bound in standard deviations, an array of one double.
     """
     segment = tl.program_id(0)
     first = entry(table, segments, segment, FIRST_TASK)
@@ -134,8 +136,9 @@ def _pack_plane(
     WIDTH: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, NEAREST: tl.constexpr, KEEPS: tl.constexpr,
     FROM: tl.constexpr, LEAVES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Packs a plane of a piece's codes, if their bits have one of this width; returns the next plane's shift and begin.
-    LEAVES: whether to subtract the values of the codes from x, which requires that there is no other plane."""
+    """Packs the plane of `WIDTH` bits of a piece's codes. If the codes have no plane of `WIDTH` bits, packs nothing.
+    Returns `shift` and `place` for the next plane. LEAVES: whether to subtract the values of the codes from x; allowed
+    only if there is no other plane."""
     bits = entry(table, segments, segment, COUNT).to(tl.int32)
     if bits & WIDTH != 0:
         size = size_of(table, segments, segment)
@@ -171,8 +174,8 @@ def codes_encode(
     PLANE: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, NEAREST: tl.constexpr, KEEPS: tl.constexpr,
     FROM: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Packs codes of x, which is made, by scales, which are known; subtracts the values of the codes from x. PLANE: the
-    width of the only plane of all codes; 0 if some have several."""
+    """Packs the codes of x, and subtracts the values of the codes from x. Earlier kernels have computed x and the
+    scales. PLANE: the width of the only plane of all codes; 0 if some codes have several planes."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     shift = tl.zeros((), tl.int32)
     place = entry(table, segments, segment, CODES)
@@ -199,7 +202,7 @@ def codes_encode(
             1, BITS, MANTISSA, NEAREST, KEEPS, FROM, False, BLOCK,
         )  # fmt: skip
     if KEEPS and PLANE == 0:
-        tl.debug_barrier()  # others of this program may still read x
+        tl.debug_barrier()  # other threads of this program may still read x
         key = entry(table, segments, segment, KEY)
         scales = pointer(payload + entry(table, segments, segment, SCALES), tl.float32)
         half, unit = codes_of(entry(table, segments, segment, COUNT), MANTISSA)
@@ -219,7 +222,7 @@ def codes_decode(
     table, segments, tasks, flag, payloads, ranks, row: tl.int64, share, length,
     BITS: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The mean of the values of the ranks' codes, in rank order; for codes of any number of bits."""
+    """The mean of the values of the ranks' codes, added in rank order. Codes may have any number of bits."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     size = size_of(table, segments, segment)
     bits = entry(table, segments, segment, COUNT).to(tl.int32)
@@ -248,7 +251,8 @@ def plane_decode(
     table, segments, tasks, flag, payloads, ranks, row: tl.int64, share, length,
     PLANE: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`codes_decode` of codes with one plane, of this width: byte by byte, with less to compute."""
+    """Like `codes_decode`, but for codes with a single plane of width PLANE. This kernel works byte by byte and
+    computes less."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     size = size_of(table, segments, segment)
     place = entry(table, segments, segment, CODES)
@@ -277,7 +281,7 @@ def plane_decode(
 
 
 def _plane(on, mantissa):
-    """The width of the only plane of all tensors' codes; 0 if some have several."""
+    """The width of the only plane of all tensors' codes; 0 if some codes have several planes."""
     if mantissa:
         return 8
     bits = np.unique(on.segments["count"])
@@ -285,14 +289,16 @@ def _plane(on, mantissa):
 
 
 def _bits(on, length):
-    """Bits of the shift from an element's number to that of its scale; -1 if that takes a division."""
+    """The number of bits by which to shift an element's number to get the number of its scale; -1 if this needs a
+    division."""
     if length >= int(on.segments["size"].max()):
         return 31
     return length.bit_length() - 1 if length & (length - 1) == 0 else -1
 
 
 def _block(most, plane, bits):
-    """Elements that a program works on at a time: those of one scale, if that is enough work for its threads."""
+    """The number of elements that a program works on at a time: the elements of one scale, if they are enough work for
+    the program's threads."""
     enough = plane and bits >= 0 and 1 << bits >= max(_LEAST, 1024 // plane)
     return min(most, 1 << bits) if enough else most
 
@@ -310,7 +316,8 @@ def _encode_runs(on, length, payload, norms, mantissa=0, nearest=False):
 
 
 def find_runs(on, length, payload, norms):
-    """Launches `find_scales` for runs of `length` elements; returns `length`, or the largest tensor's size if less."""
+    """Launches `find_scales` for runs of `length` elements. Returns `length`, or the size of the largest tensor if this
+    is smaller."""
     length = min(length, int(on.segments["size"].max()))
     at_once = _RUNS if on.interpreting else 1024
     wide = min(triton.next_power_of_2(length), at_once)
@@ -345,7 +352,7 @@ def _encode_terngrad(on, clip, payload):
 def _decode_codes(on, length, mantissa, first, ranks, row):
     plane, bits = _plane(on, mantissa), _bits(on, length)
     arguments = first, ranks, row, 1 / ranks, length
-    if plane:  # with fewer bytes at a time more programs have registers
+    if plane:  # fewer bytes at a time leave registers for more programs
         block = _block(on.block // 2 if plane == 8 else on.block, plane, bits)
         on.pieces(plane_decode, *arguments, PLANE=plane, BITS=bits, MANTISSA=mantissa, BLOCK=block)
     else:

@@ -1,4 +1,4 @@
-"""Natural compression, whose elements become powers of two, and Global-QSGD, whose ranks share a scale."""
+"""Natural compression, which rounds elements to powers of two, and Global-QSGD, in which all ranks share a scale."""
 
 from hvdcomp.kernels.cuda.codes import bytes_of, field_of, packed_bytes, reciprocal_of
 from hvdcomp.kernels.cuda.language import tl, triton
@@ -32,7 +32,7 @@ from hvdcomp.kernels.cuda.x import (
 
 @triton.jit
 def _power(exponent, negative):
-    """The power of two of an exponent's byte, with a sign."""
+    """The signed power of two that an exponent's byte stands for."""
     return ((exponent << 23) | (negative << 31)).to(tl.float32, bitcast=True)
 
 
@@ -42,8 +42,8 @@ def natural_encode(
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Makes x; packs its signs at `signs` and its exponents, a byte each, at `exponents`. An exponent is rounded
-    at random: random bits are added below it, and only the carry stays."""
+    """Computes x. Packs the signs of x at `signs`, and the exponents of x, one byte each, at `exponents`. Exponents are
+    rounded at random: random bits are added to the bits below the exponent, and the carry decides."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     size = size_of(table, segments, segment)
     key = entry(table, segments, segment, KEY)
@@ -77,7 +77,7 @@ def natural_encode(
 def natural_decode(
     table, segments, tasks, flag, payloads, ranks, row: tl.int64, share, PIECE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The mean of the ranks' powers of two, in rank order."""
+    """The mean of the ranks' powers of two, added in rank order."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     size = size_of(table, segments, segment)
     place = entry(table, segments, segment, EXPONENTS)
@@ -108,7 +108,7 @@ def global_measure(
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Makes x; the bits of the largest magnitude of each piece."""
+    """Computes x, and the bits of the largest magnitude of each piece."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     largest = tl.zeros((BLOCK,), tl.int32)
     for block in range(start, end, BLOCK):
@@ -122,7 +122,7 @@ def global_measure(
 
 @triton.jit
 def global_maxima(table, segments, maxima, scales, BLOCK: tl.constexpr):
-    """The largest magnitude of each tensor."""
+    """Computes the largest magnitude of each tensor."""
     segment = tl.program_id(0)
     first = entry(table, segments, segment, FIRST_TASK)
     tasks = entry(table, segments, segment, TASKS)
@@ -135,7 +135,8 @@ def global_maxima(table, segments, maxima, scales, BLOCK: tl.constexpr):
 
 @triton.jit
 def _digits(table, segments, segment, start, end, ranks):
-    """Bits of a digit, digits of a word, words of the tensor, first and end word of a piece, and levels of one rank."""
+    """Returns the bits of a digit; the digits in a word; the words of the tensor; the first word of a piece, and the
+    word after the last one; and the levels of one rank."""
     bits = entry(table, segments, segment, COUNT).to(tl.int32)
     size = size_of(table, segments, segment)
     fields = 32 // bits
@@ -150,7 +151,8 @@ def global_encode(
     table, segments, tasks, flag, scales, ranks, digits,
     KEEPS: tl.constexpr, FROM: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Words of digits. NaN is taken as the lowest digit. Word i of n holds the elements i, i + n, i + 2 n, ..."""
+    """Packs digits into words. NaN becomes the lowest digit. Word i of n words holds the elements i, i + n, i + 2 n,
+    ..."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     size = size_of(table, segments, segment)
     key = entry(table, segments, segment, KEY)
@@ -179,7 +181,7 @@ def global_encode(
 
 @triton.jit
 def global_decode(table, segments, tasks, flag, scales, ranks, digits, PIECE: tl.constexpr, BLOCK: tl.constexpr):
-    """Means of the values of sums of words."""
+    """Computes the means from the sums of the ranks' words."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     size = size_of(table, segments, segment)
     bits, fields, words, first, last, levels = _digits(table, segments, segment, start, end, ranks)
@@ -187,7 +189,7 @@ def global_decode(table, segments, tasks, flag, scales, ranks, digits, PIECE: tl
     largest_sum = (levels * ranks).to(tl.int32)
     of_all = largest_sum.to(tl.float32)
     unit = tl.load(pointer(scales, tl.float32) + segment) * tl.div_rn(of_all * 0 + 1.0, of_all)
-    # With the largest sum added to each digit, all are positive and lie in bits of their own.
+    # The largest possible sum is added to each digit. Then all digits are positive and each has bits of its own.
     offset = tl.zeros((), tl.int32)
     for field in range(0, fields):
         offset += largest_sum << (field * bits).to(tl.int32)

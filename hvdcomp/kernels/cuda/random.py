@@ -1,7 +1,8 @@
-"""Random-k: the j-th drawn element of a tensor is the one to which a keyed bijection maps j.
+"""Random-k: a keyed bijection maps j to the index of the j-th drawn element of a tensor.
 
-The bijection is that of `distinct_indices` in `hvdcomp/compressors/randomness.py`, shifted by `shift`. Every kernel
-computes the places of drawn elements again, so nothing is sorted and no places are kept. Values lie in the order of j.
+The bijection is the one of `distinct_indices` in `hvdcomp/compressors/randomness.py`, shifted by `shift`. Every kernel
+computes the places of drawn elements again, so nothing is sorted and no places are stored. Values are stored in the
+order of j.
 """
 
 import numpy as np
@@ -27,12 +28,12 @@ from hvdcomp.kernels.cuda.x import (
     size_of,
 )
 
-_CHUNK = 1024  # elements that a program draws
+_CHUNK = 1024  # number of elements that a program draws
 
 
 @triton.jit
 def _mixed(half, key, WIDTH: tl.constexpr):
-    """The highest WIDTH bits of a mixed word, where WIDTH is the other half's number of bits."""
+    """The highest WIDTH bits of a hash of one half of a number. WIDTH is the number of bits of the other half."""
     word = half * 0x9E3779B9 + key.to(tl.uint32)
     word = (word ^ (word >> 16)) * 0x21F0AAAD
     word = (word ^ (word >> 15) ^ (key >> 32).to(tl.uint32)) * 0xD35A2D97
@@ -41,7 +42,8 @@ def _mixed(half, key, WIDTH: tl.constexpr):
 
 @triton.jit
 def _permuted(number, bits, key):
-    """A permutation of the numbers below 2**bits, uint32: a Feistel network of eight rounds."""
+    """The image of a number, uint32, under a keyed permutation of the numbers below 2**bits: a Feistel network of eight
+    rounds."""
     low = bits // 2
     left = number >> low
     right = number & ((low * 0 + 1 << low) - 1)
@@ -55,7 +57,8 @@ def _permuted(number, bits, key):
 
 @triton.jit
 def _drawn(table, segments, chunks, CHUNK: tl.constexpr):
-    """This program's tensor; the numbers of its draws; their places in the tensor; and a mask of the valid ones."""
+    """Returns this program's tensor; the numbers of the program's draws; the places of the drawn elements in the
+    tensor; and a mask of the valid draws."""
     chunk = pointer(chunks, tl.int64) + 3 * tl.program_id(0)
     segment = tl.load(chunk)
     number = tl.load(chunk + 1).to(tl.int32) + tl.arange(0, CHUNK)
@@ -77,13 +80,14 @@ def random_take(
     table, segments, flag, chunks, wire, sent, scales, bound,
     KEEPS: tl.constexpr, FROM: tl.constexpr, HALF: tl.constexpr, UNBIASED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Values of the drawn elements of x, which is made: in `wire` as sent, in `sent` as receivers read them."""
+    """Writes the values of the drawn elements of x to `wire`, in the format that is sent, and to `sent`, as receivers
+    decode them. Earlier kernels have computed x."""
     segment, number, i, valid = _drawn(table, segments, chunks, CHUNK)
     x = made(table, segments, segment, i, valid, KEEPS, FROM)
     if UNBIASED:
         x *= tl.load(pointer(scales, tl.float32) + segment)
     found = magnitude(x)
-    if HALF and UNBIASED and not KEEPS:  # clipped, it would be biased
+    if HALF and UNBIASED and not KEEPS:  # clipping would make the estimate biased
         found = tl.where(tl.abs(x) > bound, INFINITE, found)
     report(flag, tl.where(valid, found, 0))
     at = entry(table, segments, segment, VALUES) + number
@@ -107,21 +111,21 @@ def zero_results(table, segments, tasks, flag, PIECE: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def random_put(table, segments, flag, chunks, mean, HALF: tl.constexpr, CHUNK: tl.constexpr):
-    """Writes the means of the drawn elements to the results, which hold zeros."""
+    """Writes the means of the drawn elements to the results, which contain zeros."""
     segment, number, i, valid = _drawn(table, segments, chunks, CHUNK)
     at = entry(table, segments, segment, VALUES) + number
     if HALF:
         value = tl.load(pointer(mean, tl.float16) + at, mask=valid, other=0.0).to(tl.float32)
     else:
         value = tl.load(pointer(mean, tl.float32) + at, mask=valid, other=0.0)
-    # Added to zero, as by the kernel in C, -0.0 is 0.0.
+    # The C kernel adds the mean to zero, so -0.0 becomes 0.0.
     tl.store(floats(table, segments, segment, RESULT) + i, value + 0.0, mask=valid)
     report(flag, magnitude(value))
 
 
 @triton.jit
 def random_keep(table, segments, flag, chunks, sent, MASKING: tl.constexpr, CHUNK: tl.constexpr):
-    """Subtracts the sent values from x. MASKING: ends the momentum of these elements."""
+    """Subtracts the sent values from x. MASKING: whether to set the velocity of these elements to zero."""
     segment, number, i, valid = _drawn(table, segments, chunks, CHUNK)
     value = tl.load(pointer(sent, tl.float32) + entry(table, segments, segment, VALUES) + number, mask=valid, other=0.0)
     x = floats(table, segments, segment, X) + i
@@ -131,10 +135,11 @@ def random_keep(table, segments, flag, chunks, sent, MASKING: tl.constexpr, CHUN
 
 
 def _launch(on, kernel, *arguments, **constants):
-    """Launches a program for each chunk of draws: a tensor, the first draw's number, and the bits of a number."""
+    """Launches a program for each chunk of draws. A chunk is a tensor, the number of the first draw, and the number of
+    bits of an index."""
 
     def make():
-        fewest = 6  # bits: with fewer, not all choices are equally likely
+        fewest = 6  # bits; with fewer bits, not all choices are equally likely
         pairs = zip(on.segments["size"].tolist(), on.segments["count"].tolist(), strict=True)
         chunks = [
             (tensor, first, max(fewest, (size - 1).bit_length()))

@@ -1,7 +1,8 @@
-"""EDEN: blocks of elements, rotated at random, as one of few levels each, as in `src/isa_quant_rotated.c`.
+"""EDEN: rotates blocks of elements at random, and rounds each element to one of a few levels, as in
+`src/isa_quant_rotated.c`.
 
-Butterflies are in the same order as there, so that rotations have the same bits. They need no `tl.dot`, which gives
-zeros in float16 on devices of compute capability 7.0.
+Butterflies run in the same order as in this C file, so that rotations have the same bits. This file avoids `tl.dot`,
+which gives zeros in float16 on devices of compute capability 7.0.
 """
 
 from hvdcomp.kernels.cuda.codes import SMALLEST_SCALE, packed_code
@@ -28,19 +29,20 @@ from hvdcomp.kernels.cuda.x import (
     word,
 )
 
-_ROW = tl.constexpr(8)  # places for the levels of a number of bits
-_BORDERS = tl.constexpr(40)  # the place of the first border
+_ROW = tl.constexpr(8)  # table row: room for the levels of codes of one number of bits
+_BORDERS = tl.constexpr(40)  # the place of the first border between levels
 
 
 @triton.jit
 def _pairs(x, APART: tl.constexpr, LENGTH: tl.constexpr):
-    """Of LENGTH elements, those at i and at i + APART of each 2 * APART."""
+    """Pairs of elements that are APART from each other: the lower and the upper half of each run of 2 * APART
+    elements."""
     return tl.split(tl.permute(tl.reshape(x, (LENGTH // (2 * APART), 2, APART)), (0, 2, 1)))
 
 
 @triton.jit
 def _butterflies(x, APART: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums and differences of elements APART from each other."""
+    """The sums and differences of elements that are APART from each other."""
     a, b = _pairs(x, APART, BLOCK)
     return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (BLOCK,))
 
@@ -55,27 +57,27 @@ def _rotate(x, LOG: tl.constexpr):
 
 @triton.jit
 def _flip(x, i, key):
-    """Elements i of a tensor times their random signs."""
+    """Multiplies elements i of a tensor by their random signs."""
     sign = (word(i // 32, key) >> (i % 32).to(tl.uint32)) << 31
     return (x.to(tl.uint32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _sums(x, APART: tl.constexpr, LENGTH: tl.constexpr):
-    """Sums of elements APART from each other."""
+    """The sums of elements that are APART from each other."""
     a, b = _pairs(x, APART, LENGTH)
     return tl.reshape(a + b, (LENGTH // 2,))
 
 
 @triton.jit
 def _sums_of_eight(x, BLOCK: tl.constexpr):
-    """Sums of eight elements each, 64 apart, of each 512."""
+    """In each run of 512 elements, the sums of eight elements that are 64 apart."""
     return _sums(_sums(_sums(x, 256, BLOCK), 128, BLOCK // 2), 64, BLOCK // 4)
 
 
 @triton.jit
 def _value(code, levels, bits, scale):
-    """The numbers of codes, before they are rotated back."""
+    """The values of codes before the inverse rotation."""
     level = tl.load(levels + bits * _ROW + (code >> 1))
     signed = (level.to(tl.int32, bitcast=True) ^ (code << 31)).to(tl.float32, bitcast=True)
     return signed * scale
@@ -83,10 +85,11 @@ def _value(code, levels, bits, scale):
 
 @triton.jit
 def _pack_plane(code, bits, shift, place, first, padded, payload, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Packs a plane of a block's codes, if they have one of this width; returns the next plane's shift and begin."""
+    """Packs the plane of `WIDTH` bits of a block's codes. If the codes have no plane of `WIDTH` bits, packs nothing.
+    Returns `shift` and `place` for the next plane."""
     if bits & WIDTH != 0:
         fields: tl.constexpr = 8 // WIDTH
-        row: tl.constexpr = 64 * WIDTH  # bytes of a group of 512 codes
+        row: tl.constexpr = 64 * WIDTH  # number of bytes of a group of 512 codes
         parts = tl.reshape((code >> shift) & ((1 << WIDTH) - 1), (BLOCK // 512, fields, row))
         packed = tl.sum(parts << (tl.arange(0, fields) * WIDTH)[None, :, None], 1)
         byte = first // 8 * WIDTH + tl.arange(0, BLOCK // 8 * WIDTH)
@@ -102,7 +105,7 @@ def eden_encode(
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     PIECE: tl.constexpr, BLOCK: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
-    """Makes x, its codes and the scales of blocks; if KEEPS, subtracts from x what was sent.
+    """Computes x, its codes and the scales of blocks. If KEEPS, subtracts the sent values from x.
 
     levels: as in `hvdcomp/compressors/quantization_rotated.py`.
     """
@@ -131,7 +134,7 @@ def eden_encode(
             code += 2 * larger.to(tl.int32)
         product = tl.sum(_sums_of_eight(absolute * level, BLOCK).to(tl.float64), 0)
         inverse = tl.where(product > 0, 1 / tl.where(product > 0, product, 1.0), 0.0)
-        # Times 1, or NaN where the product is infinite.
+        # The last factor is 1, or NaN if the product is infinite.
         scale = (squares * inverse * (1 + 0 * product)).to(tl.float32)
         scale = tl.where(norm <= SMALLEST_SCALE, 0.0, scale)
         tl.store(scales + block // BLOCK, scale)
@@ -154,7 +157,7 @@ def eden_decode(
     table, segments, tasks, flag, payloads, ranks, row: tl.int64, share, levels,
     PIECE: tl.constexpr, BLOCK: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
-    """The mean of the ranks' blocks, in rank order, rotated back once."""
+    """The mean of the ranks' blocks, added in rank order. The inverse rotation is applied once, to the mean."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     bits = entry(table, segments, segment, COUNT).to(tl.int32)
     key = entry(table, segments, segment, KEY)

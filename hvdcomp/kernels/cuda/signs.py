@@ -1,4 +1,4 @@
-"""Signs that are decoded to one of two values, and signs that vote.
+"""Two kinds of signs: signs that are decoded to one of two values, and signs that are votes.
 
 Element i of a tensor is bit i % 8 of byte i / 8. A tensor's bits begin at `signs` of a payload.
 """
@@ -31,7 +31,7 @@ from hvdcomp.kernels.tables import POSITIVE
 
 @triton.jit
 def _store_bits(payload, place, block, end, bits, BLOCK: tl.constexpr):
-    """Packs a block's bits. The block begins at a multiple of 8."""
+    """Packs the bits of a block, which must begin at a multiple of 8."""
     bytes_ = tl.sum(tl.reshape(bits.to(tl.int32), (BLOCK // 8, 8)) << tl.arange(0, 8)[None, :], 1)
     i = tl.arange(0, BLOCK // 8)
     tl.store(pointer(payload, tl.uint8) + place + block // 8 + i, bytes_.to(tl.uint8), mask=block + 8 * i < end)
@@ -39,7 +39,7 @@ def _store_bits(payload, place, block, end, bits, BLOCK: tl.constexpr):
 
 @triton.jit
 def _bits(payload, place, i, inside):
-    """Bits i of packed bits."""
+    """Reads bits i from packed bits."""
     return (tl.load(pointer(payload, tl.uint8) + place + i // 8, mask=inside, other=0).to(tl.int32) >> (i % 8)) & 1
 
 
@@ -49,8 +49,9 @@ def two_values_encode(
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     STRICTLY: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Makes x and packs its signs; for each piece, the shares of the mean magnitude of elements above and below zero,
-    and the number of elements above. Magnitudes are divided before they are added, so that no sum overflows."""
+    """Computes x and packs its signs. For each piece, computes what its elements above zero, and its elements below
+    zero, add to the mean magnitude, and counts the elements above zero. Magnitudes are divided before they are added,
+    so that no sum overflows."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     size = size_of(table, segments, segment)
     share = tl.div_rn(tl.full((), 1.0, tl.float32), size.to(tl.float32))
@@ -78,7 +79,7 @@ def two_values_encode(
 
 @triton.jit
 def two_values(table, segments, payload, sums, counts, STRICTLY: tl.constexpr, BLOCK: tl.constexpr):
-    """The values of each tensor, from the sums of its pieces."""
+    """Computes the two values of each tensor from the sums of its pieces."""
     segment = tl.program_id(0)
     first = entry(table, segments, segment, FIRST_TASK)
     tasks = entry(table, segments, segment, TASKS)
@@ -98,7 +99,7 @@ def two_values(table, segments, payload, sums, counts, STRICTLY: tl.constexpr, B
         below = size - above
         sent_above = (upper * (size.to(tl.float64) / tl.maximum(above, 1).to(tl.float64))).to(tl.float32)
         sent_below = (lower * (size.to(tl.float64) / tl.maximum(below, 1).to(tl.float64))).to(tl.float32)
-        sent_below = tl.where(below > 0, sent_below * -1.0, 0.0)  # -x is 0 - x to Triton, which is no -0.0
+        sent_below = tl.where(below > 0, sent_below * -1.0, 0.0)  # Triton computes -x as 0 - x, which never gives -0.0
         tl.store(values + 1, sent_below)
     else:
         sent_above = (upper + lower).to(tl.float32)
@@ -113,7 +114,7 @@ def two_values_decode(
     table, segments, tasks, flag, payloads, ranks, row: tl.int64, share,
     STRICTLY: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The mean of the values of the ranks' bits, in rank order."""
+    """The mean of the values that the ranks' bits stand for, added in rank order."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     place = entry(table, segments, segment, SIGNS)
     values_at = entry(table, segments, segment, SCALES)
@@ -134,8 +135,8 @@ def two_values_decode(
     report(flag, largest)
 
 
-# Votes. A tensor is a matrix of `count` columns; the bits of its rows' votes begin at `row_votes` of a payload, and
-# its rows' votes, a byte each, at `votes` of scratch memory.
+# Votes. A tensor is a matrix of `count` columns. Each row votes or does not vote. In a payload, one bit for each row
+# begins at `row_votes`. In scratch memory, one byte for each row begins at `votes`.
 
 
 @triton.jit
@@ -144,7 +145,7 @@ def votes_encode(
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     STRICTLY: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Makes x and packs its signs; writes a byte of 1 for each row with a nonzero element."""
+    """Computes x and packs its signs. Writes a byte of 1 for each row that has a nonzero element."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     columns = entry(table, segments, segment, COUNT).to(tl.int32)
     rows = pointer(votes, tl.uint8) + entry(table, segments, segment, VOTES)
@@ -156,14 +157,15 @@ def votes_encode(
         largest = tl.maximum(largest, magnitude(x))
         positive = (x > 0 if STRICTLY else x >= 0) & inside
         _store_bits(payload, entry(table, segments, segment, SIGNS), block, end, positive, BLOCK)
-        # Several programs may write a row's vote, all the same.
+        # Several programs may write a row's vote, but all write the same value.
         tl.store(rows + i // columns, tl.full((BLOCK,), 1, tl.uint8), mask=inside & (x != 0))
     report(flag, largest)
 
 
 @triton.jit
 def votes_close(table, segments, tasks, flag, payload, votes, PIECE: tl.constexpr, BLOCK: tl.constexpr):
-    """Clears the bits of rows that do not vote, whose elements are all zero, and packs the votes."""
+    """Packs the rows' votes, and clears the sign bits of rows that do not vote. A row does not vote if all its elements
+    are zero."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     columns = entry(table, segments, segment, COUNT).to(tl.int32)
     rows = size_of(table, segments, segment) // columns
@@ -171,7 +173,7 @@ def votes_close(table, segments, tasks, flag, payload, votes, PIECE: tl.constexp
     bits_at = entry(table, segments, segment, SIGNS)
     votes_at = entry(table, segments, segment, ROW_VOTES)
     last_row = (end - 1) // columns
-    all_vote = tl.full((BLOCK,), 1, tl.uint8)  # as is usual: then there is nothing to clear
+    all_vote = tl.full((BLOCK,), 1, tl.uint8)  # the usual case, in which there is nothing to clear
     for first_row in range(start // columns, last_row + 1, BLOCK):
         row = first_row + tl.arange(0, BLOCK)
         all_vote = tl.minimum(all_vote, tl.load(row_votes + row, mask=row <= last_row, other=1))
@@ -182,7 +184,7 @@ def votes_close(table, segments, tasks, flag, payload, votes, PIECE: tl.constexp
             voting = tl.load(row_votes + i // columns, mask=inside, other=0) != 0
             positive = (_bits(payload, bits_at, i, inside) != 0) & voting
             _store_bits(payload, bits_at, block, end, positive, BLOCK)
-    # A piece packs the votes of the rows that have the numbers of its elements.
+    # The program of elements start to end also packs the votes of rows start to end.
     for block in range(start, tl.minimum(end, rows), BLOCK):
         i = block + tl.arange(0, BLOCK)
         cast = tl.load(row_votes + i, mask=(i < end) & (i < rows), other=0) != 0
@@ -193,7 +195,7 @@ def votes_close(table, segments, tasks, flag, payload, votes, PIECE: tl.constexp
 def votes_decode(
     table, segments, tasks, flag, payloads, ranks, row: tl.int64, PIECE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The sign of the majority, 0 in a tie."""
+    """The sign of the majority of the ranks; 0 if there is a tie."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     columns = entry(table, segments, segment, COUNT).to(tl.int32)
     for block in range(start, end, BLOCK):
@@ -210,7 +212,7 @@ def votes_decode(
 
 @triton.jit
 def votes_keep(table, segments, tasks, flag, payload, PIECE: tl.constexpr, BLOCK: tl.constexpr):
-    """Subtracts this rank's votes from x."""
+    """Subtracts from x the signs that this rank voted for."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     columns = entry(table, segments, segment, COUNT).to(tl.int32)
     for block in range(start, end, BLOCK):

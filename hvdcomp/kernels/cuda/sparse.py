@@ -1,8 +1,9 @@
-"""Encoding of sparsifiers: k elements of each tensor, in the order of their indices, and the residual in x.
+"""Encoding of sparsifiers. Packs k elements of each tensor in the order of their indices, and leaves the residual in x.
 
 `src/sparse.h` describes the payload. `sparse_select` finds two magnitudes for each tensor. All elements that reach the
-upper one are sent. The other elements come from those between the two magnitudes: the first in index order, or, if the
-method allows more of them than it needs (`LIMITED`), the largest of these first ones, and the first among equal ones.
+upper magnitude are sent. If fewer than k elements reach the upper magnitude, the first elements between the two
+magnitudes, in index order, are also sent. With `LIMITED`, only a limited number of elements, the first in index order,
+are eligible. The largest eligible elements are sent, and among equal elements the first.
 """
 
 import numpy as np
@@ -55,14 +56,15 @@ from hvdcomp.kernels.cuda.x import (
     to_bits,
 )
 
-_SMALL = 512  # tensors up to this size have no sample for their floor
-_SAMPLE = 2048  # elements of a tensor from which its floor comes, at most
-_LOOKED_AT = 512  # candidates that a program works on at a time
+_SMALL = 512  # tensors up to this size get no floor from a sample
+_SAMPLE = 2048  # largest number of elements in the sample that gives a tensor's floor
+_LOOKED_AT = 512  # number of candidates that a program works on at a time
 
 
 @triton.jit
 def _counted(chosen, first, count):
-    """Sums of the two counts of `count_chosen` over `count` pieces: elements surely sent, and eligible elements."""
+    """The two counts of `count_chosen`, each summed over `count` pieces: elements that are certainly sent, and elements
+    of which only the first are sent."""
     surely = tl.zeros((SPAN,), tl.int32)
     eligible = tl.zeros((SPAN,), tl.int32)
     for block in range(0, count, SPAN):
@@ -75,7 +77,8 @@ def _counted(chosen, first, count):
 
 @triton.jit
 def _missing(table, segments, segment, chosen):
-    """Number of elements of a tensor to send besides those surely sent; and the number surely sent."""
+    """The number of elements of a tensor that are sent in addition to those certainly sent, and the number certainly
+    sent."""
     first = entry(table, segments, segment, FIRST_TASK)
     surely, _ = _counted(chosen, first, entry(table, segments, segment, TASKS).to(tl.int32))
     return entry(table, segments, segment, COUNT).to(tl.int32) - surely, surely
@@ -86,10 +89,10 @@ def _limits(
     table, segments, segment, start, choices, state, histograms, between,
     LIMITED: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """For elements between the two magnitudes: their number in earlier pieces, the number of eligible ones (the first
-    in index order), and the least magnitude that is sent. All are 0 without LIMITED.
+    """Returns three numbers about the elements between the two magnitudes: the number of such elements in earlier
+    pieces, the number of eligible elements (the first in index order), and the least magnitude that is sent.
 
-    between: counts of `count_chosen` without LIMITED.
+    All three are 0 without LIMITED. between: counts of `count_chosen` without LIMITED.
     """
     before = tl.zeros((), tl.int32)
     eligible = before
@@ -107,8 +110,8 @@ def _limits(
 
 @triton.jit
 def _classes(bits, valid, low, high, before, eligible, least, LIMITED: tl.constexpr):
-    """Two masks of 0 and 1, of elements surely sent and of elements of which only the first are sent; and `before` for
-    the elements that follow."""
+    """Two masks of 0 and 1: for elements that are certainly sent, and for elements of which only the first are sent.
+    The third result is `before` for the next block."""
     surely = (valid & (bits >= high)).to(tl.int32)
     between = (valid & (bits >= low)).to(tl.int32) - surely
     if LIMITED:
@@ -124,7 +127,7 @@ def count_chosen(
     table, segments, tasks, flag, choices, state, histograms, places, counts, between, chosen,
     LIMITED: tl.constexpr, KEEPS: tl.constexpr, FROM: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Counts, in each piece, the elements surely sent and the elements of which only the first are sent."""
+    """Counts in each piece the elements that are certainly sent, and the elements of which only the first are sent."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     whole = load_state(state, segment, WHOLE)
     low = load_state(state, segment, LOW)
@@ -152,7 +155,8 @@ def count_eligible_digits(
     table, segments, tasks, flag, choices, state, histograms, places, counts, between,
     DIGIT: tl.constexpr, KEEPS: tl.constexpr, FROM: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The histogram of a digit of eligible elements between the two magnitudes, unless these are neighbours."""
+    """Adds up the histogram of one digit of the eligible elements between the two magnitudes. Does nothing if no
+    magnitude lies between the two."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     low = load_state(state, segment, LOW)
     high = load_state(state, segment, HIGH)
@@ -178,7 +182,7 @@ def count_eligible_digits(
 
 @triton.jit
 def _packed(chosen, first, count, missing):
-    """Number of elements that `count` pieces send, and how many of these are not surely sent."""
+    """The number of elements that `count` pieces send, and how many of them are not certainly sent."""
     surely, tied = _counted(chosen, first, count)
     tied = tl.minimum(tied, missing)
     return surely + tied, tied
@@ -190,8 +194,8 @@ def pack_chosen(
     TYPE: tl.constexpr, MASKING: tl.constexpr, LIMITED: tl.constexpr,
     KEEPS: tl.constexpr, FROM: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Packs values, indices and the counts of blocks, and subtracts sent values from x. MASKING: ends the momentum of
-    these elements."""
+    """Packs values, indices and the counts of blocks, and subtracts the sent values from x. MASKING: whether to set the
+    velocity of these elements to zero."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     whole = load_state(state, segment, WHOLE)
     low = load_state(state, segment, LOW)
@@ -244,10 +248,11 @@ def pack_chosen(
 
 
 def _choices(on, selection):
-    """Parameters of each tensor, in the rows that `sparse_select` numbers, with lines and rank of the floor's sample.
+    """The parameters of each tensor, in the rows that `sparse_select` numbers.
 
-    The rank is several standard deviations above the expected one, so that too few elements hardly ever reach the
-    floor. A tensor has no sample if it is small or if nearly all of it is needed.
+    Two of them are the number of lines in the floor's sample, and the rank of the floor in the sample. This rank is
+    several standard deviations above the expected rank, so that the floor hardly ever lets too few elements pass. A
+    tensor has no sample if it is small, or if nearly all its elements are sent.
     """
     sizes = on.segments["size"]
     lines = np.where(sizes > _SMALL, np.minimum(_SAMPLE, sizes // 4) // LINE.value, 0)

@@ -1,8 +1,9 @@
-"""The mean of the elements that the ranks sent, in one launch, whatever the number of ranks.
+"""The mean of the elements that the ranks sent, in a single launch for any number of ranks.
 
-A program works on one piece of a tensor. A rank sends a tensor's elements in the order of their indices, so those of
-one piece are adjacent, and a binary search, for all ranks at once, finds them. The program fills its piece with zeros
-and adds to it rank after rank, as the kernel in C does, so that results have the same bits.
+A program works on one piece of a tensor. A rank sends a tensor's elements in the order of their indices, so the
+elements of one piece are adjacent. A binary search finds a rank's elements in a piece for all ranks at once. The
+program fills its piece with zeros, and then adds one rank after the other. The C kernel does the same, so results have
+the same bits.
 """
 
 from hvdcomp.kernels.cuda.language import tl, triton
@@ -24,14 +25,14 @@ from hvdcomp.kernels.cuda.x import (
     size_of,
 )
 
-COUNTED = tl.constexpr(65536)  # elements of a block of `sparse_payload`
-_COUNTS = 1024  # of blocks, of all ranks together, that a program adds up at a time
-_CHUNK = 256  # elements of a rank that it adds at a time
+COUNTED = tl.constexpr(65536)  # number of elements in a block of `sparse_payload`
+_COUNTS = 1024  # how many counts of blocks, over all ranks, a program adds up at a time
+_CHUNK = 256  # how many elements of one rank a program adds at a time
 
 
 @triton.jit
 def _indices(address, number, width, mask):
-    """Sent indices: in the tensor, or in a block of it."""
+    """Reads sent indices, which count from the begin of the tensor, or of a block."""
     if width == 2:
         index = tl.load(pointer(address, tl.int16) + number, mask=mask, other=0).to(tl.int32) & 0xFFFF
     else:
@@ -41,8 +42,9 @@ def _indices(address, number, width, mask):
 
 @triton.jit
 def _reaching(address, width, low, high, bound):
-    """One step of a binary search for the first number whose index reaches the bound: the next `low` and `high`."""
-    middle = low + (high - low) // 2  # their sum may be beyond 2**31
+    """One step of a binary search for the first sent element whose index reaches the bound. Returns the next `low` and
+    `high`."""
+    middle = low + (high - low) // 2  # not (low + high) // 2, which may exceed 2**31
     searching = low < high
     below = searching & (_indices(address, middle, width, searching) < bound)
     return tl.where(below, middle + 1, low), tl.where(below, high, middle)
@@ -52,8 +54,8 @@ def _reaching(address, width, low, high, bound):
 def _ranges(table, segments, segment, start, origin, payloads, ranks, PIECE: tl.constexpr, COUNTS: tl.constexpr):
     """The first and the end of each rank's sent elements in the piece that begins at `start`.
 
-    origin: begin of these elements' block in the tensor, 0 if there are no blocks.
-    payloads: addresses, (at least ranks,).
+    origin: the begin of the block in the tensor, 0 if there are no blocks. payloads: addresses, at least one for each
+    rank.
     """
     rank = tl.arange(0, payloads.shape[0])
     count = entry(table, segments, segment, COUNT).to(tl.int32)
@@ -88,7 +90,8 @@ def sparse_decode(
     TYPE: tl.constexpr, RANKS: tl.constexpr, COUNTS: tl.constexpr, CHUNK: tl.constexpr,
     PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Means of the ranks' sent elements. Payloads are `row` bytes apart."""
+    """Computes the means of the ranks' sent elements. row: distance in bytes between the payloads of consecutive
+    ranks."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     result = floats(table, segments, segment, RESULT)
     for block in range(start, end, BLOCK):

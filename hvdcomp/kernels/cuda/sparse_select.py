@@ -1,14 +1,16 @@
-"""The two magnitudes that bound what a sparsifier sends of each tensor, from a sample, candidates and histograms.
+"""Finds two magnitudes for each tensor. A sparsifier sends all elements above the upper one, and none below the lower
+one.
 
-A sample of x gives a floor that slightly more elements reach than are needed. The pass that makes x notes the places of
-these candidates, about 2 in 100 elements if 1 in 100 is sent. All later passes read the candidates alone. If the sample
-was misleading, all elements of the tensor are candidates. The same kernels run whatever the numbers are.
+A sample of x gives a floor: a magnitude that slightly more elements reach than are sent. The elements that reach the
+floor are the candidates, about 2 % of all elements if 1 % is sent. The pass that computes x records the places of the
+candidates, and all later passes read only the candidates. If the sample was misleading, all elements of the tensor are
+candidates. The launches do not depend on the data.
 
-Magnitudes are compared by their bits. The magnitude that k elements reach is found digit by digit, from the highest: a
-histogram of a digit's values among the elements with the digits found so far says which value comes next. A method that
-searches for a threshold asks of each threshold whether less than k elements reach it, and whether more than `most` do.
-The magnitudes that k and that `most` + 1 elements reach answer that for all thresholds at once, so nothing is counted
-in the search itself (`decide`).
+Magnitudes are compared by their bits. The magnitude that k elements reach is found digit by digit, beginning with the
+highest digit. In each pass, a histogram counts the values of the next digit among the elements that begin with the
+digits found so far. A method may search for a threshold that at least k and at most `most` elements reach. Two
+magnitudes answer this question for every threshold: the magnitude that k elements reach, and the magnitude that `most`
++ 1 elements reach. Therefore the search (`decide`) counts nothing itself.
 """
 
 from hvdcomp.kernels import tables
@@ -42,33 +44,35 @@ RANK = tl.constexpr(5)
 
 # Slots of the state of each tensor, int32, which the kernels fill.
 NOTED = tl.constexpr(0)  # number of candidates
-SAMPLED = tl.constexpr(1)  # of these, the number in the sample of the method itself
-FLOOR = tl.constexpr(2)  # bits; 0 if there are no candidates but all elements
-LOW = tl.constexpr(3)  # bits that all sent elements reach
-HIGH = tl.constexpr(4)  # bits; all elements that reach them are sent
-WHOLE = tl.constexpr(5)  # whether all elements must be looked at
-DIGITS = tl.constexpr(8)  # of each query and number of digits: the digits, and how many elements of them are asked for
+SAMPLED = tl.constexpr(1)  # how many candidates are in the sample of the method itself
+FLOOR = tl.constexpr(2)  # bits; 0 if all elements are candidates
+LOW = tl.constexpr(3)  # bits; all sent elements reach this magnitude
+HIGH = tl.constexpr(4)  # bits; all elements that reach this magnitude are sent
+WHOLE = tl.constexpr(5)  # whether the kernels must look at all elements
+# two words for each (query, digit count): the digits found so far, and the rank still wanted among elements that begin
+# with them
+DIGITS = tl.constexpr(8)
 STATE = tl.constexpr(8 + 2 * 4 * 4)
 
-# Queries: a method has the first one or more; the last is the query of the choice among eligible elements.
+# Queries. A method uses the first one or more. The last query chooses among eligible elements.
 QUERIES = tl.constexpr(4)
 ELIGIBLE = tl.constexpr(3)
 
-LINE = tl.constexpr(16)  # elements of the sample that lie behind each other
-BINS = tl.constexpr(256)  # values of a digit: bits 23 to 30, 15 to 22, 7 to 14, 0 to 6
-SPAN = tl.constexpr(512)  # pieces of a tensor whose numbers a program adds up at a time
+LINE = tl.constexpr(16)  # number of adjacent elements of the sample
+BINS = tl.constexpr(256)  # number of values of a digit; the digits are bits 23 to 30, 15 to 22, 7 to 14, 0 to 6
+SPAN = tl.constexpr(512)  # number of pieces of a tensor whose numbers a program adds up at a time
 MOST_BITS = tl.constexpr(0x7FFFFFFE)
 
 
 @triton.jit
 def bits_of(x):
-    """The bits of magnitudes, capped so that the next larger integer is in range."""
+    """The bits of magnitudes, limited so that the next larger integer still fits int32."""
     return tl.minimum(magnitude(x), MOST_BITS)
 
 
 @triton.jit
 def load_state(state, segment, SLOT: tl.constexpr):
-    """A slot of a tensor's state."""
+    """Reads a slot of a tensor's state."""
     return tl.load(pointer(state, tl.int32) + segment * STATE + SLOT)
 
 
@@ -86,8 +90,8 @@ def draw_floors(
 ):  # fmt: skip
     """Draws the floor of each tensor and sets its counters to zero.
 
-    The sample consists of lines, one from each of equal parts of the tensor, at places that are independent of rows and
-    channels.
+    The tensor is divided into equal parts, and the sample has one line of each part. The places of the lines do not
+    repeat with rows or channels.
     """
     segment = tl.program_id(0)
     counts = pointer(histograms, tl.int32) + segment.to(tl.int64) * (QUERIES * 4 * BINS)
@@ -106,10 +110,10 @@ def draw_floors(
         i = (line * part + place) * LINE + number % LINE
         x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, FROM)
         bits = tl.where(inside, bits_of(x), -1)
-        for step in range(0, 20):  # with the bits below, hardly fewer elements would be candidates
+        for step in range(0, 20):  # more bits would hardly reduce the number of candidates
             higher = floor | (1 << (30 - step))
             floor = tl.where(tl.sum((bits >= higher).to(tl.int32), 0) >= rank, higher, floor)
-        floor = tl.maximum(floor, 1)  # where most are zeros, all others are candidates
+        floor = tl.maximum(floor, 1)  # if most elements are zero, all nonzero elements are candidates
     store_state(state, segment, FLOOR, floor)
 
 
@@ -119,9 +123,10 @@ def note_candidates(
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     METHOD: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Makes x; notes the number and places of the elements in each piece that reach the floor.
+    """Computes x, and records the number and the places of the candidates in each piece.
 
-    sums, largest: sum (float64) and maximum (bits) of the magnitudes of each piece, if the method needs them.
+    sums, largest: the sum (float64) and the maximum (bits) of the magnitudes of each piece, written only if the method
+    needs them.
     """
     segment, start, end = piece(table, segments, tasks, PIECE)
     task = tl.program_id(0)
@@ -161,7 +166,8 @@ def note_candidates(
 
 @triton.jit
 def _misled(choices, segments, state, segment, METHOD: tl.constexpr):
-    """1 if all elements must be looked at, because the candidates do not answer everything, else 0."""
+    """1 if the kernels must look at all elements because the candidates are too few to answer all queries; otherwise
+    0."""
     few = load_state(state, segment, NOTED) < entry(choices, segments, segment, NEED)
     if METHOD == FROM_SAMPLE:
         few = few | (load_state(state, segment, SAMPLED) < entry(choices, segments, segment, REACHING))
@@ -170,14 +176,15 @@ def _misled(choices, segments, state, segment, METHOD: tl.constexpr):
 
 @triton.jit
 def looked_at(counts, start, end, whole):
-    """How many elements of this program's piece are looked at."""
+    """How many elements of this program's piece the kernels look at."""
     noted = tl.load(pointer(counts, tl.int32) + tl.program_id(0))
     return tl.where(whole != 0, end - start, noted)
 
 
 @triton.jit
 def looked_at_where(places, start, number, entries, whole, PIECE: tl.constexpr):
-    """Places in the tensor of the elements that are looked at, by their numbers; and a mask of the valid ones."""
+    """The places in the tensor of the elements with these numbers, among the elements that the kernels look at; and a
+    mask of the valid ones."""
     valid = number < entries
     piece_places = pointer(places, tl.int16) + tl.program_id(0).to(tl.int64) * PIECE
     noted = tl.load(piece_places + number, mask=number < tl.where(whole != 0, 0, entries), other=0).to(tl.int32)
@@ -186,20 +193,21 @@ def looked_at_where(places, start, number, entries, whole, PIECE: tl.constexpr):
 
 @triton.jit
 def digit_of(bits, DIGIT: tl.constexpr):
-    """A digit of magnitudes, and all digits above it."""
+    """One digit of magnitudes, and all digits above this digit."""
     if DIGIT == 3:
         digit, higher = bits & 127, bits >> 7
     else:
-        digit, higher = (bits >> (23 - 8 * DIGIT)) & 255, bits >> (23 - 8 * DIGIT) >> 8  # a shift by 31 is the most
+        # both shifts together are at most 31: a longer shift is undefined
+        digit, higher = (bits >> (23 - 8 * DIGIT)) & 255, bits >> (23 - 8 * DIGIT) >> 8
     return digit, higher
 
 
 @triton.jit
 def digits_of(state, histograms, segment, needed, stores, QUERY: tl.constexpr, DIGIT: tl.constexpr):
-    """The first `DIGIT` digits of the least magnitude that `wanted` elements reach.
+    """The first `DIGIT` digits of the magnitude that `needed` elements reach.
 
-    The previous launch made the histogram of the last of these digits, and one of its programs noted the digits above.
-    stores: whether this program notes them for the next launch.
+    The previous launch made the histogram of the last of these digits, and one of its programs stored the digits above.
+    stores: whether this program stores the digits for the next launch.
     """
     digits = tl.zeros((), tl.int32)
     if DIGIT > 0:
@@ -227,12 +235,13 @@ def add_histogram(histograms, segment, counts, QUERY: tl.constexpr, DIGIT: tl.co
     """Adds this program's counts to a histogram."""
     histogram = (segment.to(tl.int64) * QUERIES + QUERY) * 4 + DIGIT
     at = pointer(histograms, tl.int32) + histogram * BINS + tl.arange(0, BINS)
-    tl.atomic_add(at, counts, mask=counts > 0, sem="relaxed")  # another order would make all memory wait
+    # any other memory order would make all memory accesses wait
+    tl.atomic_add(at, counts, mask=counts > 0, sem="relaxed")
 
 
 @triton.jit
 def _needed_by(table, choices, segments, segment, QUERY: tl.constexpr):
-    """Number of elements that must reach the magnitude of a query: k; one more than a threshold may let through; or a
+    """The number of elements that must reach the magnitude of a query. Depending on the query: k, `most` + 1, or a
     share of the method's sample."""
     if QUERY == 0:
         needed = entry(table, segments, segment, COUNT)
@@ -249,7 +258,7 @@ def count_digits(
     METHOD: tl.constexpr, DIGIT: tl.constexpr,
     KEEPS: tl.constexpr, FROM: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The histogram of a digit, for each query of the method."""
+    """Adds up the histogram of one digit for each query of the method."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     whole = _misled(choices, segments, state, segment, METHOD)
     entries = looked_at(counts, start, end, whole)
@@ -277,8 +286,8 @@ def _bits_of_threshold(threshold):
 
 @triton.jit
 def _narrowed(threshold, low, high, goes_on, least, beyond):
-    """A test of a threshold, as of `Bracket` in `hvdcomp/compressors/thresholds.py`: the nearest thresholds on either
-    side, whether too few elements reach it, and whether the search goes on."""
+    """Tests a threshold, like `Bracket` in `hvdcomp/compressors/thresholds.py`. Returns the nearest thresholds on
+    either side, whether too few elements reach the threshold, and whether the search continues."""
     bits = _bits_of_threshold(threshold)
     too_few = bits > least
     too_many = bits <= beyond
@@ -289,8 +298,8 @@ def _narrowed(threshold, low, high, goes_on, least, beyond):
 
 @triton.jit
 def decide(table, segments, choices, state, histograms, sums, largest, rounds, METHOD: tl.constexpr):
-    """Sets `LOW` and `HIGH` of each tensor: to bits that select exactly the k largest elements, or, if the search
-    found no good threshold, to the thresholds on either side of k."""
+    """Sets `LOW` and `HIGH` of each tensor. The thresholds select exactly the k largest elements. If the search found
+    no good threshold, they are the nearest thresholds that select more and fewer than k elements."""
     segment = tl.program_id(0)
     least = digits_of(state, histograms, segment, 0, False, 0, 4)
     lowest = least
@@ -310,7 +319,8 @@ def decide(table, segments, choices, state, histograms, sums, largest, rounds, M
         peak = top.to(tl.float32, bitcast=True).to(tl.float64)
         size = size_of(table, segments, segment)
         beyond = digits_of(state, histograms, segment, 0, False, 1, 4)
-        beyond = tl.where(entry(choices, segments, segment, MOST) >= size, -1, beyond)  # never too many
+        # then there are never too many elements
+        beyond = tl.where(entry(choices, segments, segment, MOST) >= size, -1, beyond)
         low = tl.zeros((), tl.float64)
         high = low + float("inf")
         goes_on = tl.full((), 1, tl.int32)
@@ -333,7 +343,8 @@ def decide(table, segments, choices, state, histograms, sums, largest, rounds, M
                 tried = tl.minimum(high, peak)
                 untried = (following > low) & (following <= tried)
                 threshold = tl.where(untried, following, (low + tried) * 0.5)
-        # A threshold that k elements reach, and not too many, is as good as the k-th largest: k of these are sent.
+        # A threshold that k elements reach, but not too many, is as good as the k-th largest: k of these elements are
+        # sent.
         missed = (_bits_of_threshold(high) > least) & (top < INFINITE)
         lowest = tl.where(missed, _bits_of_threshold(low), least)
         highest = tl.where(missed, _bits_of_threshold(high), highest)

@@ -1,7 +1,9 @@
-"""Blocks that all ranks send together: one sort of the blocks of all tensors chooses them, and a program moves each.
+"""Blocks for which all ranks agree to send the same ones. One sort of the blocks of all tensors chooses the blocks, and
+a program copies each chosen block.
 
-A block has `length` elements. The last block of a tensor may have fewer and is padded with zeros. If blocks are judged
-by norms, the norms of a tensor begin at `scales` (bytes). Sketches are products like those of PowerSGD (`factors`).
+A block has `length` elements. The last block of a tensor may have fewer elements and is padded with zeros. If blocks
+are chosen by their norms, the norms of a tensor begin at byte `scales`. Sketches are products like those of PowerSGD
+(`factors`).
 """
 
 import numpy as np
@@ -29,13 +31,14 @@ from hvdcomp.kernels.cuda.x import (
     size_of,
 )
 
-_MOST_AT_A_TIME = 1024  # elements of a block
+_MOST_AT_A_TIME = 1024  # number of elements of a block
 
 
 @triton.jit
 def _slot(table, segments, slots, chosen):
-    """This program's tensor; the begin of its block on the wire and in the tensor; the block's length, and the number
-    of its elements inside the tensor. A slot is a tensor and a begin on the wire."""
+    """Returns this program's tensor; the begin of the program's block on the wire, and in the tensor; the block's
+    length; and the number of the block's elements that are inside the tensor. A slot is a tensor and a begin on the
+    wire."""
     slot = pointer(slots, tl.int64) + 2 * tl.program_id(0)
     segment = tl.load(slot)
     length = entry(table, segments, segment, LENGTH)
@@ -49,8 +52,8 @@ def together_take(
     table, segments, slots, chosen, wire,
     KEEPS: tl.constexpr, FROM: tl.constexpr, TYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copies a block of x, which is made, to the wire and subtracts what is sent from x. TYPE: of elements on the
-    wire."""
+    """Copies a block of x to the wire, and subtracts the sent values from x. An earlier kernel has computed x. TYPE:
+    the type of elements on the wire."""
     segment, place, start, length, inside = _slot(table, segments, slots, chosen)
     for block in range(0, length, BLOCK):
         j = block + tl.arange(0, BLOCK)
@@ -69,7 +72,7 @@ def together_take(
 
 @triton.jit
 def together_put(table, segments, flag, slots, chosen, mean, TYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """Writes the means of a block, of TYPE, to the results, which hold zeros."""
+    """Writes the means of a block, which have type TYPE, to the results, which contain zeros."""
     segment, place, start, _, inside = _slot(table, segments, slots, chosen)
     result = floats(table, segments, segment, RESULT) + start
     largest = tl.zeros((BLOCK,), tl.int32)
@@ -77,23 +80,23 @@ def together_put(table, segments, flag, slots, chosen, mean, TYPE: tl.constexpr,
         j = block + tl.arange(0, BLOCK)
         value = load_as(mean, place + j, j < inside, TYPE)
         largest = tl.maximum(largest, magnitude(value))
-        tl.store(result + j, value + 0.0, mask=j < inside)  # added to zero, -0.0 is 0.0
+        tl.store(result + j, value + 0.0, mask=j < inside)  # adding zero turns -0.0 into 0.0
     report(flag, largest)
 
 
 class _Plan:
-    """Index arrays that depend on the tensors and levels alone.
+    """Index arrays that depend only on the tensors and levels.
 
     Args:
-        counts: number of sent blocks of each tensor.
-        numbers: count of numbers by which a block is judged.
+        counts: the number of sent blocks of each tensor.
+        numbers: how many numbers describe a block for the choice.
 
     Attributes:
-        slots: tensor and begin on the wire of each sent block.
+        slots: the tensor and the begin on the wire of each sent block.
         keys: for each block, its tensor in the upper half and the bits of the largest magnitude in the lower half.
         places: positions of the sent blocks in the order of the keys.
         begins: for each sent block, the number of its tensor's first block.
-        judged: positions of the numbers by which each block is judged.
+        judged: the positions of the numbers that describe each block.
     """
 
     def __init__(self, on, counts, numbers):
@@ -112,7 +115,8 @@ class _Plan:
         self.judged = on.static("judged", lambda: (numbers * firsts[of_block] + block)[:, None] + columns)
 
     def choose(self, judged):
-        """The numbers of the best blocks of each tensor, in ascending order; the first among equal ones."""
+        """The indices of the best blocks of each tensor, in ascending order. Among equal blocks, the first is
+        chosen."""
         scores = judged if self.judged.shape[1] == 1 else _norms(judged[self.judged])
         bits = scores.view(torch.int32) & 0x7FFFFFFF
         order = torch.sort(self.keys - bits, stable=True).indices

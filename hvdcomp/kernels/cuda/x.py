@@ -1,7 +1,9 @@
-"""Parts of all kernels: the table of a bucket on the device, its pieces, and x.
+"""What all kernels share: the table of a bucket on the device, the pieces of its tensors, and x. x is the vector that a
+step compresses, the gradient plus the residual of earlier steps.
 
-A table has an int64 row for each field of `FIELDS`, with a number for each tensor. Addresses are numbers; 0 means no
-address. Kernels get arrays as addresses too. A program works on one piece of a tensor, or on one tensor.
+A table has an int64 row for each field of `FIELDS`, with one number for each tensor. Addresses are numbers, and 0 means
+that there is no address. Kernels receive arrays as addresses, too. A program works on one piece of a tensor, or on one
+tensor.
 """
 
 from hvdcomp.kernels import limits, tables
@@ -58,13 +60,13 @@ TOTAL = tl.constexpr(19)
 NARROWED = tl.constexpr(20)
 ROUNDED = tl.constexpr(21)
 
-# Element types of gradients; SOURCED: a source instead.
+# Where the numbers to compress come from: a gradient of one of these element types, or a source (SOURCED).
 FLOAT = tl.constexpr(tables.NARROW["float32"])
 HALF = tl.constexpr(tables.NARROW["float16"])
 BFLOAT16 = tl.constexpr(tables.NARROW["bfloat16"])
 SOURCED = tl.constexpr(len(tables.NARROW))
 
-# Rules by which x was sent. No kernel on a device has the rule PRODUCT.
+# Rules that say which values of x were sent. No kernel on a device uses the rule PRODUCT.
 NOTHING = tl.constexpr(tables.NOTHING)
 NOT_NEGATIVE = tl.constexpr(tables.NOT_NEGATIVE)
 EVERYTHING = tl.constexpr(tables.EVERYTHING)
@@ -72,7 +74,7 @@ EVERYTHING = tl.constexpr(tables.EVERYTHING)
 LARGEST_HALF = tl.constexpr(limits.LARGEST["float16"])
 LARGEST_BFLOAT16 = tl.constexpr(limits.LARGEST["bfloat16"])
 
-INFINITE = tl.constexpr(0x7F800000)  # the magnitude bits of inf; those of NaN are higher
+INFINITE = tl.constexpr(0x7F800000)  # the magnitude bits of inf; the bits of NaN are higher
 NAN_BITS = tl.constexpr(0x7FC00000)
 
 
@@ -84,32 +86,32 @@ def pointer(address, TYPE: tl.constexpr):
 
 @triton.jit
 def payload_of(payloads, rank, row):
-    """The address of a rank's payload. row: bytes from one rank's payload to the next one's; all together may be more
-    than 32 bits can count."""
+    """The address of a rank's payload, computed in 64 bits. row: distance in bytes between the payloads of consecutive
+    ranks."""
     return payloads + rank * row.to(tl.int64)
 
 
 @triton.jit
 def entry(table, segments, segment, FIELD: tl.constexpr):
-    """A field of a tensor."""
+    """Reads a field of a tensor from the table."""
     return tl.load(pointer(table, tl.int64) + FIELD * segments + segment)
 
 
 @triton.jit
 def floats(table, segments, segment, FIELD: tl.constexpr):
-    """A field that is the address of float32 numbers."""
+    """Reads a field that is the address of float32 numbers."""
     return pointer(entry(table, segments, segment, FIELD), tl.float32)
 
 
 @triton.jit
 def size_of(table, segments, segment):
-    """Elements of a tensor, int32: no more than `MOST_ELEMENTS`."""
+    """The number of elements of a tensor, int32, at most `MOST_ELEMENTS`."""
     return entry(table, segments, segment, SIZE).to(tl.int32)
 
 
 @triton.jit
 def piece(table, segments, tasks, PIECE: tl.constexpr):
-    """This program's tensor, and the places in it where the program's piece begins and ends, as int32."""
+    """Returns this program's tensor, and the begin and the end of the program's piece in the tensor, as int32."""
     task = pointer(tasks, tl.int64) + 2 * tl.program_id(0)
     segment = tl.load(task)
     start = tl.load(task + 1).to(tl.int32)
@@ -118,13 +120,13 @@ def piece(table, segments, tasks, PIECE: tl.constexpr):
 
 @triton.jit
 def magnitude(x):
-    """The bits of magnitudes, integers in the order of the magnitudes."""
+    """The bits of magnitudes, as integers that have the same order as the magnitudes."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def report(flag, largest):
-    """Makes the flag NaN if the bits of some magnitude are those of an inf or NaN."""
+    """Sets the flag to NaN if the largest magnitude, given as bits, is inf or NaN."""
     if tl.max(largest, 0) >= INFINITE:
         tl.store(pointer(flag, tl.int32), NAN_BITS)
 
@@ -132,13 +134,14 @@ def report(flag, largest):
 @triton.jit
 def is_address(address, i):
     """Whether the address is not 0, for each element."""
-    return i.to(tl.int64) * 0 + address != 0  # a number for each element: Triton's interpreter spreads no truth values
+    # `i * 0` makes an array, because Triton's interpreter does not broadcast booleans
+    return i.to(tl.int64) * 0 + address != 0
 
 
 @triton.jit
 def unsent(x, rule, sent, inside):
-    """x less what was sent of it by a rule, zero beyond a tensor's end. sent: the rule, and the values sent above and
-    below."""
+    """x minus the values that were sent according to a rule; zero beyond a tensor's end. sent: the address of the rule
+    and of the two values sent, for elements above and below zero."""
     upper = (x > 0) | ((x == 0) & (rule == NOT_NEGATIVE))
     left = x - tl.where(upper, tl.load(sent + 1), tl.load(sent + 2))
     return tl.where(inside & (rule != EVERYTHING), tl.where(rule == NOTHING, x, left), 0.0)
@@ -146,7 +149,7 @@ def unsent(x, rule, sent, inside):
 
 @triton.jit
 def to_bits(x, TYPE: tl.constexpr):
-    """16 bits of each number, int32, rounded to nearest, ties to even."""
+    """Rounds numbers to a 16-bit type, to nearest with ties to even, and returns the bits as int32."""
     if TYPE == HALF:
         return x.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32)
     else:  # noqa: RET505 - Triton compiles one branch of the two
@@ -157,7 +160,7 @@ def to_bits(x, TYPE: tl.constexpr):
 
 @triton.jit
 def from_bits(bits, TYPE: tl.constexpr):
-    """The numbers of 16 bits each."""
+    """The numbers that 16-bit patterns stand for."""
     if TYPE == HALF:
         return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
     else:  # noqa: RET505
@@ -166,14 +169,14 @@ def from_bits(bits, TYPE: tl.constexpr):
 
 @triton.jit
 def held(x, TYPE: tl.constexpr):
-    """The numbers, clipped to the largest magnitude of a type."""
+    """Clips numbers to the largest magnitude of a type."""
     bound = LARGEST_HALF if TYPE == HALF else LARGEST_BFLOAT16
     return tl.where(x > bound, bound, tl.where(x < -bound, -bound, x))
 
 
 @triton.jit
 def load_as(address, i, mask, TYPE: tl.constexpr):
-    """Numbers of a type, as floats; zero outside the mask."""
+    """Reads numbers of a type as float32; zero outside the mask."""
     if TYPE == FLOAT:
         return tl.load(pointer(address, tl.float32) + i, mask=mask, other=0.0)
     else:  # noqa: RET505
@@ -182,8 +185,9 @@ def load_as(address, i, mask, TYPE: tl.constexpr):
 
 @triton.jit
 def residual(table, segments, segment, i, inside, KEEPS: tl.constexpr):
-    """What was not sent of the kept x, zero beyond a tensor's end, and whether there is one. KEEPS: 1 and the type of
-    what is kept; of 16 bits nothing was sent."""
+    """The residual, which is the part of the kept x that was not sent, and whether the tensor has one. Zero beyond the
+    tensor's end. KEEPS: 1 plus the number of the residual's type. A 16-bit residual is stored without the sent values,
+    so nothing is subtracted."""
     address = entry(table, segments, segment, KEPT)
     holds = is_address(address, i)
     kept = load_as(address, i, inside & holds, KEEPS - 1)
@@ -198,7 +202,8 @@ def make_x(
     table, segments, segment, i, inside, factor, decay, momentum,
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
 ):  # fmt: skip
-    """Makes elements i of x and writes them to x; or reads those of the source that is compressed in its place."""
+    """Computes elements i of x and writes them to x. If a source is compressed in place of x, reads elements i of the
+    source."""
     if FROM == SOURCED:
         x = tl.load(floats(table, segments, segment, SOURCE) + i, mask=inside, other=0.0)
     else:
@@ -223,7 +228,7 @@ def make_x(
 
 @triton.jit
 def made(table, segments, segment, i, inside, KEEPS: tl.constexpr, FROM: tl.constexpr):
-    """Elements i of the tensor to compress, after `make_x` has made them."""
+    """Reads elements i of the vector to compress, after `make_x` has computed them."""
     if FROM == SOURCED:
         return tl.load(floats(table, segments, segment, SOURCE) + i, mask=inside, other=0.0)
     elif KEEPS or FROM != FLOAT:  # noqa: RET505
@@ -234,20 +239,20 @@ def made(table, segments, segment, i, inside, KEEPS: tl.constexpr, FROM: tl.cons
 
 @triton.jit
 def left_of(x, sent):
-    """x less what was sent; zero if that overflows."""
+    """x minus the sent values; zero if this overflows."""
     left = x - sent
     return tl.where(magnitude(left) < INFINITE, left, 0.0)
 
 
 @triton.jit
 def no_sum(BLOCK: tl.constexpr):
-    """The first summand of a sum over ranks: -0.0, because -0.0 plus a number has the bits of that number."""
+    """The start of a sum over ranks: -0.0, because adding any number to -0.0 gives exactly this number."""
     return tl.full((BLOCK,), -(2**31), tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def word(index, key):
-    """Random words by key and index, as in `src/randomness.h`."""
+    """Random words for a key and indices, as in `src/randomness.h`."""
     weyl = index.to(tl.uint32) * 0x9E3779B9 + key.to(tl.uint32)
     mixed = (weyl ^ (weyl >> 16)) * 0x21F0AAAD
     return (mixed ^ (mixed >> 15) ^ (key.to(tl.uint64) >> 32).to(tl.uint32)) * 0xD35A2D97

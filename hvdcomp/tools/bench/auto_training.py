@@ -1,4 +1,5 @@
-"""A training with the policy `auto`, measured in turns with trainings of fixed methods."""
+"""A training with the policy `auto`. The steps of this training alternate with the steps of trainings with fixed
+methods."""
 
 from __future__ import annotations
 
@@ -16,18 +17,18 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 
-_FEWEST = 150  # steps before the turns, in which `auto` tries its best candidates
+_FEWEST = 150  # number of steps before the comparison, in which `auto` tries its best candidates
 _BLOCK = 5
 
 
 class AutoTraining(Training):
-    """A training with `auto`. The policy's clock stops during the turns of other trainings.
+    """A training with `auto`. The policy's clock stops while other trainings make their steps.
 
     Args:
         carrier: the library that exchanges the gradients.
-        compressor: spec of a compressor that the policy may choose, besides dense and fp16.
+        compressor: the spec of a compressor that the policy may choose, in addition to dense and fp16.
         calibration: a file that rank 0 can read.
-        log: file for rank 0's decisions.
+        log: the file for the decisions of rank 0.
         model_name, batch_size, seed: arguments of `Training`.
         more_compressors: specs of further compressors.
     """
@@ -54,7 +55,7 @@ class AutoTraining(Training):
         super().__init__(carrier, AUTO, model_name, batch_size, seed)
 
     def begin(self, seconds: float) -> None:
-        """Trains for `seconds`, and at least `_FEWEST` steps, without turns of other trainings."""
+        """Trains for `seconds`, and for at least `_FEWEST` steps, without steps of other trainings in between."""
         start, steps = time.perf_counter(), 0
         going = True
         while going:
@@ -65,12 +66,12 @@ class AutoTraining(Training):
         self.forget()
 
     def choice(self) -> dict[str, Any]:
-        """The final choice, its candidates, and all changes; on rank 0."""
+        """The final choice, the candidates, and all changes. Call it on rank 0."""
         from hvdcomp.adaptation.decision_log import Decided, read_decisions
 
         decided = [line for line in read_decisions(self._settings["decision_log"]) if isinstance(line, Decided)]
         last = decided[-1].state
-        chosen = last["rival"] or last["chosen"]  # a trial that the end interrupts does not count
+        chosen = last["rival"] or last["chosen"]  # if a trial was interrupted by the end, it does not count
         stretches = groupby(decided, key=lambda line: line.state["chosen"])
         changes = [(next(lines).from_step, name) for name, lines in stretches]
         return {

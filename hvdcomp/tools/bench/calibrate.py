@@ -1,4 +1,5 @@
-"""Makes a calibration: measures the network, then each model, and notes noisy measurements. Needs PyTorch."""
+"""Makes a calibration. The function measures the network and then each model, and lists measurements that are too
+noisy. It needs PyTorch."""
 
 from __future__ import annotations
 
@@ -26,13 +27,13 @@ from hvdcomp.tools.bench.probe_model import probe_model
 from hvdcomp.tools.bench.probe_network import IN_LEVELS, Kind, NetworkProbe, probe_network
 from hvdcomp.tools.bench.workload import build
 
-NETWORK_SHARE = 0.3  # of the time of a calibration
+NETWORK_SHARE = 0.3  # the share of the time of a calibration
 Show = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Calibrated:
-    """A calibration, and its noisy readings, by name."""
+    """A calibration, and the measurements that are too noisy, by name."""
 
     calibration: Calibration
     noisy: dict[str, Reading]
@@ -52,7 +53,7 @@ def calibrate(
     show: Show = lambda _: None,
     beside: Callable[[], None] = lambda: None,
 ) -> Calibrated:
-    """Measures network and models. Every rank must call it with the same arguments.
+    """Measures the network and the models. Every rank must call it with the same arguments.
 
     Args:
         carrier: the library that exchanges the gradients.
@@ -63,14 +64,16 @@ def calibrate(
         seed: seed of weights and data.
         seconds: approximate time to measure.
         device: device of the model and of the sent tensors.
-        known_network: the calibration whose network is used instead of a measured network; needed for one rank.
-        show: function that is called with the name of each next measurement.
-        beside: function that is called on every rank after each round of steps, for measurements to compare with the
-            calibration, as the machine's speed changes. Its time is not part of `seconds`.
+        known_network: a calibration. The network of this calibration is used, and the network is not measured. This
+            calibration is required if there is only one rank.
+        show: a function that is called with the name of each measurement before it starts.
+        beside: a function that is called on every rank after each round of steps. The function can make measurements to
+            compare with the calibration. Such measurements are made at the same time because the speed of the machine
+            changes. The time of this function is not part of `seconds`.
 
     Raises:
-        SpecError: for a two-level compressor without two levels.
-        ConfigurationError: as of `find_levels`.
+        SpecError: if a compressor is two-level but the run does not have two levels.
+        ConfigurationError: if `find_levels` raises this error.
     """
     levels = levels_for(compressors, carrier)
     tensors = [build(model, batch_size, seed, rank=0, device=device).tensors() for model in models]
@@ -99,11 +102,11 @@ def calibrate(
 
 
 def levels_for(compressors: Sequence[Compressor], carrier: Carrier) -> Levels:
-    """The levels of all ranks, checked for these compressors. Every rank must call it.
+    """Finds the levels of the run, and checks that these compressors can use them. Every rank must call it.
 
     Raises:
-        SpecError: for a two-level compressor without two levels.
-        ConfigurationError: as of `find_levels`.
+        SpecError: if a compressor is two-level but the run does not have two levels.
+        ConfigurationError: if `find_levels` raises this error.
     """
     levels = find_levels(carrier.communicator())
     for compressor in compressors:
@@ -121,12 +124,12 @@ def network_for(
     show: Show,
     known: Calibration | None = None,
 ) -> NetworkProbe:
-    """Measures the network, up to the largest collectives of these models with these compressors.
+    """Measures the network. Sizes go up to the largest collective that these models have with these compressors.
 
     Args:
         models: the tensors of each model.
         carrier, levels, device, seconds, show: arguments of `probe_network`.
-        known: the calibration whose network is used instead; None to measure the network.
+        known: a calibration whose network is used; None to measure the network.
     """
     if known is not None:
         return NetworkProbe(known.network, {}, f"{known.network_source} ({known.name})")
@@ -143,7 +146,7 @@ def put_together(
     carrier: Carrier,
     device: torch.device,
 ) -> Calibrated:
-    """The calibration from the measurements.
+    """Makes the calibration from the measurements.
 
     Args:
         name: name of the calibration.
@@ -167,7 +170,7 @@ def put_together(
 
 
 def noise_note(noisy: dict[str, Reading]) -> str:
-    """The note on noise for a calibration."""
+    """A text for the calibration that says which measurements are noisy."""
     meaning = (
         "the relative difference between the medians of repeated measurements; this number is the median over all "
         "measurements"
@@ -182,7 +185,7 @@ def noise_note(noisy: dict[str, Reading]) -> str:
 
 
 def machine_facts(carrier: Carrier, device: torch.device) -> dict[str, str]:
-    """Properties of the machine that the measurements depend on, in words."""
+    """A description of the properties of the machine that affect the measurements."""
     return {
         **({"accelerator": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}),
         "host": platform.node(),
@@ -201,12 +204,12 @@ def machine_facts(carrier: Carrier, device: torch.device) -> dict[str, str]:
 def largest_collectives(
     models: Sequence[Sequence[TensorInfo]], compressors: Sequence[Compressor], ranks: int, ranks_per_node: int | None
 ) -> dict[Kind, int]:
-    """The bytes of a rank's largest collective in a step of any model, by kind and group of ranks; with every way to
-    exchange, because `advise` shows all of them.
+    """The bytes of a rank's largest collective in a step of any model, by kind of collective and group of ranks. All
+    ways to exchange are considered, because `advise` shows all of them.
 
     Args:
         models: the tensors of each model.
-        ranks_per_node: None without two levels.
+        ranks_per_node: the number of ranks of a node; None if there are not two levels.
     """
     largest: dict[Kind, float] = {(kind, "all"): 0.0 for kind in ALGORITHMS}
     ways: list[Compressor] = [NoCompression(), *(way for compressor in compressors for way in in_each_way(compressor))]

@@ -1,4 +1,4 @@
-"""The library that exchanges gradients in measured steps, as an interface for measurements. Needs PyTorch."""
+"""The interface through which measurements use a library that exchanges gradients. It needs PyTorch."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ class Distributed:
 
     Attributes:
         loss: runs the forward pass on a batch and returns the loss, a scalar.
-        optimizer: makes the step, after it has ended the exchange of gradients.
-        exchange: ends the exchange earlier, to separate it from the optimizer's step.
-        compression: hvdcomp's compression; None without it.
+        optimizer: waits for the end of the exchange of gradients, and then makes the step.
+        exchange: waits for the end of the exchange, so that the time of the exchange can be separated from the
+            optimizer's step.
+        compression: the `hvdcomp.Compression`; None if the training does not use hvdcomp.
     """
 
     loss: Callable[[], torch.Tensor]
@@ -54,18 +55,20 @@ class Carrier(ABC):
     """A library that exchanges gradients. `hvdcomp.tools.bench.carriers.carrier_on` makes one.
 
     Args:
-        ranks: all of them, connected through this library.
+        ranks: all ranks, connected through this library.
 
     Class attributes:
-        title: its name.
-        network: the library whose collectives these are, in words.
-        warm_up: steps that a new training makes before it is like all later ones.
+        title: the name of the library.
+        network: the name of the library that runs the collectives.
+        warm_up: the number of first steps of a training that differ from later steps.
 
     Attributes:
-        start_s: seconds until the idle library starts a collective, for any number of ranks.
-        bucket_bytes: the largest buffer that the library sends at a time, except for larger gradients.
+        start_s: the seconds after which the idle library starts a collective. These seconds do not depend on the number
+            of ranks.
+        bucket_bytes: the largest buffer that the library sends at a time. Only a single larger gradient may exceed it.
         early_bytes: the smallest bucket of gradients that hvdcomp sends during the backward pass.
-        shares_buckets: whether hvdcomp uses the library's buckets, whose size is then an option of the library.
+        shares_buckets: whether hvdcomp uses the library's buckets. The size of the buckets is then an option of the
+            library.
     """
 
     title: ClassVar[str]
@@ -81,7 +84,7 @@ class Carrier(ABC):
 
     @property
     def stock(self) -> tuple[str, ...]:
-        """The library's own methods: the names of dense and of its cast to float16."""
+        """The names of the library's own methods: dense, and its cast to float16."""
         return STOCK[self.ranks.backend]
 
     def communicator(self) -> Communicator:
@@ -89,14 +92,14 @@ class Carrier(ABC):
         return all_ranks(self.ranks.backend)
 
     def early_bytes_of(self, workload: Workload) -> int | None:
-        """`early_bytes` of a model if hvdcomp uses the library's buckets; None if hvdcomp has its own buckets."""
+        """`early_bytes` for a model, if hvdcomp uses the library's buckets; None if hvdcomp has its own buckets."""
         if not self.shares_buckets:
             return None
         return least_early_bytes(self.early_bytes, workload.dense_bytes, workload.device.type == "cuda")
 
     @abstractmethod
     def facts(self) -> dict[str, str]:
-        """Properties that measured times depend on, in words."""
+        """A description of the properties that affect measured times."""
 
     @abstractmethod
     def with_stock(self, workload: Workload, method: str, name: str) -> Distributed:
@@ -109,11 +112,12 @@ class Carrier(ABC):
 
     @abstractmethod
     def with_one_number(self, workload: Workload, name: str) -> Distributed:
-        """A training with hvdcomp's control traffic, without the engine and without gradients."""
+        """A training that exchanges only the numbers with which hvdcomp controls a step. Such a training does not use
+        the engine or send gradients."""
 
     @abstractmethod
     def with_cast(self, workload: Workload, compressor: Compressor, name: str) -> Distributed:
-        """A training with a compressor that only casts, whose casts the library sends."""
+        """A training with a compressor that only casts. The library itself casts and sends the gradients."""
 
     @abstractmethod
     def compressed(
@@ -130,19 +134,21 @@ class Carrier(ABC):
 
     @property
     def fused_allreduce(self) -> Callable[[Sequence[torch.Tensor], str], Any] | None:
-        """An allreduce of several tensors under a name, which the library fuses; None if it never fuses."""
+        """A function that allreduces several tensors, which the library fuses; None if the library never fuses
+        tensors."""
         return None
 
     def sent_together(self, ready: Ready, dense_bytes: float) -> Ready:
-        """When each part of the gradients can be sent.
+        """The times at which each part of the gradients can be sent.
 
         Args:
-            ready: when each gradient is ready.
+            ready: the times at which each gradient is ready.
             dense_bytes: bytes of all gradients.
         """
         return ready
 
 
 def named_parameters(workload: Workload, name: str) -> list[tuple[str, torch.nn.Parameter]]:
-    """The parameters under names of a training, because Horovod would renegotiate a known name with another shape."""
+    """The parameters, with names that are different for each training. If two trainings shared a name, Horovod would
+    negotiate again because of the different shape."""
     return [(f"{name}.{key}", parameter) for key, parameter in workload.model.named_parameters()]

@@ -1,4 +1,4 @@
-"""The exchange of gradients by `DistributedDataParallel` in measured steps, within `loss.backward()`."""
+"""Measured steps in which `DistributedDataParallel` exchanges gradients, within `loss.backward()`."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ FIRST_BUCKET_BYTES, BUCKET_BYTES = _MIB, 25 * _MIB  # DistributedDataParallel's 
 class DDPCarrier(Carrier):
     """See `Carrier`.
 
-    Normalization layers keep each rank's own statistics, as in `hvdcomp train`: only gradients are sent.
+    As in `hvdcomp train`, each rank keeps its own statistics of normalization layers, so only gradients are sent.
     """
 
     title = "DistributedDataParallel"
     network = "torch.distributed"
-    warm_up = 4  # buckets are rebuilt after the first step, and hvdcomp does not overlap in the first three
+    warm_up = 4  # DDP rebuilds its buckets after the first step, and hvdcomp does not overlap in the first three steps
     start_s = 0.0
     bucket_bytes = float(BUCKET_BYTES)
-    early_bytes = LEAST_BYTES  # smaller buckets wait for the next
+    early_bytes = LEAST_BYTES  # smaller buckets wait for the next bucket
     shares_buckets = True
 
     def facts(self) -> dict[str, str]:
@@ -64,7 +64,8 @@ class DDPCarrier(Carrier):
         return Distributed(model, optimizer, compression=compression)
 
     def sent_together(self, ready: Ready, dense_bytes: float) -> Ready:
-        """When each of DistributedDataParallel's buckets is full: a bucket ends with the gradient that fills it."""
+        """The time at which each of DistributedDataParallel's buckets is full. A bucket ends with the gradient that
+        fills it."""
         full: list[tuple[float, float]] = []
         begin, least = 0.0, FIRST_BUCKET_BYTES
         for sent, moment in ready:
@@ -87,7 +88,7 @@ class Loss(torch.nn.Module):
 
 
 class _OneNumber:
-    """Sums a number in each step, like hvdcomp in a step through its engine, but sends no gradient."""
+    """Allreduces one number in each step, like hvdcomp in a step with its engine, but sends no gradients."""
 
     def __init__(self) -> None:
         self._number: Any = None
@@ -107,12 +108,13 @@ class _OneNumber:
 
 
 def _hooked(state, bucket):
-    """The hook. It has no annotations, because DistributedDataParallel compares them, and does not resolve strings."""
+    """The hook. The hook has no annotations, because DistributedDataParallel compares them with types, but they are
+    strings."""
     return state.reduce(bucket)
 
 
 def _wrapped(workload: Workload, bucket_bytes: int | None = None) -> Any:
-    """The loss of a workload in DistributedDataParallel, by default with its own bucket sizes."""
+    """Wraps the loss of a workload in DistributedDataParallel. Default: the bucket sizes of DistributedDataParallel."""
     cap = None if bucket_bytes is None else bucket_bytes / _MIB
     options: dict[str, Any] = {**OWN_BUFFERS, "bucket_cap_mb": cap}
     return DistributedDataParallel(Loss(workload), **options)

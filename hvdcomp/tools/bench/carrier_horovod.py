@@ -1,4 +1,4 @@
-"""The exchange of gradients by Horovod's `DistributedOptimizer` in measured steps."""
+"""Measured steps in which Horovod's `DistributedOptimizer` exchanges gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class HorovodCarrier(Carrier):
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__(ranks)
-        self.start_s = float(os.environ.get("HOROVOD_CYCLE_TIME") or 1.0) / 1000  # its cycle
+        self.start_s = float(os.environ.get("HOROVOD_CYCLE_TIME") or 1.0) / 1000  # Horovod's cycle time
         self.bucket_bytes = float(os.environ.get("HOROVOD_FUSION_THRESHOLD") or 128 * 1024 * 1024) or 1.0
 
     def facts(self) -> dict[str, str]:
@@ -60,7 +60,7 @@ class HorovodCarrier(Carrier):
 
 
 class _OneNumber:
-    """Sends a number for each gradient, like hvdcomp in a step through its engine, but no gradient."""
+    """Sends one number for each gradient, like hvdcomp in a step with its engine, but no gradients."""
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Called by Horovod for each gradient."""

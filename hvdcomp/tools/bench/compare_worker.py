@@ -1,12 +1,12 @@
-"""Calibrates and measures steps on every rank of a run: `hvdcomp demo` starts it on two ranks of a machine, and
-`python -m benchmarks.steps` on its clusters.
+"""Calibrates and measures steps on every rank of a run. `hvdcomp demo` starts this program on two ranks of a machine,
+and `python -m benchmarks.steps` starts this program on emulated clusters.
 
-The measured steps take turns with the steps of the calibration, because the speed of machines changes from minute to
+The measured steps alternate with the steps of the calibration, because the speed of a machine changes from minute to
 minute.
 
-Rank 0 writes lines that begin with "PROGRESS " (not with --quiet), and a JSON file with the calibration and the
-measured steps. If all calibrations were too noisy, the file has all of them: the spread of their predictions is
-more informative than their noise.
+Rank 0 writes a JSON file with the calibration and the measured steps. Without --quiet, rank 0 also prints lines that
+begin with "PROGRESS ". If all calibrations were too noisy, the file has all of them, because the spread of their
+predictions says more than their noise.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from hvdcomp.tools.bench.carrier import Carrier
 
 PROGRESS = "PROGRESS "
-_FAR = 1.3  # times the best method's step time, up to which dense takes turns with `auto`
-_SURE = 0.005  # standard error of the ratio to the best static choice at which the turns end
+_FAR = 1.3  # dense is compared with `auto` if its steps take at most this many times as long as the best method's
+_SURE = 0.005  # the comparison ends when the standard error of the ratio to the best static choice is this small
 _FEWEST_ROUNDS = 20
-_ALONE = 0.5  # times --seconds, for which `auto` first trains alone
-_LONGEST = 3  # times --seconds, after which the turns end in any case
+_ALONE = 0.5  # `auto` first trains alone for this many times --seconds
+_LONGEST = 3  # the comparison ends at the latest after this many times --seconds
 
 
 @click.command()
@@ -132,7 +132,7 @@ def main(
         readings = calibrated.noisy.items()
         noisy = {name: {"seconds": reading.seconds, "spread": reading.spread} for name, reading in readings}
         shares = uncertain_shares(noisy, min(_medians(trainings).values()) / 1e3)
-        # Rank 0 decides, because the ranks' times differ.
+        # Rank 0 decides, because times differ between ranks.
         again = ranks.broadcast(max([calibrated.calibration.noise, *shares.values()]) > NOISY, "again")
         repeated = [*repeated, as_json(calibrated.calibration)] if again else []
         if not again or attempt == attempts:
@@ -170,7 +170,8 @@ def main(
 def _measure_auto(
     carrier: Carrier, auto: AutoTraining, trainings: Sequence[Training], seconds: float, show: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The step times of `auto`, measured in turns with its rivals; on rank 0 also its choice."""
+    """The step times of `auto`. The steps of `auto` alternate with steps of its rivals. On rank 0, the result also has
+    its choice."""
     ranks = carrier.ranks
     best, *slower = ranks.broadcast(_rivals(trainings), "rivals")
     show("begins")
@@ -190,7 +191,8 @@ def _measure_auto(
 
 
 def _candidates(specs: Sequence[str], trainings: Sequence[Training], ranks: Ranks) -> list[str]:
-    """The compressors that `auto` may choose, the same on all ranks: those that can be combined with faster ones."""
+    """The compressors that `auto` may choose. The function returns the compressors that can be combined with faster
+    ones. The result is the same on all ranks."""
     trained = [(training.times.method, training.times.as_json()["median_ms"]) for training in trainings]
     times = {spec: [median for method, median in trained if method == spec] for spec in specs}
     fastest_first = sorted(specs, key=lambda spec: min(times[spec]))
@@ -198,7 +200,8 @@ def _candidates(specs: Sequence[str], trainings: Sequence[Training], ranks: Rank
 
 
 def able_to_take_turns(specs: Sequence[str]) -> list[str]:
-    """Compressors that a policy may choose from: the first, and each that can be combined with the previous ones.
+    """The compressors from which a policy may choose: the first one, and each further one that can be combined with
+    those before it.
 
     Example:
         >>> able_to_take_turns(["topk:ratio=0.01", "qsgd:bits=4", "powersgd:rank=4"])
@@ -220,7 +223,7 @@ def able_to_take_turns(specs: Sequence[str]) -> list[str]:
 
 
 def _rivals(trainings: Sequence[Training]) -> list[str]:
-    """The fastest static choice, and dense if it is not much slower: the methods to compare `auto` with."""
+    """The methods with which to compare `auto`: the fastest static choice, and dense if it is not much slower."""
     medians = _medians(trainings)
     best = min(medians, key=lambda method: medians[method])
     return [best, *(["none"] if best != "none" and medians["none"] < _FAR * medians[best] else [])]

@@ -1,4 +1,5 @@
-"""Numbers from noisy times: medians, their spread, and the fit of a collective's cost to its size. NumPy only."""
+"""Computes medians and their spread from noisy times, and fits the cost of a collective to its size. This file needs
+only NumPy."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import numpy as np
 from hvdcomp.perfmodel.network import ALGORITHMS, CollectiveCost
 from hvdcomp.perfmodel.noise import NOISY
 
-_SMALL = 1 << 16  # bytes over a link, below which latency makes most of the time
+_SMALL = 1 << 16  # bytes over a link; below this number, latency is most of the time
 
 
 @dataclass(frozen=True)
@@ -27,15 +28,15 @@ class Reading:
 
     @property
     def noisy(self) -> bool:
-        """Whether it is too noisy to trust."""
+        """Whether the reading is too noisy to be reliable."""
         return self.spread > NOISY
 
 
 def reading(repetitions: Sequence[Sequence[float]]) -> Reading:
-    """The median of samples of several repetitions, and the spread between the repetitions.
+    """The median of all samples of several repetitions, and the spread between the repetitions.
 
     Args:
-        repetitions: each a list of seconds, not all empty.
+        repetitions: a list of seconds for each repetition. At least one list must not be empty.
     """
     medians = [float(np.median(repetition)) for repetition in repetitions if len(repetition)]
     middle = float(np.median(np.concatenate([np.asarray(repetition, float) for repetition in repetitions])))
@@ -43,7 +44,8 @@ def reading(repetitions: Sequence[Sequence[float]]) -> Reading:
 
 
 def halves(samples: Sequence[float]) -> Reading:
-    """The reading of samples in the order of time; its repetitions are the earlier and the later half."""
+    """The reading of samples that are in the order of time. The earlier and the later half count as its two
+    repetitions."""
     middle = len(samples) // 2
     return reading([samples[:middle], samples[middle:]])
 
@@ -51,18 +53,20 @@ def halves(samples: Sequence[float]) -> Reading:
 def fit_collective(
     kind: str, algorithm: str, ranks: int, sizes: Sequence[float], seconds: Sequence[float], cycle_s: float
 ) -> CollectiveCost:
-    """The cost of a collective, from its time by size.
+    """Computes the cost of a collective from its times for several sizes.
 
-    The time of the smallest size is latency: Horovod's cycle, which does not depend on the number of ranks, and the
-    latency of the algorithm's messages. The other times, less this latency, are the table of transfer times; they are
-    made to rise with size (least squares, pool adjacent violators). The bandwidth is the median slope between all pairs
-    of larger sizes (Theil and Sen), which a few outliers do not change.
+    The time of the smallest size is the latency. The latency consists of Horovod's cycle, which does not depend on the
+    number of ranks, and of the latency of the algorithm's messages. The other times, minus this latency, are the table
+    of transfer times. These times are adjusted so that they increase with size (least squares, pool adjacent
+    violators). The bandwidth is the median slope between all pairs of larger sizes (Theil and Sen), so a few outliers
+    do not change it.
 
     Args:
         kind, algorithm: keys of `ALGORITHMS`.
-        ranks: 2 or more.
-        sizes: bytes that each rank sends, rising; the first is so small that its transfer takes no time.
-        seconds: the time of each.
+        ranks: the number of ranks, 2 or more.
+        sizes: the bytes that each rank sends, in ascending order. The first size must be so small that its transfer
+            takes no time.
+        seconds: the time for each size.
         cycle_s: Horovod's cycle time.
     """
     traffic = ALGORITHMS[kind][algorithm](np.asarray(sizes, float), float(ranks))
@@ -80,13 +84,13 @@ def fit_collective(
 
 
 def extra_per_byte(sizes: Sequence[float], longer: Sequence[float], shorter: Sequence[float]) -> float:
-    """The median over sizes of (longer - shorter) / size, or 0 if that is negative."""
+    """The median over all sizes of (longer - shorter) / size, or 0 if the median is negative."""
     differences = (np.asarray(longer, float) - np.asarray(shorter, float)) / np.asarray(sizes, float)
     return max(0.0, float(np.median(differences)))
 
 
 def pool_adjacent_violators(values: Sequence[float]) -> np.ndarray:
-    """The rising sequence that is nearest to the values in the sense of least squares."""
+    """The ascending sequence that is closest to the values (least squares)."""
     pools: list[tuple[float, int]] = []
     for value in values:
         mean, count = float(value), 1

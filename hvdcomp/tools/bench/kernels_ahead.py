@@ -1,8 +1,9 @@
-"""Compiles the kernels for CUDA devices ahead of their first use: `python -m hvdcomp.tools.bench.kernels_ahead 70`.
+"""Compiles the kernels for CUDA devices before their first use: `python -m hvdcomp.tools.bench.kernels_ahead 70`.
 
-Without a compute capability, it compiles for the capabilities that Horovod was compiled for. No device is needed: the
-module makes steps on the CPU, whose launches compile the kernels into Triton's cache and stop there. A training finds
-the kernels in the cache, under names that depend on their sources, on Triton and on the capability.
+If you give no compute capability, it compiles for the capabilities for which Horovod was compiled. No device is needed.
+The module makes steps on the CPU. Each launch in these steps compiles a kernel into Triton's cache, but does not run
+it. A training finds the kernels in the cache, under names that depend on their sources, on Triton and on the
+capability.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ _MEMORIES = (
     "none", "error_feedback", "error_feedback:dtype=fp16", "error_feedback:dtype=bf16",
     "momentum_correction", "momentum_correction:nesterov=True",
 )  # fmt: skip
-_MOST_SHARED = 1 << 20  # bytes of shared memory; more than any device has
+_MOST_SHARED = 1 << 20  # bytes of shared memory, more than any device has
 
 
 def compile_for(capability: int) -> int:
     """Compiles the kernels of the methods' examples, with each memory.
 
     Args:
-        capability: compute capability of the device, as 70 for 7.0.
+        capability: the compute capability of the device, such as 70 for 7.0.
 
     Returns:
         The number of compiled kernels.
@@ -58,7 +59,7 @@ def compile_for(capability: int) -> int:
 
 
 def _without_device(triton: Any, capability: int, compiled: set[str]) -> Any:
-    """A driver of Triton that loads and launches nothing."""
+    """A driver for Triton that does not load or launch anything."""
 
     def load(name: str, code: bytes, shared: int, device: int) -> tuple[Any, ...]:
         return object(), object(), 0, 0, 1024  # module, function, registers, spilled, threads

@@ -1,4 +1,4 @@
-"""The levels of a run: whether its ranks can exchange within nodes and between nodes."""
+"""The levels of a run. A run has two levels if its ranks can exchange within nodes and between nodes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Levels:
     """The levels of a run.
 
     Attributes:
-        ranks: all ranks; `part` gives their groups.
-        ranks_per_node: None without two levels.
+        ranks: the communicator of all ranks. The method `part` of the communicator gives the groups of ranks.
+        ranks_per_node: the number of ranks of a node; None if there are not two levels.
         why_not: the reason why there are no two levels; empty with two levels.
     """
 
@@ -27,7 +27,7 @@ class Levels:
         """Checks that this run can use a compressor.
 
         Raises:
-            SpecError: for a compressor in two levels, if the run has none.
+            SpecError: if the compressor is two-level but the run does not have two levels.
         """
         if self.ranks_per_node is None and needs_nodes(compressor):
             raise SpecError(
@@ -37,11 +37,11 @@ class Levels:
 
 
 def find_levels(ranks: Communicator) -> Levels:
-    """The levels of this run; makes the groups of ranks. Every rank must call it.
+    """Finds the levels of this run, and creates the groups of ranks. Every rank must call it.
 
     Raises:
-        ConfigurationError: on every rank, if Horovod does not allow process sets, or the environments of the ranks
-            differ.
+        ConfigurationError: on every rank, if Horovod does not allow process sets, or environment variables differ
+            between ranks.
     """
     try:
         inside, nodes = (ranks.part(group).world_size for group in ("node", "across"))

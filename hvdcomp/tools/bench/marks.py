@@ -1,4 +1,4 @@
-"""Time marks in a training's work, on the device that does the work. PyTorch."""
+"""Time marks on the device that does the work of a training. It needs PyTorch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ HOST = torch.device("cpu")
 
 
 def mark(device: torch.device) -> Any:
-    """A mark of the moment at which the device has done all work queued so far; on a CPU, the time now."""
+    """A mark for the time at which the device has done all work that is queued so far. On a CPU, this is the current
+    time."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -20,7 +21,7 @@ def mark(device: torch.device) -> Any:
 
 
 def seconds_between(start: Any, end: Any) -> float:
-    """Seconds from one mark to a later mark; waits for the later mark."""
+    """The seconds from one mark to a later mark. The method waits for the later mark."""
     if isinstance(start, float):
         return float(end - start)
     end.synchronize()

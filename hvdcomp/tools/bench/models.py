@@ -1,4 +1,4 @@
-"""The names of models that can be timed on random data. Imports no framework."""
+"""The names of models that can be timed on random data. This file does not import a framework."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ IMAGES = {"cifar10": (3, 32, 10), "cifar100": (3, 32, 100), "digits": (1, 8, 10)
 
 
 def split_model(model: str) -> tuple[str, str]:
-    """The names of a model and of the data set whose shape its random images have; the latter is empty if not given.
+    """Splits a text into the name of a model and the name of a data set. The random images have the shape of this data
+    set. The second name is empty if the text has none.
 
     Args:
-        model: such as "lstm", "resnet20" or "cnn@digits".
+        model: a text such as "lstm", "resnet20" or "cnn@digits".
 
     Raises:
-        SetupError: for an unknown model, or data that do not suit the model.
+        SetupError: if the model is unknown, or the data set does not suit the model.
 
     Example:
         >>> split_model("cnn@digits")

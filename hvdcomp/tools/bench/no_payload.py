@@ -1,4 +1,5 @@
-"""A communicator for steps without a payload: they do all work of a real step except moving bytes. PyTorch."""
+"""A communicator for steps without a payload. These steps do all the work of a real step, but do not move the bytes. It
+needs PyTorch."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from hvdcomp.communicators import Communicator, LoopbackCommunicator
 
 
 class NoPayload(Communicator):
-    """Carries out every collective on all ranks, but sends only eight bytes in it (to each rank, where ranks get
-    different bytes); the results are those of a loopback.
+    """Runs every collective on all ranks, but sends only eight bytes in it (or eight bytes to each rank, if ranks get
+    different bytes). The results are computed from this rank's own data, as if all ranks had sent the same.
 
     Args:
-        method: prefix of the names of its collectives.
-        ranks: the communicator that carries the collectives out.
+        method: the prefix of the names of its collectives.
+        ranks: the communicator that runs the collectives.
     """
 
     def __init__(self, method: str, ranks: Communicator) -> None:
@@ -63,10 +64,10 @@ def _zeros(size: int, like: torch.Tensor, dtype: torch.dtype = torch.uint8) -> t
 
 
 class _Node(NoPayload):
-    """The ranks of a node, each with its own rank, as if the other ranks added zeros.
+    """The ranks of a node. The results are computed as if the other ranks of the node sent zeros.
 
-    In two levels a rank multiplies its residual by the node's number of ranks, because the mean divides it by that
-    number. With the sums of a loopback the residuals would grow without bound.
+    In two levels, a rank multiplies its residual by the number of ranks of the node, because the mean divides by this
+    number. If the other ranks seemed to send the same residual, residuals would grow without limit.
     """
 
     def __init__(self, method: str, ranks: Communicator) -> None:

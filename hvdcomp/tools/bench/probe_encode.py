@@ -1,4 +1,5 @@
-"""The time of a compressor's encoding and decoding, from a measured step and from an engine on a loopback. PyTorch."""
+"""Determines the time that a compressor needs to encode and decode, from a measured step and from an engine without a
+network. It needs PyTorch."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def gradients(workload: Workload) -> dict[str, torch.Tensor]:
 
 
 def latency_s(exchange: Exchange, network: Network, ranks: int) -> float:
-    """The seconds of a step's collectives without a payload."""
+    """The seconds of the collectives of a step if they have no payload."""
 
     def cost_of(kind: str, size: float, **options: Any) -> Any:
         return network.seconds(kind, size, ranks, **options)
@@ -43,13 +44,16 @@ def latency_s(exchange: Exchange, network: Network, ranks: int) -> float:
 def encode_time(
     compressor: Compressor, workload: Workload, exchange: Exchange, measured: float, all_ranks: Ranks
 ) -> EncodeTime:
-    """The time of encoding and decoding with this number of ranks, with its part that grows with the decoded payloads.
+    """The time of encoding and decoding with this number of ranks, and the part of it that grows with the number of
+    decoded payloads.
 
-    It is at least the time of encoding and decoding alone. The time to decode a payload is measured with gathered
-    payloads, whose number grows with the number of ranks; scattered payloads are decoded by the same code.
+    The time is at least the time of encoding and decoding alone. The time to decode a payload is measured with exchange
+    "gather", because there the number of payloads grows with the number of ranks. With "scatter", the same code decodes
+    the payloads.
 
     Args:
-        measured: seconds of a step for encoding and decoding, including the ranks' waiting for each other.
+        measured: the seconds of a step for encoding and decoding. The seconds include the time in which ranks wait for
+            each other.
     """
     ranks, inside = all_ranks.size, exchange.ranks_per_node
     first, then = _alone(compressor, workload, all_ranks, ranks, inside)
@@ -68,34 +72,36 @@ def encode_time(
 
 
 def _gathered(compressor: Compressor) -> Compressor:
-    """The same method, with gathered payloads if it has that form."""
+    """The same method with exchange "gather", if the method has this exchange."""
     if isinstance(compressor, TwoLevel):
         return TwoLevel(_gathered(compressor.compressor))
     return in_each_way(compressor)[0]
 
 
 def _decoding(compressor: Compressor, workload: Workload, all_ranks: Ranks, ranks: int, ranks_per_node: int) -> float:
-    """Seconds of decoding, which grow with the number of payloads, and of work that does not grow."""
+    """The seconds of decoding for this number of payloads. The seconds include work that does not grow with the
+    number."""
     first, then = _alone(compressor, workload, all_ranks, ranks, ranks_per_node)
-    # In two levels the payloads of other nodes are decoded before the last collective, which is within the node.
+    # In two levels, the payloads of other nodes are decoded before the last collective, which is within the node.
     return first + then if isinstance(compressor, TwoLevel) else then
 
 
 def _alone(
     compressor: Compressor, workload: Workload, all_ranks: Ranks, ranks: int, ranks_per_node: int
 ) -> tuple[float, float]:
-    """Seconds before and after the last collective of a step with payloads of `ranks` ranks, as means of all ranks."""
+    """The seconds before and after the last collective of a step with the payloads of `ranks` ranks. The seconds are
+    means over all ranks."""
     engine = Engine(LoopbackCommunicator(ranks, ranks_per_node), workload.tensors(), compressor)
     originals = gradients(workload)
     copies = {name: gradient.clone() for name, gradient in originals.items()}
     times = []
     for _ in range(1 + _DECODES):
-        for name, gradient in originals.items():  # results replace the copies, as in a training
+        for name, gradient in originals.items():  # the results overwrite the copies, as in a training
             copies[name].copy_(gradient)
         engine.begin()
         engine.step(copies, in_place=True)
         wait_for(workload.device)
-        engine.ledger.settle()  # waits for the device's times
+        engine.ledger.settle()  # waits for the times of the device
         cost = engine.ledger.last
         assert cost is not None
         times.append([cost.encode_seconds or 0.0, cost.decode_seconds or 0.0])

@@ -1,14 +1,15 @@
-"""The time of a training step of one model, measured by all ranks together. PyTorch.
+"""Measures the time of a training step of one model, on all ranks together. It needs PyTorch.
 
-The model is trained in several ways that take turns:
+The model is trained in several ways, whose steps alternate:
 
 - alone
-- with the library's own exchange, overlapped with the backward pass, of dense gradients and of each cast
+- with the library's own exchange, overlapped with the backward pass, once with dense gradients and once with each cast
 - with a stand-in that sends one number instead of the gradients
-- with this stand-in and each compressor, with collectives that have no payload: a real step without moving its bytes
+- with this stand-in and each compressor, with collectives that have no payload, which is a real step that does not move
+  its bytes
 - with a real exchange of one compressor, with and without overlap
 
-In each way the parts of the step are timed.
+The parts of each step are timed.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from hvdcomp.tools.bench.workload import Workload, build
 
 @dataclass(frozen=True)
 class ModelProbe:
-    """The results for one model. `readings` holds the times from which `facts` were computed, by name."""
+    """The results for one model. `readings` has the times, by name, from which `facts` was computed."""
 
     facts: ModelFacts
     readings: dict[str, Reading]
@@ -68,22 +69,23 @@ def probe_model(
     show: Show,
     beside: Callable[[], None] = lambda: None,
 ) -> ModelProbe:
-    """Measures the passes, the optimizer, gamma, the overhead of the carrier and of hvdcomp, encode times and overlap.
+    """Measures the forward and backward pass, the optimizer, gamma, the overhead of the library and of hvdcomp, encode
+    times and overlap.
 
     Every rank must call it, with the same arguments.
 
     Args:
         model: the model, named as for `hvdcomp.tools.bench.workload.build`.
-        specs: compressors whose encoding and decoding are timed.
+        specs: the compressors whose encoding and decoding are timed.
         network: the costs of collectives.
         carrier: the library that exchanges the gradients.
         levels: whether the ranks are grouped by node, and how.
         device: the device on which to train.
         batch_size: the batch size of one rank.
         seed: the seed of the weights and the data.
-        seconds: approximate duration; a minimum number of steps is made in any case.
+        seconds: the approximate duration. A minimum number of steps is always made.
         show: function that is called with the name of the next measurement.
-        beside: function that is called after each round, in which each way to train has had its turn.
+        beside: a function that is called after each round. In a round, each way to train makes some steps.
     """
     show("building")
     ranks = carrier.ranks.size
@@ -103,7 +105,8 @@ def probe_model(
     forward, backward, optimizer = (whole * part / sum(parts) for part in parts)
     gamma = max(1.0, float(np.median(mean(dense, BACKWARD))) / parts[1])
     engine = max(0.0, readings["step without payload"].seconds - whole)
-    # The step has hooks in the backward pass, and one small collective after it; its other time is Horovod's overhead.
+    # This step has hooks in the backward pass, and one small collective after it. The rest of its time is Horovod's
+    # overhead.
     hooks = float(np.median(mean(numbers, BACKWARD))) / parts[1] - 1
     small = float(network.seconds("allreduce", 8.0, ranks).total)
     compute = Compute(
@@ -134,7 +137,7 @@ def probe_model(
             continue
         show(f"decoding of {spec}")
         readings[f"step without payload of {spec}"] = step = halves(slowest(times[spec]))
-        # This includes the ranks' waiting for each other between the rounds.
+        # This includes the time in which ranks wait for each other between the rounds.
         encoding_s = step.seconds - whole - engine - latency_s(exchange, network, ranks)
         encode[spec] = encode_time(compressor, plain, exchange, encoding_s, carrier.ranks)
     compute = replace(compute, encode=encode)
@@ -161,13 +164,14 @@ def probe_model(
 def unpredicted_time(
     network: Network, compute: Compute, exchange: Exchange, bucket_bytes: float, ranks: int, step_s: float
 ) -> EncodeTime:
-    """The unpredicted time of a measured step with the carrier's own exchange of gradients or casts.
+    """The part of a measured step that the model does not predict, if the library itself exchanges gradients or casts.
 
-    Each cast has a time of its own, and so have dense gradients. Ranks that compute and exchange at once slow each
-    other down, the more the more bytes they send: with the time of dense gradients, a cast would seem too slow.
+    Dense gradients and each cast have their own time. Computing and exchanging at the same time slow each other down,
+    and the effect grows with the bytes that are sent. If the time of dense gradients were used for a cast, the cast
+    would seem too slow.
 
     Args:
-        exchange: the carrier's own.
+        exchange: the library's own exchange.
         step_s: the measured time of a step.
     """
     predicted = predict(network, compute, exchange, bucket_bytes, Setting(ranks))
@@ -209,7 +213,7 @@ def _ways(
 
 
 def _through(engine: Engine, workload: Workload) -> Callable[[], None]:
-    """A function that makes hvdcomp's exchange in a step."""
+    """Returns a function that makes hvdcomp's exchange in a step."""
 
     def exchange() -> None:
         engine.begin()

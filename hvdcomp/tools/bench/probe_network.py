@@ -1,9 +1,9 @@
-"""The costs of collectives, measured with the library that carries gradients, by all ranks together. PyTorch.
+"""Measures the costs of collectives on all ranks together, with the library that exchanges gradients. It needs PyTorch.
 
-In two levels, the groups of a level exchange at the same time, and share links as they do in training.
+In two levels, the groups of ranks of a level exchange at the same time and share links, as they do in a training.
 
-Each size is measured in two passes over all sizes, so that a disturbance shows as a difference between the passes.
-Sizes with such a difference get two more passes, and the median then hardly depends on the disturbance.
+Two passes measure all sizes. If something disturbs a measurement, the two passes differ. Sizes that differ are measured
+in two more passes, so that the disturbance hardly affects the median.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hvdcomp.tools.bench.levels import Levels
 from hvdcomp.tools.bench.marks import wait_for
 
 Show = Callable[[str], None]
-Kind = tuple[str, str]  # of a collective, and its group of ranks
+Kind = tuple[str, str]  # the kind of a collective, and its group of ranks
 
 IN_LEVELS: tuple[Kind, ...] = (
     *((kind, "node") for kind in ("allreduce", "allgather", "reducescatter")),
@@ -42,26 +42,27 @@ IN_LEVELS: tuple[Kind, ...] = (
 _PASSES = 2
 _TINY = 64  # bytes
 _SMALLEST = 1 << 12
-_LEAST = 1 << 18  # bytes up to which every calibration goes
+_LEAST = 1 << 18  # every calibration measures sizes up to this number of bytes
 _GROWTH = 4
-_COMPARED = 2  # number of the largest sizes at which element types and fusion are compared
+_COMPARED = 2  # element types and fusion are compared at this number of the largest sizes
 _FUSED_PARTS = 16
-_SMALL_SHARE = 0.5  # of all sizes, which are too small to take any time
+_SMALL_SHARE = 0.5  # the share of sizes that are too small to need transfer time
 _IN_WORDS = {"all": "", "node": " within nodes", "across": " between nodes"}
 _FITTED = {"allreduce": "ring", "allgather": "ring", "alltoall": "pairwise", "reducescatter": "ring"}
-_FEWEST, _MOST = 3, 20  # samples of a size in a pass
-_SHORTEST_S, _LONGEST_S = 0.05, 1.5  # bounds of the time of a size; times of larger sizes follow from the bandwidth
-# The fewest samples of all sizes of a kind take as long as this many collectives of the largest size.
+_FEWEST, _MOST = 3, 20  # the fewest and the most samples of a size in a pass
+# bounds of the time of a size; the times of larger sizes are computed from the bandwidth
+_SHORTEST_S, _LONGEST_S = 0.05, 1.5
+# The fewest samples of all sizes of a kind take as much time as this number of collectives of the largest size.
 _RUNS = (2 + _FEWEST) * _PASSES * _GROWTH / (_GROWTH - 1)
 
 
 @dataclass(frozen=True)
 class NetworkProbe:
-    """The results of the network's measurement.
+    """The results of the measurement of the network.
 
     Attributes:
         network: the costs for the performance model.
-        readings: all times from which they were computed, by name.
+        readings: all times, by name, from which the costs were computed.
         source: the source of the numbers if nothing was measured; empty if they were measured.
     """
 
@@ -73,13 +74,13 @@ class NetworkProbe:
 def probe_network(
     largest: Mapping[Kind, int], carrier: Carrier, levels: Levels, device: torch.device, seconds: float, show: Show
 ) -> NetworkProbe:
-    """Measures each kind of collective by size, the reduction of float16, and the fusion of several tensors.
+    """Measures each kind of collective for several sizes, the reduction of float16, and the fusion of several tensors.
 
     Every rank must call it, with the same arguments.
 
     Args:
-        largest: by kind, in the order of measurement, the bytes that a rank sends in the largest collective that is
-            needed: each kind among all ranks, and `IN_LEVELS` in two levels.
+        largest: for each kind, in the order of measurement, the bytes that a rank sends in the largest collective that
+            is needed. `largest` has each kind among all ranks and, in two levels, `IN_LEVELS`.
         carrier: the library that exchanges the gradients.
         levels: the nodes of the ranks.
         device: device of the arrays that are sent.
@@ -101,7 +102,7 @@ def probe_network(
         payloads = [_handed(kind, size, ranks) for size in times]
         cost = fit_collective(kind, _FITTED[kind], ranks, payloads, list(times.values()), carrier.start_s)
         costs[kind, among] = cost
-    # They take turns, because their differences matter.
+    # Their measurements alternate, because their differences are used.
     plain, half, *fused = (list(times.values()) for times in measuring.by_size(alike, compared).values())
     traffic = [float(ALGORITHMS["allreduce"]["ring"](size, float(carrier.ranks.size)).bytes) for size in compared]
     float16 = extra_per_byte(traffic, half, plain)
@@ -138,11 +139,12 @@ class _Measuring:
     """Times collectives, by kind and size, and keeps the readings.
 
     Args:
-        carrier: of the collectives.
+        carrier: the library that runs the collectives.
         levels: the nodes of the ranks.
         device: device of the arrays that are sent.
-        seconds: mean duration for each kind and size.
-        longest: seconds of a collective; sizes that would take longer are left out, except the smallest.
+        seconds: the mean duration for each kind and size.
+        longest: the longest duration of a collective, in seconds. Sizes that would take longer are left out, except the
+            smallest.
         show: function that is called with the name of the next measurement.
     """
 
@@ -160,7 +162,8 @@ class _Measuring:
     def by_size(
         self, kinds: Sequence[str], sizes: list[int], among: str = "all"
     ) -> dict[str, dict[int, float]]:
-        """Seconds by bytes, of each kind; after a size that takes long, larger sizes are left out."""
+        """The seconds for each size in bytes, for each kind. After a size that takes long, larger sizes are left
+        out."""
 
         def words(kind: str, size: int) -> str:
             return f"{kind} of {_in_words(size)}{_IN_WORDS[among]}"
@@ -192,7 +195,8 @@ class _Measuring:
         return times
 
     def _sample(self, kind: str, size: int, among: str) -> tuple[list[float], float]:
-        """Seconds of several collectives, each the mean of all ranks, and seconds of one collective before them."""
+        """The seconds of several collectives, each as a mean over the ranks; and the seconds of one collective before
+        them."""
         carry_out = self._collective(self._ranks.part(among), kind, size)
         carry_out()  # Horovod negotiates a new name
         first = self._agreed([self._timed(carry_out)])[0]
@@ -200,11 +204,12 @@ class _Measuring:
         return self._agreed([self._timed(carry_out) for _ in range(count)]), first
 
     def _collective(self, ranks: Communicator, kind: str, size: int) -> Callable[[], Any]:
-        """A function that carries out one collective under a name of its own; all are means, as gradients are.
+        """Returns a function that runs one collective, which has its own name. The collective computes a mean, like the
+        exchange of gradients.
 
         Args:
             ranks: the communicator.
-            kind: one of `ALGORITHMS`; or an allreduce of "float32", of "float16", or of several tensors, "fused".
+            kind: one of `ALGORITHMS`; or "float32", "float16" or "fused" (several tensors) for an allreduce.
             size: approximate bytes that a rank sends.
         """
         name = f"hvdcomp.calibrate.{kind}.{size}"
@@ -231,12 +236,13 @@ class _Measuring:
         return time.perf_counter() - begin
 
     def _agreed(self, seconds: list[float]) -> list[float]:
-        """The means of all ranks: equal on each rank, so that all ranks decide alike."""
+        """The means over the ranks. The means are equal on each rank, so that all ranks make the same decisions."""
         return (self._carrier.ranks.sum(np.array(seconds), "agreed") / self._carrier.ranks.size).tolist()
 
 
 def _handed(kind: str, size: int, ranks: int) -> int:
-    """The exact bytes that a rank sends: an alltoall and a reduce-scatter need equally many float32 for each rank."""
+    """The exact number of bytes that a rank sends. An alltoall and a reduce-scatter need the same number of float32
+    values for each rank."""
     rows = 4 * ranks if kind in ("alltoall", "reducescatter") else 1
     return max(1, size // rows) * rows
 

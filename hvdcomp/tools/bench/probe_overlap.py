@@ -1,5 +1,5 @@
-"""The share of the possible saving by sending in the backward pass that a real training gets, measured with one
-compressor, with overlap and without."""
+"""Measures how much time a training saves by sending during the backward pass, as a share of the largest possible
+saving. The measurement trains with one compressor, with and without overlap."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from hvdcomp.tools.bench.fit import Reading
 from hvdcomp.tools.bench.workload import Workload
 
 EARLY, AT_END = "sent in the backward pass", "sent at its end"
-_FEWEST_BUCKETS = 3  # of a model, so that small ones have buckets that start early too
-_LEAST_SAVED = 0.02  # of a step: a share of a smaller saving, or of one within the noise, cannot be measured
+_FEWEST_BUCKETS = 3  # fewest buckets of a model, so that small models also have buckets that start early
+# smallest possible saving, as a share of a step; a smaller saving, or a saving within the noise, cannot be measured
+_LEAST_SAVED = 0.02
 
 
 @dataclass(frozen=True)
 class OverlapTrial:
-    """The training that is made in both ways.
+    """A training that runs in two ways, with and without overlap.
 
     Attributes:
         compressor: the compressor of both trainings.
-        early_bytes: the smallest bucket of gradients, in bytes, that is sent in the backward pass.
+        early_bytes: the size in bytes of the smallest bucket of gradients that is sent during the backward pass.
         ranks: number of ranks.
     """
 
@@ -37,7 +38,7 @@ class OverlapTrial:
     ranks: int
 
     def distributed(self, way: str, workload: Workload, carrier: Carrier, seed: int) -> Distributed:
-        """The training in one way, `EARLY` or `AT_END`.
+        """The training in one way. way: `EARLY` or `AT_END`.
 
         Args:
             seed: seed of the compressor.
@@ -53,12 +54,13 @@ class OverlapTrial:
         at_end: Reading,
         early: Reading,
     ) -> tuple[float | None, str]:
-        """`Compute.hides`, or None if it cannot be measured here; and the reason in words.
+        """`Compute.hides`, or None if it cannot be measured here. The second result is a text with the reason.
 
         Args:
-            network, compute: as measured, with the compressor's encode time, and the moment of each gradient.
+            network, compute: the measurements. The measurements include the encode time of the compressor, and the time
+                at which each gradient is ready.
             tensors: the tensors of the model.
-            at_end, early: measured steps of both ways.
+            at_end, early: the measured steps of both ways.
         """
         exchange = exchange_of(self.compressor, tensors, self.ranks)
         encode, setting = compute.encode[str(self.compressor)], Setting(self.ranks)
@@ -78,7 +80,8 @@ class OverlapTrial:
 
 
 def trial_of(specs: Sequence[Compressor], tensors: Sequence[TensorInfo], carrier: Carrier) -> OverlapTrial | None:
-    """A trial of the compressor that sends most, of the compressors in one level with buckets; None without any."""
+    """A trial of the compressor that sends most bytes. Two-level compressors, and compressors without buckets, are left
+    out. None if no compressor remains."""
     ranks = carrier.ranks.size
     sent = {
         spec: exchange.bytes

@@ -1,4 +1,4 @@
-"""Steps of several trainings that take turns, and the times of their parts. PyTorch."""
+"""Times the parts of the steps of several trainings, whose steps alternate. It needs PyTorch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORWARD, BACKWARD, EXCHANGE, OPTIMIZER = range(4)
 
 Show = Callable[[str], None]
 
-_FEWEST_ROUNDS, _MOST_ROUNDS = 5, 20  # of turns
+_FEWEST_ROUNDS, _MOST_ROUNDS = 5, 20  # fewest and most rounds
 _READY_STEPS = 5
 
 
@@ -29,7 +29,7 @@ class Training:
     Args:
         workload: the model and its loss.
         distributed: exchanges the gradients.
-        after: function that is called between the exchange and the optimizer's step.
+        after: a function that is called between the exchange and the optimizer's step.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Training:
         self._skips = getattr(distributed.optimizer, "skip_synchronize", None)
 
     def step(self) -> list[Any]:
-        """Makes a step, and returns the marks before and after its four parts, without waiting for a device."""
+        """Makes a step. Returns the marks before and after its four parts, without waiting for a device."""
         optimizer, device = self._distributed.optimizer, self.workload.device
         marks = [mark(device)]
         optimizer.zero_grad()
@@ -63,15 +63,15 @@ class Training:
 
 
 def parts_of(marks: Sequence[Any]) -> list[float]:
-    """Seconds of the four parts of a step."""
+    """The seconds of the four parts of a step."""
     return [seconds_between(start, end) for start, end in pairwise(marks)]
 
 
 def _when_computed(loss: torch.Tensor, device: torch.device) -> list[Any]:
-    """A list to which the mark at the end of the backward pass's computation is appended.
+    """Returns a list. The mark at the end of the computation of the backward pass is appended to it later.
 
-    PyTorch calls callbacks in the order of registration, and DistributedDataParallel, which waits for its exchange in
-    one, registers it later.
+    PyTorch calls callbacks in the order of their registration. DistributedDataParallel waits for its exchange in a
+    callback that it registers later, so the mark does not include this wait.
     """
     moments: list[Any] = []
     engine: Any = torch.autograd.Variable._execution_engine
@@ -82,7 +82,8 @@ def _when_computed(loss: torch.Tensor, device: torch.device) -> list[Any]:
 def take_turns(
     ways: dict[str, Training], carrier: Carrier, seconds: float, show: Show, beside: Callable[[], None]
 ) -> dict[str, np.ndarray]:
-    """The parts of the steps of each way, in seconds, (ranks, steps, 4)."""
+    """Makes steps of all trainings, which alternate. Returns the seconds of the parts of the steps of each way, (ranks,
+    steps, 4)."""
     ranks = carrier.ranks
     step_s: dict[str, float] = {}
     for name, training in ways.items():
@@ -100,7 +101,8 @@ def take_turns(
         for name in in_turn(list(ways), number):
             settling, block = turn_of(step_s[name])
             ranks.barrier()
-            # No barrier between the steps: ranks that share a core slow each other down, and would wait in it.
+            # There is no barrier between the steps. Ranks that share a core slow each other down, and would wait in a
+            # barrier.
             for _ in range(settling):
                 ways[name].step()
             samples[name] += map(parts_of, [ways[name].step() for _ in range(block)])
@@ -114,17 +116,17 @@ def everywhere(values: np.ndarray, ranks: Ranks) -> np.ndarray:
 
 
 def slowest(times: np.ndarray) -> list[float]:
-    """The seconds of the slowest rank in each step: ranks wait for each other in every step."""
+    """The seconds of the slowest rank in each step, because ranks wait for each other in every step."""
     return times.sum(axis=2).max(axis=0).tolist()
 
 
 def mean(times: np.ndarray, part: int) -> list[float]:
-    """The mean seconds of all ranks for a part, in each step."""
+    """The seconds of one part in each step, as means over the ranks."""
     return times[:, :, part].mean(axis=0).tolist()
 
 
 def ready_moments(training: Training, ranks: Ranks) -> Ready:
-    """When each share of the gradients has been computed, as a mean over all ranks; see `Compute.ready`."""
+    """The time at which each share of the gradients is computed, as a mean over all ranks (`Compute.ready`)."""
     named = training.workload.model.named_parameters()
     parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
     moments: dict[str, list[Any]] = {name: [] for name in parameters}
@@ -146,12 +148,12 @@ def ready_moments(training: Training, ranks: Ranks) -> Ready:
 
 
 def ready_of(shares: np.ndarray, parameters: Sequence[torch.Tensor], ranks: Ranks) -> Ready:
-    """When each share of the gradients has been computed, as a mean over all ranks; see `Compute.ready`.
+    """The time at which each share of the gradients is computed, as a mean over all ranks (`Compute.ready`).
 
     Args:
-        shares: of the backward pass, after which a gradient is computed, (steps, parameters).
+        shares: for each gradient, the share of the backward pass after which it is computed, (steps, parameters).
     """
-    # The median of the steps on each rank, then the mean of the ranks.
+    # First the median of the steps on each rank, and then the mean over the ranks.
     times = np.median(everywhere(shares, ranks), axis=1).mean(axis=0)
     sizes = np.array([parameter.numel() * parameter.element_size() for parameter in parameters], float)
     order = [place for place in np.argsort(times, kind="stable") if sizes[place]]

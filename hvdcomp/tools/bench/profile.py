@@ -1,8 +1,9 @@
-"""Profile of a user's training: the time of its steps, and their predicted time with each method. PyTorch.
+"""Profiles a user's training. The profile measures the time of the training's steps, and predicts their time with each
+method. It needs PyTorch.
 
-The training's own steps show the time of computing, and of each gradient. Then all ranks stop in the same step, and
-measure the network, and the time of each method's encoding and decoding, on copies of the gradients of that step.
-Nothing in the training changes.
+The training's own steps show how long it computes, and when each gradient is ready. Then all ranks stop in the same
+step. The ranks measure the network, and the time that each method needs to encode and decode copies of the gradients of
+this step. The training itself does not change.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from hvdcomp.tools.bench.workload import Workload
 MODEL = "training"
 """The name of the training's model in the calibration."""
 SOURCE = "hvdcomp profile"
-_NETWORK_SHARE = 0.5  # of the time of a profile
-_FEWEST, _MOST = 5, 20  # exchanges of a method
-_TRIED = 3  # methods whose exchanges are carried out
+_NETWORK_SHARE = 0.5  # the share of the time of a profile
+_FEWEST, _MOST = 5, 20  # fewest and most exchanges of a method
+_TRIED = 3  # number of methods whose exchanges are really made
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,11 @@ class Profiled:
     """A profile.
 
     Attributes:
-        calibrated: the calibration for `hvdcomp advise`, with the readings that are too noisy.
-        step: time of a step of the training without hvdcomp, on the slowest rank.
-        waits: seconds of a step in which ranks only wait for gradients.
-        tried: measured seconds of an exchange of all gradients after the backward pass, by spec; empty for one rank.
+        calibrated: the calibration for `hvdcomp advise`, and the measurements that are too noisy.
+        step: the time of a step of the training without hvdcomp, on the slowest rank.
+        waits: the seconds of a step in which ranks only wait for gradients.
+        tried: the measured seconds of an exchange of all gradients after the backward pass, by spec; empty if there is
+            only one rank.
     """
 
     calibrated: Calibrated
@@ -76,12 +78,13 @@ def profile(
         compressors: the compressors to time.
         name: name of the calibration.
         seconds: approximate duration.
-        known_network: the calibration whose network is used instead of a measured network; needed for one rank.
+        known_network: a calibration. The network of this calibration is used, and the network is not measured. This
+            calibration is required if there is only one rank.
         show: function that is called with the name of the next measurement.
 
     Raises:
-        SpecError: for a compressor in two levels, where there are none.
-        ConfigurationError: as of `find_levels`.
+        SpecError: if a compressor is two-level but the run does not have two levels.
+        ConfigurationError: if `find_levels` raises this error.
     """
     levels = levels_for(compressors, carrier)
     ranks, workload, device = carrier.ranks, watched.workload, watched.workload.device
@@ -89,7 +92,7 @@ def profile(
     probe = network_for([tensors], compressors, carrier, levels, device, _NETWORK_SHARE * seconds, show, known_network)
     parts = everywhere(watched.parts, ranks)  # (ranks, steps, parts)
     step = halves(slowest(parts))
-    # Ranks wait for the slowest rank in every step, whatever they send: this waiting is no part of the exchange.
+    # Ranks wait for the slowest rank in every step, whatever they send. So this waiting does not count as exchange.
     computing = halves(slowest(parts[:, :, [FORWARD, BACKWARD, OPTIMIZER]]))
     means = [float(np.median(mean(parts, part))) for part in (FORWARD, BACKWARD, OPTIMIZER)]
     forward, backward, optimizer = (computing.seconds * part / sum(means) for part in means)
@@ -97,7 +100,7 @@ def profile(
     compute = Compute(
         backward_s=backward,
         forward_s=forward,
-        gamma=1.0,  # backward_s includes the slowdown by dense gradients sent meanwhile
+        gamma=1.0,  # backward_s already includes the slowdown by dense gradients that are sent at the same time
         batch_size=None,
         optimizer_s=optimizer,
         ready=carrier.sent_together(ready, workload.dense_bytes),
@@ -111,7 +114,8 @@ def profile(
         spec = str(compressor)
         engine = Engine(NoPayload(spec, levels.ranks), tensors, compressor)
         if engine.passthrough:
-            continue  # the library sends it itself, and the time of the cast shows only in another training
+            # the library itself casts and sends; the time of the cast can only be measured in another training
+            continue
         show(f"encoding and decoding of {spec}")
         reading = _exchanges(engine, workload, carrier, seconds_each)
         readings[f"exchange without payload of {spec}"] = reading
@@ -143,7 +147,7 @@ def profile(
 
 
 def _exchanges(engine: Engine, workload: Workload, carrier: Carrier, seconds: float) -> Reading:
-    """Seconds of a step of an engine, of the slowest rank, on copies of the training's gradients."""
+    """The seconds that the slowest rank needs for a step of an engine with copies of the training's gradients."""
     originals = gradients(workload)
     copies = {name: gradient.clone() for name, gradient in originals.items()}
 
@@ -159,7 +163,8 @@ def _exchanges(engine: Engine, workload: Workload, carrier: Carrier, seconds: fl
 
 
 def _dense(workload: Workload, carrier: Carrier, ranks: Communicator, seconds: float) -> Reading:
-    """Seconds of an allreduce of all gradients without compression, in one array for each type, of the slowest rank."""
+    """The seconds that the slowest rank needs for an allreduce of all gradients without compression. All gradients of
+    one type are in one array."""
     by_type: dict[torch.dtype, list[torch.Tensor]] = {}
     for gradient in gradients(workload).values():
         by_type.setdefault(gradient.dtype, []).append(gradient.flatten())
@@ -186,7 +191,7 @@ def _timed(
         wait_for(device)
         return time.perf_counter() - begin
 
-    once()  # makes states, and compiles kernels
+    once()  # the first step creates states and compiles kernels
     first = float(everywhere(np.array(once()), ranks).max())
     count = int(min(_MOST, max(_FEWEST, seconds / max(first, 1e-6))))
     times = everywhere(np.array([once() for _ in range(count)]), ranks)

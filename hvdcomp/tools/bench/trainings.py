@@ -1,4 +1,4 @@
-"""Trainings that are compared step by step: each with one method and a separate model."""
+"""Trainings whose steps are compared. Each has one method and a separate model."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ COMPUTE = "compute"  # training without communication
 OVERLAPS: dict[str, tuple[int | None, ...]] = {"on": (None,), "off": (0,), "both": (None, 0)}
 """The `overlap_bytes` of `Times` with which compressors are compared, by the value of the option `overlap`."""
 
-# At the beginning of a turn: collectives have the same names in all methods, and a name whose size has changed costs
-# Horovod a negotiation.
+# Steps at the beginning of a turn that are not measured. Collectives have the same names in all methods, and Horovod
+# has to negotiate again if the size of a collective has changed.
 _SETTLING_STEPS = 2
 
 
@@ -30,11 +30,11 @@ class Times:
     """The results of one method.
 
     Attributes:
-        overlap_bytes: the smallest bucket of gradients that is sent in the backward pass; 0 if none is, None for
-            hvdcomp's default.
-        step_ms: for each round, the milliseconds of the slowest rank in each step.
-        bytes_per_step: bytes that one rank passes to the collectives.
-        encode_ms, communicate_ms, decode_ms: rank 0's means per step; None without hvdcomp's engine.
+        overlap_bytes: the size of the smallest bucket of gradients that is sent during the backward pass; 0 if no
+            bucket is sent then; None for hvdcomp's default.
+        step_ms: for each round, the milliseconds that the slowest rank needed for each step.
+        bytes_per_step: the bytes that one rank passes to the collectives in a step.
+        encode_ms, communicate_ms, decode_ms: the means per step on rank 0; None if hvdcomp's engine is not used.
     """
 
     method: str
@@ -48,7 +48,7 @@ class Times:
 
     @property
     def name(self) -> str:
-        """The unique name: the method, with its `overlap_bytes` unless they are None."""
+        """A unique name: the method, followed by `overlap_bytes` unless it is None."""
         if self.overlap_bytes is None:
             return self.method
         return f"{self.method}, {f'{self.overlap_bytes:,}' if self.overlap_bytes else 'at the end'}"
@@ -61,13 +61,13 @@ class Times:
 
 
 class Training:
-    """A model trained with one method on one batch of random data, a block of steps at a time.
+    """A model that is trained with one method, on one batch of random data. A block of steps is made at a time.
 
     Args:
         carrier: the library that exchanges the gradients.
         method: one of the carrier's `stock`, `COMPUTE`, or the spec of a compressor.
         model_name, batch_size, seed: arguments of `hvdcomp.tools.bench.workload.build`.
-        overlap_bytes: `overlap_bytes` of `Times`.
+        overlap_bytes: as in `Times`.
         device: device of the model, as text.
     """
 
@@ -108,11 +108,11 @@ class Training:
         return self._compressed(name, seed=seed, bucket_bytes=overlap_bytes or None, **options)
 
     def _compressed(self, name: str, **options: Any) -> Distributed:
-        """A training with hvdcomp; `options` are of `Carrier.compressed`."""
+        """A training with hvdcomp. options: as in `Carrier.compressed`."""
         return self._carrier.compressed(self._workload, self.times.method, name, **options)
 
     def _turn(self) -> AbstractContextManager[None]:
-        """Surrounds the steps of a block."""
+        """A context manager that is active during the steps of a block."""
         return nullcontext()
 
     def block(self, steps: int, settling: int = _SETTLING_STEPS) -> None:
@@ -120,7 +120,7 @@ class Training:
 
         Args:
             steps: number of steps that are measured.
-            settling: steps before them, which are not measured.
+            settling: the number of steps before the measured steps.
         """
         ranks = self._carrier.ranks
         ranks.barrier()
@@ -136,7 +136,7 @@ class Training:
             self._add_costs(before, after, steps)
 
     def forget(self) -> None:
-        """Drops all results so far."""
+        """Drops all results."""
         self.times.step_ms = []
         self._counted = 0
 
@@ -172,12 +172,12 @@ class Training:
 
 
 class Turns:
-    """Trainings that take turns, a round at a time.
+    """Trainings that make their steps in turn.
 
     Args:
         carrier: the library that exchanges the gradients.
-        trainings: the trainings that take turns; their earlier results are dropped.
-        show: function that is called on every rank with the name of the next measurement.
+        trainings: the trainings. The earlier results of these trainings are dropped.
+        show: a function that is called on every rank with the name of the next measurement.
 
     Attributes:
         rounds: number of rounds so far.
@@ -198,7 +198,7 @@ class Turns:
         self._turns = [turn_of(seconds) for seconds in carrier.ranks.broadcast(step_s, "turn")]
 
     def round(self) -> None:
-        """Gives each training one turn; each round begins with another training."""
+        """Makes a block of steps of each training. Each round begins with another training."""
         from hvdcomp.tools.bench.workload import in_turn
 
         self._show(f"steps: round {self.rounds + 1}")
@@ -216,13 +216,14 @@ def trainings_of(
     seed: int,
     device: str = "cpu",
 ) -> list[Training]:
-    """The trainings to compare; the first one is without communication.
+    """The trainings to compare. The first training has no communication.
 
     Args:
         carrier: the library that exchanges the gradients.
-        overlaps: each compressor has a training with each of these `overlap_bytes` of `Times`; if empty, with hvdcomp's
-            default. There is one training without communication, and one for each of the library's own methods; also
-            one for each compressor if the model is so small that hvdcomp sends all gradients at the end by default.
+        overlaps: values of `overlap_bytes` (`Times`). Each compressor has one training with each value; if there are
+            none, one training with hvdcomp's default. If the model is so small that hvdcomp sends all gradients at the
+            end by default, there is only one training for each compressor. There is also one training without
+            communication, and one for each of the library's own methods.
         device: device of the models, as text.
     """
     compute = Training(carrier, COMPUTE, model, batch_size, seed, device=device)
@@ -245,6 +246,6 @@ def _may_overlap(method: str) -> bool:
 
 
 def ratio(steps: Sequence[Sequence[float]], reference: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """The median over rounds of the ratio of the steps' medians, and its standard error."""
+    """The ratio of the medians of the steps of each round: its median over the rounds, and its standard error."""
     medians, reference_medians = (map(statistics.median, rounds) for rounds in (steps, reference))
     return median_with_error([median / other for median, other in zip(medians, reference_medians, strict=True)])

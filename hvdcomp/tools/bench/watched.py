@@ -1,7 +1,7 @@
-"""Times the parts of the steps of a user's training, without a change to it. PyTorch.
+"""Times the parts of the steps of a user's training without changing the training. It needs PyTorch.
 
-PyTorch's hooks report the steps of every optimizer, and the moment of each parameter's gradient; the backward pass
-begins with a call of `torch.autograd.backward`, which `loss.backward()` makes.
+PyTorch's hooks report the steps of every optimizer, and the time at which the gradient of each parameter is ready. The
+backward pass begins with the call of `torch.autograd.backward` by `loss.backward()`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,14 @@ class Watched:
 
     Attributes:
         workload: the model, with the gradients of the last step.
-        optimizer: its kind, as in `hvdcomp.compressors.evidence`; None for a kind that is not listed there.
-        parts: seconds of the parts of each step, (steps, 4).
-        ready: when the gradient of each parameter was computed, as a share of the backward pass, (steps, parameters).
-        backward_passes: number in a step. All but the last count as FORWARD.
-        more_optimizers: names of further optimizers that made steps, whose parameters were not watched.
+        optimizer: the kind of the optimizer, as in `hvdcomp.compressors.evidence`; None if this file does not list the
+            kind.
+        parts: the seconds of the parts of each step, (steps, 4).
+        ready: the time at which the gradient of each parameter was computed, as a share of the backward pass, (steps,
+            parameters).
+        backward_passes: the number of backward passes in a step. All passes except the last count as FORWARD.
+        more_optimizers: the names of further optimizers that made steps. The parameters of these optimizers were not
+            watched.
     """
 
     workload: Workload
@@ -48,17 +51,17 @@ class Watched:
 
 
 class Watch:
-    """Times the steps of the first optimizer that makes one after a backward pass.
+    """Times the steps of the first optimizer that makes a step after a backward pass.
 
-    A step without a backward pass is none of the training's: `hvd.broadcast_optimizer_state` makes one, with gradients
-    of zero, to create the state of the optimizer, which may not be the one that trains.
+    A step without a backward pass does not belong to the training. `hvd.broadcast_optimizer_state` makes such a step,
+    with zero gradients, to create the state of an optimizer. This optimizer may not be the one that trains the model.
 
     Args:
-        steps: number of timed steps, after `warm_up` steps.
-        then: function that is called with the times at the end of the last step, after the optimizer's step.
+        steps: the number of timed steps, after `warm_up` steps.
+        then: a function that is called with the times at the end of the last step, after the optimizer's step.
 
     Attributes:
-        seen: number of steps so far.
+        seen: the number of steps so far.
         before_backward: number of optimizer steps before the first backward pass.
         done: whether `then` was called.
         ended: None; see `hvdcomp.tools.bench.watched_keras.KerasWatch`.
@@ -80,7 +83,7 @@ class Watch:
         self._handles: list[Any] = []
         self._optimizer: Any = None
         self._other_optimizers: set[str] = set()
-        self._depth = 0  # Horovod's optimizer calls the step of the one that it wraps
+        self._depth = 0  # Horovod's optimizer calls `step` of the optimizer that it wraps
         self._models: list[torch.nn.Module] = []
         self._last: Any = None
         self._marks: dict[str, Any] = {}
@@ -112,7 +115,7 @@ class Watch:
         torch.autograd.backward = self._backward
 
     def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
-        """Remembers top-level modules, in which names of parameters are looked up later."""
+        """Stores top-level modules, in which the names of parameters are looked up later."""
         if self._optimizer is None and not any(module is part for model in self._models for part in model.modules()):
             self._models.append(module)
 
@@ -129,7 +132,8 @@ class Watch:
         def computed() -> None:
             self._marks["computed"] = mark(first.device)
 
-        # PyTorch calls callbacks in the order of registration, and DistributedDataParallel registers its waiting later.
+        # PyTorch calls callbacks in the order of their registration. DistributedDataParallel waits in a callback that
+        # it registers later.
         handle = first.register_hook(lambda _: engine.queue_callback(computed))
         self._handles.append(handle)
 
@@ -154,7 +158,8 @@ class Watch:
             self._end_step()
 
     def _look_at(self, optimizer: Any) -> None:
-        """Adds hooks to the parameters after the first step, which report their gradients from the next step on."""
+        """Adds hooks to the parameters after the first step. From the next step on, the hooks report when gradients are
+        ready."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         trained = {id(parameter): parameter for parameter in parameters if parameter.requires_grad}
         if any(hasattr(parameter, "device_mesh") for parameter in trained.values()):
@@ -163,14 +168,14 @@ class Watch:
                 "profile the same model in DistributedDataParallel or Horovod"
             )
         names: dict[int, str] = {}
-        for model in self._models:  # two models may have the same names
+        for model in self._models:  # two models may have parameters with the same names
             for name, parameter in model.named_parameters():
-                short = name.removeprefix("module.")  # prefix of DistributedDataParallel
+                short = name.removeprefix("module.")  # the prefix comes from DistributedDataParallel
                 names.setdefault(id(parameter), short if short not in names.values() else f"{short}.{len(names)}")
         self._parameters = {
             names.get(key, f"parameter{place}"): parameter for place, (key, parameter) in enumerate(trained.items())
         }
-        self._handles.pop(0).remove()  # the hook of forward passes is needed no more
+        self._handles.pop(0).remove()  # the hook of forward passes is no longer needed
         self._optimizer = optimizer
         self._device = next(iter(trained.values())).device
         for name, parameter in self._parameters.items():
@@ -219,7 +224,7 @@ class Watch:
 
 
 class Named(torch.nn.Module):
-    """A module with the training's parameters under their names in the training's model."""
+    """A module that contains the parameters of the training, with the names that they have in the training's model."""
 
     def __init__(self, parameters: dict[str, torch.nn.Parameter]) -> None:
         super().__init__()
@@ -233,5 +238,5 @@ class Named(torch.nn.Module):
 
 
 def no_loss() -> torch.Tensor:
-    """A stand-in for the loss, which only the training computes."""
+    """Stands for the loss, because only the training itself can compute the loss."""
     raise NotImplementedError("the training makes its own steps")

@@ -1,9 +1,10 @@
 """Times the parts of the steps of a user's training in TensorFlow.
 
-Gradients are results of `tf.GradientTape.gradient`, in Keras `fit` and under Horovod's tape and optimizer too, and
-arguments of an optimizer's `apply_gradients`. TensorFlow traces both once, and then runs a graph. So this module adds
-operations to the graph: some read the clock as soon as certain tensors are computed, and one at the end of a step
-passes the times to Python. The results of the training stay the same.
+Gradients are the results of `tf.GradientTape.gradient` and the arguments of an optimizer's `apply_gradients`. Gradients
+are also found in Keras `fit`, and with Horovod's tape and optimizer. TensorFlow traces both functions once, and then
+runs a graph. So this module adds operations to the graph. Some of these operations read the clock as soon as certain
+tensors are computed. One operation at the end of a step passes the times to Python. The results of the training do not
+change.
 """
 
 from __future__ import annotations
@@ -28,17 +29,18 @@ from hvdcomp.tools.bench.watched import Named, Watched, no_loss
 from hvdcomp.tools.bench.workload import Workload
 from hvdcomp.tools.train.options import SetupError
 
-_KEPT = 8  # backward passes; the last ones may be of another model
+_KEPT = 8  # number of backward passes to keep; the last ones may belong to another model
 
 
 @dataclass
 class _Pass:
-    """A backward pass, traced or run eagerly.
+    """A backward pass, which was traced or run eagerly.
 
     Attributes:
-        graph: the graph that contains it; None for an eager one.
-        begin: the time of its beginning.
-        gradients, ready: by the identity of a variable, its gradient, and the time at which that was computed.
+        graph: the graph that contains the pass; None if it was run eagerly.
+        begin: the time at which the pass began.
+        gradients, ready: the gradient of each variable, and the time at which the gradient was computed. The keys are
+            the identities of variables.
     """
 
     graph: Any
@@ -48,7 +50,7 @@ class _Pass:
 
 
 class KerasWatch:
-    """Watches the steps of the first optimizer that makes one.
+    """Times the steps of the first optimizer that makes a step.
 
     Args:
         steps, warm_up, then: arguments of `hvdcomp.tools.bench.watched.Watch`. `then` may be called in a thread of
@@ -56,7 +58,8 @@ class KerasWatch:
 
     Attributes:
         seen, done: attributes of `hvdcomp.tools.bench.watched.Watch`.
-        ended: the exception of a step, which TensorFlow turns into an error of its own; None without one.
+        ended: the exception that a step has raised; None if there is none. The exception is stored because TensorFlow
+            turns it into an error of its own.
     """
 
     def __init__(self, steps: int, warm_up: int, then: Callable[[Watched], None]) -> None:
@@ -130,7 +133,8 @@ class KerasWatch:
         return result
 
     def _end_step(self, read: np.ndarray, *gradients: np.ndarray) -> list[np.ndarray]:
-        """Called in each step with the times of its begin, of the means, of its end, and of each gradient."""
+        """Receives the times of each step: its begin, the time at which means are ready, its end, and the time of each
+        gradient."""
         if self.done:
             return []
         self.seen += 1
@@ -156,7 +160,8 @@ class KerasWatch:
         shares = (np.array(ready) - begin) / np.maximum(computed - begin, 1e-9)
         names = by_name(self._variables)
         parameters = {name: _parameter(gradient) for name, gradient in zip(names, gradients, strict=True)}
-        helper = getattr(self._optimizer, "_agg_helper", None)  # Horovod's, which adds up gradients of several passes
+        # Horovod's helper, which adds up the gradients of several passes
+        helper = getattr(self._optimizer, "_agg_helper", None)
         return Watched(
             Workload(Named(parameters), no_loss),
             kind_of(self._optimizer),
@@ -168,13 +173,13 @@ class KerasWatch:
 
 
 def _when_computed(tensors: Any) -> tf.Tensor:
-    """The time at which tensors are computed, in seconds."""
+    """An operation that returns the time, in seconds, at which tensors are computed."""
     inputs = [tensor for tensor in tf.nest.flatten(tensors) if tf.is_tensor(tensor)]
     with tf.control_dependencies(inputs), tf.device("CPU:0"):
         moment = tf.timestamp()
     if not tf.executing_eagerly():
-        # A trace orders all stateful operations as in the program. A clock operation must wait for its tensors only,
-        # and no operation must wait for it.
+        # A trace puts all stateful operations in the order of the program. But a clock operation must wait only for its
+        # tensors, and no operation may wait for the clock operation.
         order = caller_local("deps_ctx", lambda context: getattr(context, "_graph", None) is moment.graph)
         if order is not None:
             order.run_independently(moment.op)
@@ -182,7 +187,7 @@ def _when_computed(tensors: Any) -> tf.Tensor:
 
 
 def _graphs() -> list[Any]:
-    """The graph that is being traced, and the graphs around it; [None] in eager mode."""
+    """The graph that is being traced, and the graphs that contain it; [None] in eager mode."""
     if tf.executing_eagerly():
         return [None]
     graphs = [tf.compat.v1.get_default_graph()]
@@ -192,7 +197,7 @@ def _graphs() -> list[Any]:
 
 
 def _check(backward: _Pass, variables: list[Any]) -> None:
-    """Raises SetupError for steps whose times would be meaningless."""
+    """Raises SetupError if the times of such steps would be meaningless."""
     if backward.graph not in _graphs():
         raise SetupError(
             "the gradients are computed in one tf.function, and the optimizer is called outside of it: to profile the "
@@ -213,14 +218,14 @@ def _check(backward: _Pass, variables: list[Any]) -> None:
 
 
 def _end_program() -> None:
-    """Raises SystemExit in the main thread, as soon as that runs Python code. TensorFlow would log the traceback of a
-    SystemExit in its own threads as an error."""
+    """Raises SystemExit in the main thread, as soon as the main thread runs Python code. In a thread of TensorFlow,
+    TensorFlow would log the traceback of a SystemExit as an error."""
     main = ctypes.c_ulong(threading.main_thread().ident or 0)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(SystemExit))
 
 
 def _parameter(gradient: np.ndarray) -> torch.nn.Parameter:
-    """A parameter of PyTorch with a copy of a gradient, in the shape in which compressors get it."""
+    """A parameter of PyTorch with a copy of a gradient. The copy has the shape that compressors get."""
     copy = torch.tensor(gradient.astype(np.float32)).to(getattr(torch, gradient.dtype.name))
     parameter = torch.nn.Parameter(torch.zeros_like(copy).reshape(matrix_of(gradient.shape)))
     parameter.grad = copy.reshape(parameter.shape)

@@ -1,4 +1,4 @@
-"""The model of timed steps: a reference model on random data, or a user's own model. PyTorch."""
+"""The model of timed steps: a reference model on random data, or a user's own model. It needs PyTorch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvdcomp.tools.bench.models import IMAGES, split_model
 from hvdcomp.tools.train.frameworks import build_model
 from hvdcomp.tools.train.options import TEXT_MODELS, SetupError
 
-_TOKENS, _LENGTH = 100, 64  # characters of a text
+_TOKENS, _LENGTH = 100, 64  # number of different characters, and of characters in a text
 _TURN_S, _MOST_STEPS = 0.25, 8
 
 T = TypeVar("T")
@@ -50,15 +50,15 @@ class Workload:
 
     @property
     def dense_bytes(self) -> int:
-        """The bytes of all gradients, which have the types of their parameters."""
+        """The bytes of all gradients. A gradient has the type of its parameter."""
         return sum(tensor.size * dtype_bytes(tensor.dtype) for tensor in self.tensors())
 
 
 def turn_of(step_s: float) -> tuple[int, int]:
-    """The steps in a turn of a training: steps that fill the caches again, and measured steps.
+    """The numbers of steps in a turn of a training: first steps that fill the caches again, and then measured steps.
 
     Args:
-        step_s: approximate seconds of a step.
+        step_s: the approximate seconds of a step.
     """
     if step_s >= _TURN_S:
         return 0, 1
@@ -72,25 +72,26 @@ def in_turn(trainings: Sequence[T], number: int) -> list[T]:
 
 
 def build(model: str, batch_size: int, seed: int, rank: int, device: torch.device = HOST) -> Workload:
-    """Makes a model, with the same weights on all ranks, and a different batch for each rank.
+    """Creates a model and a batch. The weights are the same on all ranks, and the batch differs between ranks.
 
-    From then on the process treats denormal numbers as zero.
+    Afterwards, the process treats denormal numbers as zero.
 
     Args:
-        model: one of `hvdcomp.tools.bench.models.TIMED`, for images as CIFAR-10 has them; "model@data" for random
-            images of the shape of another data set, such as "cnn@digits"; or "package.module:function". The function is
-            called with the batch size and returns the model and a function without arguments that returns its loss on
-            a batch. It is called several times, and must make a new model each time. `device` is its default device.
-        batch_size: batch size of one rank.
+        model: one of `hvdcomp.tools.bench.models.TIMED`, with random images of the shape of CIFAR-10; "model@data" for
+            random images with the shape of another data set, such as "cnn@digits"; or "package.module:function". The
+            function gets the batch size. The function returns the model, and a function without arguments that computes
+            the model's loss on a batch. The function is called several times, and must create a new model each time.
+            During the call, `device` is the default device.
+        batch_size: the batch size of one rank.
         seed: seed of weights and data.
         rank: rank of this process.
         device: device of model and batch.
 
     Raises:
-        SetupError: for an unknown model, or a function that breaks this contract.
+        SetupError: if the model is unknown, or the function does not return what is required.
     """
-    # Timed steps train on a batch that never changes, until momenta become denormal numbers. A processor computes many
-    # times more slowly with denormal numbers.
+    # Timed steps always train on the same batch, so momenta become denormal numbers. A processor is many times slower
+    # with denormal numbers.
     torch.set_flush_denormal(True)
     torch.manual_seed(seed)
     if ":" in model:

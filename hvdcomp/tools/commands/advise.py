@@ -1,5 +1,5 @@
-"""`hvdcomp advise`: the performance model's prediction for each compressor, before any training. The model is
-`hvdcomp.perfmodel`."""
+"""`hvdcomp advise` shows what the performance model (`hvdcomp.perfmodel`) predicts for each compressor, before any
+training."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from hvdcomp.tools.terminal import fits, make_console, make_table, print_table
 
 _PRESET = "h100x8"
 _OPTIMIZERS = {"sgd": "SGD", "adam": "Adam", "adamw": "Adam", "compressedadam": "CompressedAdam", "muon": "Muon"}
-_LISTED = 4  # specs in a sentence
+_LISTED = 4  # number of specs that are listed in a sentence
 _LESS_NEEDED = ("kept", "dense", "latency", "compute", "limited", "network", "encode")
 """Columns that are left out on a narrow console, in this order."""
 _LIBRARIES = {"horovod": "Horovod", "ddp": "DistributedDataParallel", "fsdp": "FSDP2"}
@@ -253,7 +253,7 @@ def show_advice(adviser: Adviser, setting: Setting, advice: Advice) -> None:
 
 
 def _set_by_user(context: click.Context, listed: str, allowed: tuple[str, ...]) -> list[str]:
-    """Names of the options that the user set. Raises UsageError for an option that cannot be used with --`listed`."""
+    """The names of the options that the user has set. Raises UsageError if an option cannot be used with --`listed`."""
     given = [name for name in context.params if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
     options = {param.name: param.opts[0] for param in context.command.params}
     if wrong := [options[name] for name in given if name not in ("listed", *allowed)]:
@@ -288,7 +288,7 @@ def _map(
     output: Path | None,
     passes: dict[str, Any],
 ) -> None:
-    """Prints, draws and writes the map of one calibration."""
+    """Prints the map of one calibration, and draws and writes it."""
     allowed = ("calibration", "compressors", "world_size", "optimizer", "output", "accumulate", "recompute")
     given = _set_by_user(context, "map", allowed)
     ranks = (world_size,) if "world_size" in given else MAP_RANKS
@@ -323,7 +323,7 @@ def _in_map(row: dict[str, Any]) -> str:
 
 
 def _narrowed(adviser: Adviser, optimizer: str) -> list[str]:
-    """What a user who named the optimizer has to know."""
+    """Notes that a user should read if the optimizer is known."""
     lost = f"lost at most {HARMLESS:.0%} of quality with {optimizer} in hvdcomp's own trainings"
     if set(adviser.recommended) <= set(FREE):
         return [f"None of the compressors that can be compared {lost}."]
@@ -333,7 +333,7 @@ def _narrowed(adviser: Adviser, optimizer: str) -> list[str]:
 def _report(
     adviser: Adviser, setting: Setting, advice: Advice, swept: Sweep | None, notes: list[str]
 ) -> dict[str, Any]:
-    """The advice as plain data: times in ms, bandwidths in Gb/s, None for a missing value."""
+    """The advice as plain data. Times are in ms, bandwidths in Gb/s, and missing values are None."""
     dense = advice.methods[UNCOMPRESSED]
     compute = adviser.facts.compute
     linear = float(seconds_of_passes(compute, setting)[0]) - compute.optimizer_s
@@ -389,11 +389,12 @@ def _report(
 
 
 def to_begin_with(adviser: Adviser, advice: Advice) -> list[str]:
-    """The method to use first, in sentences: the fastest method that lost almost no quality in hvdcomp's own trainings.
+    """Sentences that name the method to use first. This method is the fastest method that lost almost no quality in
+    hvdcomp's own trainings.
 
     Args:
-        adviser: knows the compressors, and the training's optimizer.
-        advice: the adviser's, for several ranks.
+        adviser: the adviser. The adviser knows the compressors and the optimizer of the training.
+        advice: the advice of this adviser for several ranks.
     """
     optimizer = None if adviser.facts.optimizer == OTHER else adviser.facts.optimizer
     harmless = [
@@ -433,7 +434,8 @@ def _called(spec: str) -> str:
 
 
 def _add_local_steps(report: dict[str, Any], adviser: Adviser, setting: Setting, every: int) -> list[str]:
-    """Adds to a report the step times with an exchange every `every` steps; returns notes, which it adds too."""
+    """Adds the step times with an exchange every `every` steps to a report. Returns notes, which are also added to the
+    report."""
     seconds = {spec: adviser.local_step_s(spec, setting, every) for spec in report["methods"]}
     for spec, step_s in seconds.items():
         report["methods"][spec]["local_step_ms"] = None if step_s is None else 1e3 * step_s
@@ -458,13 +460,14 @@ def _add_local_steps(report: dict[str, Any], adviser: Adviser, setting: Setting,
 
 
 def _compressed_steps(report: dict[str, Any], adviser: Adviser, setting: Setting, every: int) -> list[str]:
-    """What `LocalSteps.compressed` would gain, in sentences; none if that cannot be predicted.
+    """Sentences about the time that `LocalSteps.compressed` would save. The result has no sentences if the time cannot
+    be predicted.
 
-    No policy and no record decides about compressed steps, so these sentences do not, either: hvdcomp's own trainings
-    have not compared compressed steps with dense training, both at their best learning rates.
+    The sentences give no recommendation. hvdcomp's own trainings have not compared compressed steps with dense training
+    when both use their best learning rates.
     """
     free, world_size = report["free"], report["world_size"]
-    if free is None:  # one rank alone
+    if free is None:  # there is only one rank
         return []
     signs = parse_compressor("efsignsgd")  # what `LocalSteps.compressed` sends by default
     ways = [signs, *in_each_way(signs)]
@@ -472,7 +475,7 @@ def _compressed_steps(report: dict[str, Any], adviser: Adviser, setting: Setting
         ways += [two_level for way in ways if (two_level := in_two_levels(way)) is not None]
     try:
         of_steps = Adviser(adviser.calibration, adviser.model, [str(way) for way in ways])
-    except CalibrationError:  # no encode time of signs, or sharded over all ranks
+    except CalibrationError:  # the encode time of signs is unknown, or the model is sharded over all ranks
         return []
     possible = [str(way) for way in ways if of_steps.possible(str(way), world_size)]
     seconds = {spec: of_steps.local_step_s(spec, setting, every) for spec in possible}
@@ -491,12 +494,13 @@ def _every(steps: int) -> str:
 
 
 def lines_to_type(spec: str | None, backend: str | None) -> dict[str, str]:
-    """The line of code that makes a training use a compressor, by library; empty for dense, which needs no line.
+    """The line of code that makes a training use a compressor, for each library. The line is empty for dense, which
+    needs no line.
 
     Args:
         spec: the compressor.
-        backend: the calibrated library. If it is None, because it is not known, the lines are for the libraries that
-            keep the whole model on each rank.
+        backend: the library of the calibration. None if the library is unknown; the lines are then for the libraries
+            that keep the whole model on each rank.
     """
     if spec in (None, UNCOMPRESSED):
         return {}
@@ -519,7 +523,7 @@ def _method(method: Method, dense: Method, linear: float) -> dict[str, Any]:
     return {
         "step_ms": 1e3 * method.step_s,
         "at_end_ms": None if method.at_end_s is None else 1e3 * method.at_end_s,
-        # Hidden times are differences, which may be rounded below 0.
+        # Hidden times are differences, so rounding may give a value below 0.
         **{f"{name}_ms": 1e3 * max(0.0, float(seconds)) for name, seconds in times.items()},
         "limited_by": method.limited_by,
         "speedup_over_dense": dense.step_s / method.step_s,
@@ -579,7 +583,7 @@ def _notes(adviser: Adviser, advice: Advice) -> list[str]:
 
 
 def _not_recommended(advice: Advice) -> list[str]:
-    """A note for each reason why methods are not recommended."""
+    """Notes, one for each reason why methods are not recommended."""
     methods: dict[str, list[str]] = {}
     for spec, method in advice.methods.items():
         if method.why_not is not None:
@@ -588,14 +592,15 @@ def _not_recommended(advice: Advice) -> list[str]:
 
 
 def _listed(specs: Sequence[str]) -> str:
-    """Specs in a sentence; if there are many, the first few and the number of the others."""
+    """A list of specs for a sentence. If there are many specs, the list has only the first few specs, and the number of
+    the others."""
     if len(specs) <= _LISTED:
         return ", ".join(specs)
     return f"{', '.join(specs[: _LISTED - 1])} and {len(specs) - _LISTED + 1} others"
 
 
 def _rounded(values: np.ndarray) -> list[float | None]:
-    """Values with six significant digits; None for a value that is not finite."""
+    """The values with six significant digits. A value that is not finite becomes None."""
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
 
 
@@ -614,12 +619,12 @@ def _title(report: dict[str, Any]) -> str:
 
 
 def _print(report: dict[str, Any], shows_all: bool, answers: Sequence[str]) -> None:
-    """Prints the verdict, and then a few lines for the methods that matter, or everything.
+    """Prints the verdict, and then either a few lines for the most important methods, or everything.
 
     Args:
         report: the advice.
         shows_all: whether to print the table and all notes.
-        answers: the notes to print in any case.
+        answers: the notes that are always printed.
     """
     console = make_console()
     if not shows_all:
@@ -637,7 +642,8 @@ def _print(report: dict[str, Any], shows_all: bool, answers: Sequence[str]) -> N
 
 
 def _print_few(console: Console, report: dict[str, Any]) -> None:
-    """Prints three lines each for dense, fp16 and the methods that the advice names, and what --all adds."""
+    """Prints three lines for each of dense, fp16 and the methods that the advice names. Then says what --all would
+    add."""
     methods = report["methods"]
     named = dict.fromkeys([report["winner"], report["take"], *FREE])
     for spec in named:
@@ -652,7 +658,7 @@ def _print_few(console: Console, report: dict[str, Any]) -> None:
 
 
 def _print_table(console: Console, report: dict[str, Any]) -> None:
-    """Prints the table, on a narrow console with fewer columns or else row by row."""
+    """Prints the table. On a narrow console, the table has fewer columns, or is printed row by row."""
     tables = [_table(report, _LESS_NEEDED[:count]) for count in range(len(_LESS_NEEDED) + 1)]
     table = next((table for table in tables if fits(console, table)), tables[0])
     print_table(console, table, _title(report))
@@ -663,7 +669,7 @@ def _print_table(console: Console, report: dict[str, Any]) -> None:
 
 
 def _table(report: dict[str, Any], left_out: Sequence[str] = ()) -> Table:
-    """The methods, the fastest first, without some columns."""
+    """The table of the methods, the fastest first. left_out: columns to leave out."""
     methods, every = report["methods"], report.get("local_steps")
     times = {part: f"{part}\nms" for part in ("step", "compute", "encode", "network", "latency")}
     if any(row["at_end_ms"] is not None for row in methods.values()):
@@ -693,14 +699,14 @@ def _marked(spec: str, row: dict[str, Any]) -> str:
 
 
 def _cell(part: str, row: dict[str, Any]) -> str:
-    """Milliseconds of a part of the step, with a tilde if they are estimated."""
+    """The milliseconds of a part of the step, with a tilde if they are estimated."""
     if (milliseconds := row[f"{part}_ms"]) is None:
         return ""
     return f"{'~' if part == 'encode' and row['estimated'] else ''}{milliseconds:.1f}"
 
 
 def _ranges(ranges: list[list[float | None]]) -> str:
-    """The bandwidths at which a method is faster than dense, in Gb/s, a range on a line."""
+    """The ranges of bandwidth, in Gb/s, in which a method is faster than dense. Each range is on its own line."""
     if not ranges:
         return "never"
     words = []
@@ -775,7 +781,7 @@ def _compared(report: dict[str, Any]) -> list[str]:
 
 
 def _kept(compressor: Compressor, kept: float) -> str:
-    """The sentences on the memory that a method keeps, given the bytes per parameter."""
+    """Sentences about the memory that a method keeps. kept: the bytes per parameter."""
     said = f"On a GPU, {compressor} keeps {kept:.1f} bytes of memory per parameter from step to step."
     if any(leaf.default_memory.name == "error_feedback" for leaf in compressor.leaves()):
         said += " With memory=error_feedback:dtype=bf16, residuals need half of this memory."
@@ -783,7 +789,7 @@ def _kept(compressor: Compressor, kept: float) -> str:
 
 
 def _draw(work: Callable[[Any], None], file: Path) -> None:
-    """Draws with the module of plots, which needs matplotlib."""
+    """Calls `work` with the module that draws plots, which needs matplotlib."""
     try:
         from hvdcomp.perfmodel import plot
     except ModuleNotFoundError as error:

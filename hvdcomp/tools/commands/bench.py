@@ -1,4 +1,4 @@
-"""`hvdcomp bench`: benchmarks of the package on this machine, by `hvdcomp.tools.bench`."""
+"""`hvdcomp bench` runs benchmarks of the package on this machine (`hvdcomp.tools.bench`)."""
 
 from __future__ import annotations
 

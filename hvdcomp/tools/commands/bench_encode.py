@@ -1,4 +1,4 @@
-"""`hvdcomp bench encode`: the encode time and memory of each method, measured by `hvdcomp.tools.bench.encode`."""
+"""`hvdcomp bench encode` measures the encode time and the memory of each method (`hvdcomp.tools.bench.encode`)."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def encode(
 
 
 def _requests(methods: Sequence[str], peers: bool, threads: Sequence[int], options: Mapping[str, Any]) -> list[Request]:
-    """The measurements to make: each method with each number of threads, then PyTorch's hooks."""
+    """The measurements to make: first each method with each number of threads, and then PyTorch's hooks."""
     requests = [Request(method, threads=count, **options) for method in methods or EXAMPLES for count in threads]
     if peers and not _is_there(PEER_FRAMEWORK):
         click.echo("PyTorch is not installed, so its hooks are not measured.", err=True)
@@ -199,7 +199,7 @@ def _requests(methods: Sequence[str], peers: bool, threads: Sequence[int], optio
 def _measure_all(
     requests: Sequence[Request], retries: int, keep: Callable[[Sequence[Measurement], str], None]
 ) -> list[Measurement]:
-    """Measures every request, and the unsteady ones again; calls `keep` after each measurement."""
+    """Measures every request. Unsteady measurements are repeated. Calls `keep` after each measurement."""
     measured: list[Measurement] = []
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=make_console(stderr=True), transient=True) as progress:
@@ -245,7 +245,7 @@ def _is_there(framework: str) -> bool:
 
 
 def _check(framework: str, device: str, memory: str | None, methods: Sequence[str], output: Path | None) -> None:
-    """Refuses options that cannot work, before anything is measured."""
+    """Raises an error for options that cannot work, before anything is measured."""
     if not _is_there(framework):
         raise click.ClickException(
             f"--framework {framework} needs {_EXTRAS[framework]}: pip install 'hvdcomp[{framework}]'"

@@ -1,4 +1,4 @@
-"""`hvdcomp build-horovod`: Horovod for the frameworks of this environment, built once and cached."""
+"""`hvdcomp build-horovod` builds Horovod for the frameworks of this environment, and keeps it in a cache."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _parse_architectures(_context: click.Context, _option: click.Parameter, valu
 def command(gpu: bool, cuda_arch: tuple[int, ...], jobs: int | None, force: bool, check: bool, dry_run: bool) -> None:
     """Build Horovod for the PyTorch, TensorFlow and MPI of this environment, and install it.
 
-    The wheel is kept in the cache folder ($HVDCOMP_CACHE, or else ~/.cache/hvdcomp). It is used again for the same
+    The wheel is kept in the cache folder ($HVDCOMP_CACHE, or else ~/.cache/hvdcomp). A wheel is used again for the same
     versions of Python, frameworks, MPI and compiler.
     """
     end_with_make()
@@ -120,7 +120,7 @@ def _provide(console: Console, plan: Plan, notes: list[str], jobs: int, force: b
         if check:
             _run_ranks(console, plan)
     except BuildError:
-        uninstall()  # the next call would take it for a working build
+        uninstall()  # otherwise the next call would assume that the build works
         raise
     console.print(f"Horovod {HOROVOD_VERSION} is ready.")
 
@@ -133,14 +133,15 @@ def _run_ranks(console: Console, plan: Plan) -> None:
         run_two_ranks(*check)
         return time.monotonic() - started
 
-    # Two at a time: horovodrun itself imports the frameworks, on one core.
+    # Two checks at a time, because horovodrun itself imports the frameworks, on one core.
     with ThreadPoolExecutor(max_workers=2) as pool:
         for (framework, controller), seconds in zip(checks, pool.map(run, checks), strict=True):
             console.print(f"Two ranks ran: {framework} under {controller} ({seconds:.0f} s)")
 
 
 class _BuildProgress:
-    """A progress bar on a terminal; elsewhere (a CI log) one line for every tenth of the build."""
+    """Shows progress. On a terminal the progress is a progress bar. Elsewhere (a CI log) the progress is one line for
+    every tenth of the build."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -1,4 +1,4 @@
-"""`hvdcomp calibrate`: measures network, passes and compressors for `hvdcomp advise`, by `hvdcomp.tools.bench`."""
+"""`hvdcomp calibrate` measures network, passes and compressors for `hvdcomp advise` (`hvdcomp.tools.bench`)."""
 
 from __future__ import annotations
 
@@ -131,10 +131,10 @@ def command(
 ) -> None:
     """Measure the network, a model's passes and compressors for `hvdcomp advise`.
 
-    The command runs on all ranks at once, and uses Horovod or torch.distributed. It measures collectives of several
-    sizes, the model's forward and backward passes (alone and during an exchange), encoding and decoding with each
-    compressor, and the part of the exchange that the backward pass hides. If several hosts have several ranks each, it
-    also measures collectives within hosts and between hosts. It needs PyTorch.
+    The command runs on all ranks at once, and uses Horovod or torch.distributed. The command measures collectives of
+    several sizes, the model's forward and backward passes (alone and during an exchange), encoding and decoding with
+    each compressor, and the part of the exchange that the backward pass hides. If several hosts have several ranks
+    each, it also measures collectives within hosts and between hosts. It needs PyTorch.
     """
     environment.prepare_mpi()
     allow_process_sets()
@@ -210,11 +210,11 @@ def check_network(size: int, known: Calibration | None, start: str) -> None:
 
     Args:
         size: number of ranks.
-        known: the calibration with the known network; None without.
-        start: commands that start several ranks.
+        known: the calibration with the known network; None if there is none.
+        start: the commands that start several ranks, for the message.
 
     Raises:
-        SetupError: neither.
+        SetupError: if there is neither.
     """
     if size < 2 and known is None:
         raise SetupError(
@@ -232,10 +232,10 @@ def _checked(
     levels: Levels,
     device: Any = "cpu",
 ) -> list[Any]:
-    """The compressors, after a trial of all that could fail later.
+    """The compressors. First checks everything that could fail later.
 
     Raises:
-        SetupError, SpecError: a model, a compressor or the output file does not work.
+        SetupError, SpecError: if a model, a compressor or the output file does not work.
     """
     import torch
 
@@ -262,7 +262,7 @@ def check_writable(file: Path) -> None:
     """Checks that a file can be written.
 
     Raises:
-        SetupError: the file cannot be written.
+        SetupError: if the file cannot be written.
     """
     target = file if file.exists() else file.parent
     if not file.parent.is_dir():
@@ -294,7 +294,7 @@ def print_summary(calibrated: Calibrated, console: Console, known: Calibration |
 
 
 def _links(network: Network) -> Iterator[str]:
-    """A line for each kind of collective that was measured, of each link."""
+    """A line for each link and each kind of collective that was measured."""
     from hvdcomp.perfmodel import ALGORITHMS
 
     links: dict[str, Network | Among] = {"": network}

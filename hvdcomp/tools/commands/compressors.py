@@ -1,4 +1,4 @@
-"""`hvdcomp compressors`: a list of the compressors on the terminal, as JSON, or as the manual's table."""
+"""`hvdcomp compressors` lists the compressors on the terminal, as JSON, or as the table of the manual."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hvdcomp.tools.terminal import make_console, make_table, print_table
 BEGIN = "<!-- made by: hvdcomp compressors --markdown docs/compressors.md -->"
 END = "<!-- end of what was made -->"
 
-_ATTRIBUTE = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILINE)  # of a docstring
+_ATTRIBUTE = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILINE)  # an attribute in a docstring
 
 
 @click.command()
@@ -103,7 +103,8 @@ def describe(kind: type[Compressor]) -> dict[str, Any]:
 
 
 def _allowed(example: Compressor, setting: str, kind: type) -> str:
-    """The allowed values of a setting, from the error message for NaN, which every setting refuses."""
+    """The allowed values of a setting. The values are read from the error message for NaN, because every setting
+    refuses NaN."""
     try:
         dataclasses.replace(example, **{setting: math.nan})
     except SpecError as error:
@@ -116,7 +117,7 @@ def _paragraphs(kind: type) -> list[str]:
 
 
 def _meanings(kind: type) -> dict[str, str]:
-    """The meanings of a compressor's settings, from the docstrings of its class and base classes."""
+    """The meanings of a compressor's settings, read from the docstrings of its class and base classes."""
     meanings: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         for paragraph in _paragraphs(base) if dataclasses.is_dataclass(base) else []:
@@ -127,7 +128,8 @@ def _meanings(kind: type) -> dict[str, str]:
 
 
 def _biased_when(example: Compressor) -> dict[str, bool]:
-    """The settings that change whether the compressor is biased: "name=value" to biased or not."""
+    """The settings that change whether the compressor is biased. The keys are "name=value", and the values say whether
+    it is biased."""
     changes = {}
     for variant in map(parse_compressor, example.examples):
         if variant.biased != example.biased:
@@ -137,7 +139,7 @@ def _biased_when(example: Compressor) -> dict[str, bool]:
 
 
 def markdown_table(entries: list[dict[str, Any]]) -> str:
-    """The compressors as a Markdown table with a heading, one line each."""
+    """The compressors as a Markdown table with a heading and one line for each compressor."""
     lines = ["| " + " | ".join(_HEADINGS) + " |", "|" + "---|" * len(_HEADINGS)]
     for entry in entries:
         cells = _cells(entry)
@@ -177,7 +179,7 @@ def _parameters(entry: dict[str, Any]) -> list[str]:
 
 
 def _print_list(entries: list[dict[str, Any]]) -> None:
-    """Prints a few columns of each compressor, which fit into 80 characters."""
+    """Prints only the columns of each compressor that fit into 80 characters."""
     console = make_console()
     table = make_table("name", "parameters", "sends", "by", "biased")
     for entry in entries:

@@ -1,4 +1,4 @@
-"""Options of click, made from the declarations of `hvdcomp.tools.options`."""
+"""Makes options of click from the declarations of `hvdcomp.tools.options`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ def declared_options(kind: Any, unset: str) -> Callable[[Any], Any]:
 
     Args:
         kind: the dataclass.
-        unset: what the help says of a default of None, unless the option says it.
+        unset: the text that the help shows for a default of None, unless the option has its own text.
     """
     return _decorator(kind, lambda option, hint, default: _attributes(option, hint, default, unset))
 
 
 def declared_flags(kind: Any) -> Callable[[Any], Any]:
-    """A decorator that adds all options of a dataclass to a command that reads a file with the same settings.
+    """A decorator that adds all options of a dataclass to a command. The command also reads a file with the same
+    settings.
 
-    An option that is not given is None, because the value is then the file's, or else the default.
+    An option that is not given is None. The command then uses the value of the file, or the default if the file has no
+    value.
     """
     return _decorator(kind, lambda option, hint, default: {"default": None, **_type_of_flag(hint)})
 
@@ -73,7 +75,7 @@ def _without_none(kind: Any) -> Any:
 
 
 class _Numbers(click.ParamType):
-    """Numbers, separated by commas; `items` says what they are, with an example."""
+    """Numbers that are separated by commas. items: a text that says what the numbers mean, with an example."""
 
     name = "numbers"
 

@@ -1,4 +1,4 @@
-"""`hvdcomp demo`: trains with several compressors on two ranks, times their steps in turns, and compares the
+"""`hvdcomp demo` trains with several compressors on two ranks, times their steps, which alternate, and compares the
 results."""
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ _IN_TENSORFLOW = "topk:ratio=0.01"
 _TRAINING = {"model": "cnn", "data": "digits", "batch_size": 16, "epochs": 5, "seed": 1}
 _TIMING = ("--model", "cnn@digits", "--batch-size", "16", "--no-auto", "--quiet")
 _RATE = "100mbit"
-_MARK = ".demo"  # file in the folder of a demo, which the next demo there may replace
+_MARK = ".demo"  # this file marks the folder of a demo, so that the next demo may replace the folder
 _PYTHON = (sys.executable, "-m")
 _IN_TURN = "hvdcomp.tools.train.in_turn"
 _COMPARE = "hvdcomp.tools.bench.compare_worker"
 _CLUSTER = (*_PYTHON, "hvdcomp.tools.bench.cluster", "run", "--hosts", "2", "--rate", _RATE)
 _STARTS = {
     "torch": (*_PYTHON, "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"),
-    # horovodrun would put [1,0]<stdout>: before each line, which no option of it leaves out.
+    # horovodrun would put [1,0]<stdout>: before each line, and it has no option to leave this out.
     "horovod": (
         *("mpirun", "-np", "2", "-H", "localhost:2", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"),
         *_PYTHON,
     ),
 }
 _ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",  # the ranks share this machine's cores
-    "TORCH_CPP_LOG_LEVEL": "ERROR",  # emulated hosts have no names that it could look up
+    "OMP_NUM_THREADS": "1",  # the ranks share the cores of this machine
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # emulated hosts have no names that PyTorch could look up
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "TF_ENABLE_ONEDNN_OPTS": "0",
-    **HOROVOD_ON_GPUS,  # on a CPU it is not read
-    # In a container there may be no other user than root, which mpirun else refuses.
+    **HOROVOD_ON_GPUS,  # on a CPU, this variable is not read
+    # In a container, root may be the only user. Without this variable, mpirun would refuse root.
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
 }
@@ -79,9 +79,9 @@ _ENVIRONMENT = {
 def command(backend: str, seconds: float, output: Path) -> None:
     """Train with several compressors on two ranks, and compare the results in a table and a web page.
 
-    A small CNN learns images of digits. This takes a minute, or two minutes with Horovod. The ranks share this machine,
-    so compression gains little. Steps are therefore also timed between two emulated hosts with links of 100 Mb/s. If
-    this machine cannot emulate hosts, these steps are predicted.
+    A small CNN learns images of digits. The demonstration takes a minute, or two minutes with Horovod. The ranks share
+    this machine, so compression gains little. Steps are therefore also timed between two emulated hosts with links of
+    100 Mb/s. If this machine cannot emulate hosts, these steps are predicted.
     """
     for module, extra in (("torch", "torch"), ("sklearn", "train"), ("matplotlib", "train")):
         if importlib.util.find_spec(module) is None:
@@ -109,7 +109,7 @@ def command(backend: str, seconds: float, output: Path) -> None:
         _run(f"Training on two ranks ({framework})", [*start, _IN_TURN, *map(json.dumps, options)])
     runs = [folder for compressions in trainings.values() for folder in compressions]
 
-    # Those that libraries send themselves are timed in any case.
+    # Methods that libraries themselves send are always timed.
     compressors = [word for spec in specs if spec not in FREE for word in ("--compressor", spec)]
     timing = [*_TIMING, "--seconds", seconds, *compressors]
     here, slow = output / "turns.json", output / f"turns-{_RATE}.json"
@@ -133,9 +133,10 @@ def command(backend: str, seconds: float, output: Path) -> None:
 
 
 def _run(title: str, words: Sequence[object], needed: bool = True) -> bool:
-    """Runs a program, and ends this one with its status if it fails; returns whether it succeeded."""
+    """Runs a program, and returns whether it succeeded. If `needed` and it fails, this program ends with the same
+    status."""
     click.secho(f"==> {title}", bold=True)
-    sys.stdout.flush()  # before what the program prints
+    sys.stdout.flush()  # so that earlier output comes before the output of the program
     code = subprocess.run([*map(str, words)], env={**_ENVIRONMENT, **os.environ}).returncode
     if code != 0 and needed:
         sys.exit(code)

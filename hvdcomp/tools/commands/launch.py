@@ -1,4 +1,4 @@
-"""`hvdcomp launch`: training on a cluster. Each scheduler's commands are imported when they are run."""
+"""`hvdcomp launch` runs a training on a cluster. The commands of a scheduler are imported when they run."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _SCHEDULERS = {
 
 
 class NotLaunchedError(click.ClickException):
-    """A failure of `hvdcomp launch` itself, with an exit code that programs seldom return.
+    """A failure of `hvdcomp launch` itself. The exit code of this failure is one that programs seldom return.
 
-    For a wrong command line or wrong settings, the command raises click.UsageError, with exit code 2.
+    If the command line or the settings are wrong, the command raises click.UsageError instead, with exit code 2.
     """
 
     exit_code = 125
@@ -33,9 +33,9 @@ INTERRUPTED = 130
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Turns a scheduler's errors into click's, with the reason.
+    """A context manager that turns errors of a scheduler into errors of click, with the reason.
 
-    Wrong settings, in flags or in the settings file, become click.UsageError.
+    Errors about settings, in flags or in the settings file, become click.UsageError.
     """
     try:
         yield
@@ -47,7 +47,8 @@ def refusals() -> Iterator[None]:
 
 
 def _with_flag(error: ConfigurationError, context: click.Context) -> str:
-    """The message of an error, which begins with the setting's name; the command's flag for it is added."""
+    """The message of an error, which begins with the name of a setting. The command's flag for this setting is
+    added."""
     flags = {param.name: param.opts[0] for param in context.command.params if isinstance(param, click.Option)}
     if isinstance(context.command, ProgramGroup):
         flags["command"] = "-- PROGRAM"
@@ -62,10 +63,11 @@ def _with_flag(error: ConfigurationError, context: click.Context) -> str:
 
 
 class ProgramGroup(Group):
-    """A group that runs a program when called as `group [OPTIONS] -- PROGRAM [ARGUMENT]...`.
+    """A group of commands. If the group is called as `group [OPTIONS] -- PROGRAM [ARGUMENT]...`, the group runs the
+    program.
 
-    All words after the first `--` are the program: a tuple in `ctx.meta[PROGRAM]`, or None if there is no `--`. The
-    group needs `invoke_without_command=True`.
+    All words after the first `--` are the program. These words are a tuple in `ctx.meta[PROGRAM]`, which is None if
+    there is no `--`. The group needs `invoke_without_command=True`.
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

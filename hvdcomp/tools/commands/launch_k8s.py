@@ -1,4 +1,4 @@
-"""`hvdcomp launch k8s`: a training program as an MPIJob, by `hvdcomp.tools.launch.k8s`."""
+"""`hvdcomp launch k8s` runs a training program as an MPIJob (`hvdcomp.tools.launch.k8s`)."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _as_yaml(manifest: dict[str, Any]) -> str:
 
 
 def _follow(kubernetes: Kubernetes, job: MPIJob, cancel_on_interrupt: bool = False) -> int:
-    """Follows the job to its end; returns the exit code for the shell."""
+    """Follows the job to its end, and returns the exit code for the shell."""
     try:
         state = kubernetes.follow(job, _note, click.echo)
     except KeyboardInterrupt:

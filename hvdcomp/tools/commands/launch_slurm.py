@@ -1,4 +1,4 @@
-"""`hvdcomp launch slurm`: a batch job, followed to its end, by `hvdcomp.tools.launch.slurm`."""
+"""`hvdcomp launch slurm` submits a batch job and follows it to its end (`hvdcomp.tools.launch.slurm`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from hvdcomp.tools.terminal import make_console, make_table, print_table
 
 
 class _JobNumber(click.ParamType):
-    """A job's number as Slurm prints it. `int` reads 12_3, a task of an array, as the number of another job."""
+    """The number of a job, as Slurm prints it. `int` cannot be used: it reads 12_3, a task of an array, as 123, which
+    is another job."""
 
     name = "job id"
 
@@ -179,7 +180,7 @@ def delete(job_id: int) -> None:
 
 
 def _follow(scheduler: Slurm, job: BatchJob, cancel_on_interrupt: bool) -> int:
-    """Follows the job to its end; the exit code for the shell."""
+    """Follows the job to its end, and returns the exit code for the shell."""
     try:
         try:
             state = scheduler.follow(job, _say, click.echo)
@@ -210,5 +211,5 @@ def _row(job: SlurmJobState) -> tuple[str, ...]:
 
 
 def _say(text: str) -> None:
-    """Prints a line about the launch to standard error; standard output holds only the job's lines."""
+    """Prints a line about the launch to standard error. Standard output is only for the lines of the job."""
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The option `--plugin` of commands that take spec strings."""
+"""The option `--plugin` of commands that have spec strings as arguments."""
 
 from __future__ import annotations
 

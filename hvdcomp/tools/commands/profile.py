@@ -1,4 +1,5 @@
-"""`hvdcomp profile`: recommends a compressor for an unchanged training program, measured by `hvdcomp.tools.bench`."""
+"""`hvdcomp profile` measures an unchanged training program, and recommends a compressor for it
+(`hvdcomp.tools.bench`)."""
 
 from __future__ import annotations
 
@@ -95,17 +96,18 @@ def command(
 
     PROGRAM is your unchanged training program. You may write the word python before PROGRAM. The program may use
     PyTorch, with DistributedDataParallel or Horovod, or TensorFlow, with Horovod's tape or optimizer. The command times
-    the program's steps. It measures the network, and each compressor on copies of the program's own gradients, and
-    carries out the exchanges of the best compressors. Then it prints the advice of `hvdcomp advise`, and the lines to
-    add to the program. The training's weights do not change.
+    the program's steps. The command measures the network, and each compressor on copies of the program's own gradients,
+    and carries out the exchanges of the best compressors. Then the command prints the advice of `hvdcomp advise`, and
+    the lines to add to the program. The training's weights do not change.
     """
-    if re.fullmatch(r"python[\d.]*", Path(program).name):  # the command by which the user starts the program
+    # the user has also written the command that starts the program
+    if re.fullmatch(r"python[\d.]*", Path(program).name):
         as_module = arguments[:1] == ("-m",)
         own = arguments[1:] if as_module else arguments
         program, arguments = (own[0], own[1:]) if own else (program, ())
     environment.prepare_mpi()
     allow_process_sets()
-    output = output.absolute()  # the program may change the folder
+    output = output.absolute()  # absolute, because the program may change the current folder
     try:
         compressors = [parse_compressor(spec) for spec in specs]
         known = None if known_network is None else load(known_network)
@@ -132,7 +134,7 @@ def command(
                 f"{error}; hvdcomp profile also needs Horovod for PyTorch: build Horovod for both frameworks with "
                 "hvdcomp build-horovod"
             ) from None
-        cuda.available()  # loads Triton, which must come before TensorFlow
+        cuda.available()  # loads Triton, which must be loaded before TensorFlow
         from hvdcomp.tools.bench.watched_keras import KerasWatch
 
         watches.append(KerasWatch(steps, _WARM_UP, measure))
@@ -146,7 +148,7 @@ def command(
         _run(program, arguments, as_module)
     except (Exception, SystemExit) as error:
         ended = next((watch.ended for watch in watches if watch.ended is not None), error)
-        if isinstance(ended, SetupError):  # raised by the watch, on every rank in the same step
+        if isinstance(ended, SetupError):  # the watch has raised it, on every rank in the same step
             raise click.ClickException(str(ended)) from None
         if any(watch.done for watch in watches) or not isinstance(ended, SystemExit) or ended.code not in (None, 0):
             raise ended from None
@@ -168,19 +170,20 @@ def command(
 
 
 class _BeforeImport(MetaPathFinder):
-    """Calls a function before a module is first imported: a finder on sys.meta_path that finds nothing."""
+    """Calls a function before a module is imported for the first time. The object is a finder on sys.meta_path that
+    never finds anything."""
 
     def __init__(self, module: str, call: Callable[[], None]) -> None:
         self._module, self._call = module, call
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> None:
         if name == self._module:
-            self._module = ""  # once
+            self._module = ""  # so that the function is called only once
             self._call()
 
 
 def _run(program: str, arguments: tuple[str, ...], as_module: bool) -> None:
-    """Runs the program in this process, as Python would."""
+    """Runs the program in this process, in the same way as Python."""
     sys.argv = [program, *arguments]
     if as_module:
         sys.path.insert(0, os.getcwd())
@@ -193,7 +196,7 @@ def _run(program: str, arguments: tuple[str, ...], as_module: bool) -> None:
 def _measure(
     watched: Watched, compressors: list[Any], known: Calibration | None, seconds: float, output: Path, go_on: bool
 ) -> None:
-    """Measures, prints and saves; called in a step of the training, on every rank."""
+    """Measures, prints and saves. The method is called in a step of the training, on every rank."""
     from hvdcomp.perfmodel import Adviser, Setting, save
     from hvdcomp.tools.bench.carriers import carrier_on
     from hvdcomp.tools.bench.profile import profile
@@ -245,7 +248,7 @@ def _with_progress(ranks: Ranks, work: Callable[[Callable[[str], None]], Profile
 
 
 def print_profile(watched: Watched, profiled: Profiled, console: Console) -> None:
-    """Prints the parts of the training's step, and the exchanges that were carried out."""
+    """Prints the parts of a step of the training, and the exchanges that were really made."""
     facts = next(iter(profiled.calibrated.calibration.models.values()))
     compute = facts.compute
     forward = 1e3 * (compute.forward_s or 0.0)
@@ -275,7 +278,7 @@ def print_profile(watched: Watched, profiled: Profiled, console: Console) -> Non
 
 
 def _tried(profiled: Profiled) -> Table:
-    """The exchanges that were carried out."""
+    """A table of the exchanges that were really made."""
     from hvdcomp.perfmodel import UNCOMPRESSED
 
     numbers = ["ms", "times faster\nthan dense"]

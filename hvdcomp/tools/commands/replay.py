@@ -1,4 +1,4 @@
-"""`hvdcomp replay`: repeats the decisions of a training run from its decision log."""
+"""`hvdcomp replay` repeats the decisions of a training run from its decision log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DIFFERS = 1
 
 
 class CannotReplay(click.ClickException):
-    """The log cannot be replayed. The exit status differs from the exit status for a wrong decision."""
+    """The log cannot be replayed. The exit status is not the same as for a wrong decision."""
 
     exit_code = 2
 
@@ -89,7 +89,7 @@ def _result(log: Path, replayed: Replay) -> dict[str, Any]:
 
 
 def _as_json(difference: Difference) -> dict[str, Any]:
-    """A difference as plain data, without the values that one side lacks."""
+    """A difference as plain data. If one side has no value, this value is left out."""
     parts = [
         {"place": list(part.place)}
         | {

@@ -1,4 +1,4 @@
-"""`hvdcomp report`: compare training runs in a table, a web page, CSV and JSON."""
+"""`hvdcomp report` compares training runs in a table, a web page, CSV and JSON."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def command(
 
 
 def _series_table(section: Section) -> Table:
-    """A row for each series of runs."""
+    """A table with one row for each series of runs."""
     numbers = [heading.replace(" ", "\n") for heading in section.series_headings[1:]]
     table = make_table(section.series_headings[0], *numbers, numbers=numbers)
     for row in section.series:
@@ -104,12 +104,13 @@ def _series_table(section: Section) -> Table:
 
 
 def _spread_below(text: str) -> str:
-    """Moves text in parentheses to a line of its own."""
+    """Moves the text in parentheses to a separate line."""
     return text.replace(" (", "\n").rstrip(")")
 
 
 def _terminal_table(section: Section, wide: bool) -> Table:
-    """The section's rows: spec and policy are below the run's name; the phases are shown if there is room."""
+    """The table of a section. Spec and policy are below the name of the run. The phases are shown only if the terminal
+    is wide enough."""
     narrow = ("Ranks", section.headings[-1]) if section.in_turns else section.headings[-1:]
     places = [place for place, heading in enumerate(section.headings) if wide or heading not in narrow]
     shown = [section.headings[place] for place in places[2:]]

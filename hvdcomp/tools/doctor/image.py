@@ -1,7 +1,7 @@
-"""Checks of a container image that need no GPU: `python -m hvdcomp.tools.doctor.image` fails if a check does.
+"""Checks of a container image that need no GPU. `python -m hvdcomp.tools.doctor.image` fails if a check fails.
 
-docker/Dockerfile runs it in the finished image, with the toolkit's stub of the driver's library in LD_LIBRARY_PATH. If
-PyTorch is a build for CUDA, it also checks what GPUs need.
+docker/Dockerfile runs this program in the finished image, with the toolkit's stub of the driver's library in
+LD_LIBRARY_PATH. If PyTorch is a build for CUDA, the program also checks what GPUs need.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from hvdcomp.tools.horovod_build.wheel import installed_record
 
 _TIMEOUT = 300.0  # seconds
 _TRITON = "triton/backends/nvidia/bin"
-# Libraries with code for GPUs, in the folders that Python imports from. Missing code would stop a training halfway. The
-# last library may be a build for CPU.
+# Libraries with code for GPUs, in the folders from which Python imports. If code is missing, a training would stop
+# after it has begun. The last library may be a build for CPU.
 _LIBRARIES = ("torch/lib/libtorch_cuda.so", "nvidia/nccl/lib/libnccl.so.2", "tensorflow/libtensorflow_cc.so.2")
 
 # RTLD_NOW resolves all symbols at loading, not when a function is called.
@@ -37,7 +37,8 @@ own = Path(build.__file__).with_name(build.LIBRARY)
 ctypes.CDLL(os.environ.get("HVDCOMP_KERNELS_LIBRARY") or str(own), os.RTLD_NOW)
 found = {}
 """
-# The image has no C compiler, which Triton needs for its loader: the compiled loader must be there, for every user.
+# Triton needs a C compiler for its loader, but the image has none. So the compiled loader must be in the image, for
+# every user.
 _DRIVER = """
 import os
 os.environ |= {"CC": "false", "HOME": "/dev/null"}
@@ -50,9 +51,10 @@ found = {}
 
 
 def code_in(library: Path) -> tuple[str, ...]:
-    """The GPUs that a library has code for: "sm_70" for machine code, "compute_90" for PTX, which a driver compiles.
+    """The GPUs for which a library has code: "sm_70" for machine code, and "compute_90" for PTX, which a driver
+    compiles.
 
-    `cuobjdump`, from Triton's package, lists them; without it the result is empty.
+    `cuobjdump`, from Triton's package, lists them. Without `cuobjdump`, the result is empty.
     """
     program = _find(f"{_TRITON}/cuobjdump")
     if program is None:
@@ -61,7 +63,7 @@ def code_in(library: Path) -> tuple[str, ...]:
     for option, ending, kind in (("--list-elf", "cubin", "sm"), ("--list-ptx", "ptx", "compute")):
         command = [str(program), option, str(library)]
         listed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT).stdout
-        # Code for sm_90a is left out: it runs on no later GPU.
+        # Code for sm_90a is left out, because it does not run on later GPUs.
         kinds |= {f"{kind}_{number}" for number in re.findall(rf"\bsm_(\d+)\.{ending}$", listed, re.M)}
     return tuple(sorted(kinds))
 
@@ -73,7 +75,7 @@ def look_at_doctor(facts: Facts) -> Iterator[str]:
 
 
 def look_at_symbols(facts: Facts) -> Iterator[str]:
-    """Symbols of Horovod's extensions and hvdcomp's kernels that no library defines."""
+    """Finds symbols of Horovod's extensions and of hvdcomp's kernels that no library defines."""
     for framework in facts.bindings:
         try:
             load_extension(framework)
@@ -83,7 +85,7 @@ def look_at_symbols(facts: Facts) -> Iterator[str]:
 
 
 def look_at_code(facts: Facts) -> Iterator[str]:
-    """Libraries without code for the GPUs that Horovod was compiled for."""
+    """Finds libraries that have no code for the GPUs for which Horovod was compiled."""
     capabilities = wanted_capabilities()
     for name in _LIBRARIES:
         library = _find(name)
@@ -97,8 +99,8 @@ def look_at_code(facts: Facts) -> Iterator[str]:
 
 
 def look_at_triton(facts: Facts) -> Iterator[str]:
-    """Whether Triton can launch kernels without a C compiler, and kernels lie compiled for the GPUs that Horovod was
-    compiled for."""
+    """Checks that Triton can launch kernels without a C compiler, and that the image has compiled kernels for the GPUs
+    for which Horovod was compiled."""
     folder = compiled_ahead()
     yield from _failure(f"Triton's driver, which should be compiled in {folder}", _DRIVER)
     kernels = kernels_in(Path(folder))
@@ -109,13 +111,14 @@ def look_at_triton(facts: Facts) -> Iterator[str]:
 
 
 def kernels_in(folder: Path) -> Counter[str]:
-    """The number of kernels that Triton has compiled into a folder, by compute capability, such as "7.0"."""
-    records = (json.loads(file.read_text()) for file in folder.glob("*/*.json"))  # of kernels, and of groups of files
+    """The number of kernels in a folder of compiled kernels, by compute capability, such as "7.0"."""
+    # the records of kernels, and of groups of files
+    records = (json.loads(file.read_text()) for file in folder.glob("*/*.json"))
     return Counter(_capability(record["target"]["arch"]) for record in records if "target" in record)
 
 
 def wanted_capabilities() -> tuple[str, ...]:
-    """The compute capabilities that Horovod has code for, such as "7.0"."""
+    """The compute capabilities for which Horovod has code, such as "7.0"."""
     options = (installed_record() or {}).get("options")
     numbers = options.get("cuda_arch", ()) if isinstance(options, dict) else ()
     return tuple(map(_capability, numbers))
@@ -126,7 +129,7 @@ def _capability(number: int) -> str:
 
 
 def look(facts: Facts) -> list[str]:
-    """Runs all checks, prints a line for each, and returns the faults."""
+    """Runs all checks, prints a line for each check, and returns the faults."""
     looks: list[Callable[[Facts], Iterator[str]]] = [look_at_doctor, look_at_symbols]
     if facts.torch is not None and facts.torch.cuda:
         looks += [look_at_code, look_at_triton]

@@ -1,4 +1,5 @@
-"""The check of `hvdcomp doctor` for InfiniBand and RoCE: without them NCCL uses TCP, with no warning."""
+"""The check of `hvdcomp doctor` for InfiniBand and RoCE. If NCCL cannot use these networks, NCCL uses TCP without a
+warning."""
 
 from __future__ import annotations
 
@@ -7,12 +8,12 @@ from collections.abc import Iterator
 from hvdcomp.tools.doctor.facts import Facts
 from hvdcomp.tools.doctor.problem import Problem
 
-# NCCL locks its buffers, some MB for each connection. Limits for ordinary users are 64 KB or 8 MB.
+# NCCL locks its buffers in memory, some MB for each connection. The usual limits for users are 64 KB or 8 MB.
 _LOCKED_MEMORY = 2**30
 
 
 def check_infiniband(facts: Facts) -> Iterator[Problem]:
-    """Only with a GPU: only NCCL uses InfiniBand."""
+    """Checks InfiniBand, but only if there is a GPU, because only NCCL uses InfiniBand."""
     infiniband = facts.infiniband
     if infiniband is None or not facts.gpus or _not_wanted(facts):
         return

@@ -1,4 +1,4 @@
-"""The checks of `hvdcomp doctor` on torch.distributed: its launcher's variables and its network interfaces."""
+"""The checks of `hvdcomp doctor` for torch.distributed: the variables of its launcher, and its network interfaces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LAUNCH = "Start the ranks with torchrun, or with `hvdcomp launch` and --backend
 
 
 def check_torch_variables(facts: Facts) -> Iterator[Problem]:
-    """The variables that init_process_group() reads, if at least one of them is set."""
+    """Checks the variables that init_process_group() reads, if at least one of them is set."""
     variables = facts.variables
     if facts.torch is None or not {"RANK", "WORLD_SIZE"} & variables.keys():
         return
@@ -48,8 +48,8 @@ def check_torch_variables(facts: Facts) -> Iterator[Problem]:
 
 
 def check_interfaces(facts: Facts) -> Iterator[Problem]:
-    """Gloo's variable holds names of network interfaces; NCCL's holds prefixes, or after "=" names, or after "^" those
-    to exclude."""
+    """Checks the variables that name network interfaces. Gloo's variable has names. NCCL's variable has prefixes of
+    names, or names after "=", or interfaces to exclude after "^"."""
     remedy = f"Name one of {', '.join(facts.interfaces)}, or unset the variable."
     gloo = facts.variables.get("GLOO_SOCKET_IFNAME", "")
     for name in _names(gloo):
@@ -82,6 +82,6 @@ def _names(text: str) -> list[str]:
 
 
 def _stops(facts: Facts) -> bool:
-    """Whether a failure of torch.distributed prevents training: not if Horovod is installed and the launcher's
-    variables do not name torch.distributed."""
+    """Whether a failure of torch.distributed prevents training. The failure does not prevent training if Horovod is
+    installed and the launcher's variables do not name torch.distributed."""
     return facts.horovod is None or facts.by_torch

@@ -1,12 +1,12 @@
-"""Builds stock Horovod for the PyTorch, TensorFlow and MPI of this Python environment.
+"""Builds Horovod for the PyTorch, TensorFlow and MPI of this Python environment.
 
-The newest Horovod release does not compile with current frameworks, so `hvdcomp build-horovod` applies a few small
-source edits (`edits`), builds a wheel for each combination of versions (`plan`, `wheel`), keeps it in the user's cache,
-installs it, and runs two ranks as a check (`check`).
+The newest Horovod release does not compile with current frameworks. Therefore `hvdcomp build-horovod` first applies a
+few small edits to the sources (`edits`). The command builds a wheel for each combination of versions (`plan`, `wheel`),
+keeps the wheel in the user's cache, and installs it. Finally the command runs two ranks as a check (`check`).
 """
 
 from __future__ import annotations
 
 
 class BuildError(RuntimeError):
-    """Horovod cannot be built or installed here; the message gives the cause and the remedy."""
+    """Horovod cannot be built or installed here. The message gives the cause and the remedy."""

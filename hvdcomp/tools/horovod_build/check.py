@@ -1,4 +1,4 @@
-"""Checks an installed Horovod: that its extensions can be loaded, and that two real ranks on this machine run."""
+"""Checks an installed Horovod. The extensions of Horovod must load, and two real ranks must run on this machine."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from pathlib import Path
 from hvdcomp.tools.horovod_build import BuildError
 from hvdcomp.tools.horovod_build.environment import run_logged, scripts_first, tool_output
 
-_TIMEOUT = 180.0  # seconds; a check takes 3 to 15
+_TIMEOUT = 180.0  # seconds; a check takes 3 to 15 s
 
 
 def load_extension(framework: str) -> None:
-    """Import Horovod for a framework, and resolve all symbols of its extension. Needs no GPU.
+    """Imports Horovod for a framework, and resolves all symbols of its extension. This check needs no GPU.
 
     Args:
         framework: "torch" or "tensorflow".
 
     Raises:
-        BuildError: the import failed; the message has the C++ name of a missing symbol.
+        BuildError: if the import failed. The message has the C++ name of a missing symbol.
     """
     command = [sys.executable, "-c", f"import horovod.{framework}"]
-    # LD_BIND_NOW: otherwise a missing function would only be noticed in the middle of a training.
+    # Without LD_BIND_NOW, a missing function would only be noticed in the middle of a training.
     variables = {**scripts_first(), "TF_CPP_MIN_LOG_LEVEL": "3", "LD_BIND_NOW": "1"}
     try:
         process = run_logged(command, variables, _TIMEOUT)
@@ -46,14 +46,14 @@ def load_extension(framework: str) -> None:
 
 
 def run_two_ranks(framework: str, controller: str) -> None:
-    """Run an allreduce and an allgather on two ranks.
+    """Runs an allreduce and an all-gather on two ranks.
 
     Args:
         framework: "torch" or "tensorflow".
         controller: "mpi" or "gloo".
 
     Raises:
-        BuildError: the ranks failed, disagreed, or did not end within three minutes.
+        BuildError: if the ranks failed, had different results, or did not end within three minutes.
     """
     horovodrun = Path(sys.prefix) / "bin" / "horovodrun"
     command = [str(horovodrun), "-np", "2", f"--{controller}"]

@@ -1,6 +1,7 @@
-"""The program of each rank in the check of a new Horovod: an allreduce and an allgather, with expected results.
+"""The program that each rank runs in the check of a new Horovod. The program makes an allreduce and an all-gather, and
+compares the results with the expected results.
 
-`hvdcomp.tools.horovod_build.check` starts it by horovodrun, with the argument `torch` or `tensorflow`.
+`hvdcomp.tools.horovod_build.check` starts it with horovodrun and the argument `torch` or `tensorflow`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""The source edits that Horovod 0.28.1 needs beside current frameworks, each with its condition and reason.
+"""The edits that the sources of Horovod 0.28.1 need to work with current frameworks. Each edit has a condition and a
+reason.
 
-The edits do not change Horovod's behaviour. They set the C++ standard, replace what newer frameworks and Pythons no
-longer have, let the Keras callbacks use tf_keras, and disable the search for CUDA in a build for CPU.
+The edits do not change Horovod's behaviour. The edits set the C++ standard, replace functions that newer frameworks and
+Python versions no longer have, make the Keras callbacks use tf_keras, and disable the search for CUDA in a build for
+CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from hvdcomp.tools.horovod_build.environment import Environment, release
 
 @dataclass(frozen=True)
 class Edit:
-    """Replace the only occurrence of `old` in `file`, a path below the source's root, by `new`."""
+    """Replaces the only occurrence of `old` by `new`. file: a path below the root of the sources."""
 
     file: str
     old: str
@@ -47,7 +49,7 @@ def _for_cpu_with_cuda_torch(environment: Environment, gpu: bool) -> bool:
     return not gpu and environment.torch_cuda is not None
 
 
-# Each edit, after the condition on the environment and on a build for GPU.
+# Pairs of a condition and an edit. The condition gets the environment, and whether it is a build for GPU.
 EDITS: tuple[tuple[Callable[[Environment, bool], bool], Edit], ...] = (
     (
         _torch_needs_newer_standard,
@@ -84,7 +86,7 @@ EDITS: tuple[tuple[Callable[[Environment, bool], bool], Edit], ...] = (
         Edit(
             file="horovod/tensorflow/mpi_ops.cc",
             old="GpuStreamHandle AsGpuStreamValue(Stream* stream);",
-            # A template, because Stream is defined further below.
+            # A template, because Stream is only defined further below.
             new="template <typename S> GpuStreamHandle AsGpuStreamValue(S* stream) {\n"
             "  return static_cast<GpuStreamHandle>(stream->platform_specific_handle().stream);\n"
             "}",
@@ -152,12 +154,12 @@ EDITS: tuple[tuple[Callable[[Environment, bool], bool], Edit], ...] = (
 
 
 def applicable_edits(environment: Environment, gpu: bool) -> list[Edit]:
-    """The edits that a build for GPU, or for CPU, needs in this environment, in order."""
+    """The edits, in order, that a build needs in this environment. gpu: whether it is a build for GPU."""
     return [edit for needed, edit in EDITS if needed(environment, gpu)]
 
 
 def digest(edits: Sequence[Edit]) -> str:
-    """A short hash of the edits; part of the wheel's cache key."""
+    """A short hash of the edits. The hash is part of the wheel's key in the cache."""
     changes = json.dumps([astuple(edit)[:3] for edit in edits])
     return hashlib.sha256(changes.encode()).hexdigest()[:12]
 
@@ -166,7 +168,8 @@ def apply_edits(root: Path, edits: Sequence[Edit]) -> None:
     """Apply the edits to the unpacked source in `root`.
 
     Raises:
-        BuildError: a file is missing, or does not contain the expected text exactly once; nothing is written.
+        BuildError: if a file is missing, or does not contain the expected text exactly once. In this case nothing is
+            written.
     """
     changed: dict[Path, str] = {}
     for edit in edits:

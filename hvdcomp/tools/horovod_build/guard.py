@@ -1,7 +1,8 @@
 """Runs a command, and kills it with all its children when the process that started it ends.
 
-A long build runs in a session of its own, so that all of it can be killed at once. A parent that is itself killed
-cannot do so: but its end of a pipe closes, and this program, which holds the other end, kills the build.
+A long build runs in its own session, so that all its processes can be killed together. If the parent process is itself
+killed, the parent can no longer do this. But then the parent's end of a pipe closes. This program has the other end of
+the pipe, notices that it is closed, and kills the build.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 @contextmanager
 def guarded(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """Runs a command in a session of its own, which ends when this process ends, for whatever reason.
+    """Runs a command in its own session. The session ends when this process ends for any reason.
 
     Args:
         command: the program and its arguments.
@@ -43,13 +44,13 @@ def guarded(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen
 
 
 def end_with_make() -> None:
-    """Ends this process when the `make` that started it is killed; does nothing without a `make`."""
+    """Ends this process when the `make` that started it is killed. If no `make` started it, nothing happens."""
     if "MAKELEVEL" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def _end_with(pipe: int) -> None:
-    os.read(pipe, 1)  # nothing is ever written to it
+    os.read(pipe, 1)  # returns only when the pipe closes, because nobody writes to it
     os.killpg(0, signal.SIGKILL)
 
 

@@ -1,4 +1,5 @@
-"""Reads a build's output: its progress, and after a failure the first relevant error and a hint."""
+"""Reads the output of a build. This module finds the progress and, after a failure, the first relevant error and a
+hint."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 _PROGRESS = re.compile(r"^\s*\[\s*(\d+)%\]\s+(.*)")
-# The first match is the cause; later errors ("make: *** ...", Python tracebacks) only repeat it.
+# The first match is the cause. Later errors ("make: *** ...", Python tracebacks) only repeat it.
 _ERROR = re.compile(
     r"""
     :\s(?:fatal\s)?error:\s              # compiler: file:line:column: error: ...
@@ -57,7 +58,7 @@ _HINTS: tuple[tuple[str, str], ...] = (
 
 @dataclass(frozen=True)
 class Progress:
-    """A step of the build: the percentage that CMake reports (of files, not of time), and the file it builds."""
+    """A step of the build: the percentage that CMake reports (of files, not of time), and the file that is compiled."""
 
     percent: int
     step: str
@@ -73,7 +74,7 @@ def parse_progress(line: str) -> Progress | None:
 
 
 def first_error(log: str) -> str | None:
-    """The first error in a build's output with a few lines of context; None if none is recognised."""
+    """The first error in the output of a build, with a few lines of context; None if no error is recognised."""
     lines = log.splitlines()
     for index, line in enumerate(lines):
         if _ERROR.search(line):
@@ -82,7 +83,7 @@ def first_error(log: str) -> str | None:
 
 
 def hint(error: str) -> str | None:
-    """The usual remedy for such an error; None if it is unknown."""
+    """The usual remedy for an error; None if it is unknown."""
     for pattern, advice in _HINTS:
         if re.search(pattern, error):
             return advice

@@ -1,6 +1,7 @@
-"""Plans the build of Horovod: unsuitable environments, the build's variables, the name of the cache entry.
+"""Plans the build of Horovod. The plan refuses unsuitable environments, and determines the variables of the build and
+the name of the cache entry.
 
-The plan is a function of an `Environment` and `Options`; nothing is run or written, so that `--dry-run` can print it
+The plan depends only on an `Environment` and `Options`. Nothing is run or written, so `--dry-run` can print the plan,
 and tests can check it.
 """
 
@@ -23,7 +24,7 @@ from hvdcomp.tools.horovod_build.environment import Environment, library_path_fr
 HOROVOD_VERSION = "0.28.1"
 # Hash of the published source distribution.
 HOROVOD_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-# The user's variables that the build follows. This command decides about all other HOROVOD_* variables.
+# The user's variables that affect the build. This command sets all other HOROVOD_* variables itself.
 _USER_VARIABLES = (
     "HOROVOD_BUILD_ARCH_FLAGS",
     "HOROVOD_CMAKE",
@@ -34,7 +35,7 @@ _USER_VARIABLES = (
     "LDFLAGS",
 )
 _USER_GPU_VARIABLES = ("HOROVOD_CUDA_HOME", "HOROVOD_NCCL_HOME", "HOROVOD_NCCL_INCLUDE", "HOROVOD_NCCL_LIB")
-# Variables that Horovod's build would follow, but this command ignores.
+# Variables that Horovod's build would use, but that this command ignores.
 _IGNORED = ("HOROVOD_GPU", "HOROVOD_WITH", "HOROVOD_ALLOW_MIXED_GPU_IMPL", "HOROVOD_CUDA_HOME", "HOROVOD_NCCL_")
 
 
@@ -48,7 +49,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Plan:
-    """A build: the environment, the options, the source edits, the build's variables, and the cache key."""
+    """The plan of a build: the environment, the options, the edits of the sources, the variables, and the cache key."""
 
     environment: Environment
     options: Options
@@ -58,7 +59,7 @@ class Plan:
 
     @property
     def frameworks(self) -> list[str]:
-        """The frameworks that Horovod is built for, by its module names: `torch`, `tensorflow`."""
+        """The frameworks for which Horovod is built, by the names of Horovod's modules: `torch`, `tensorflow`."""
         return [name for name in ("torch", "tensorflow") if getattr(self.environment, name)]
 
     @property
@@ -67,7 +68,7 @@ class Plan:
         return ["mpi", "gloo"] if self.variables.get("HOROVOD_WITH_MPI") == "1" else ["gloo"]
 
     def record(self) -> dict[str, object]:
-        """The record of the build, which is stored beside the wheel and in it."""
+        """The record of the build. The record is stored next to the wheel, and in the wheel."""
         return {
             "key": self.key,
             "horovod": HOROVOD_VERSION,
@@ -105,10 +106,10 @@ def missing_build_requirements() -> list[str]:
 
 
 def check_environment(environment: Environment, options: Options, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Check the environment before anything is downloaded; returns notes on what will be left out.
+    """Checks the environment before anything is downloaded. Returns notes that say which parts will be left out.
 
     Raises:
-        BuildError: something is missing or unsuitable; the message names the remedy.
+        BuildError: if something is missing or unsuitable. The message names the remedy.
     """
     if environment.torch is None and environment.tensorflow is None:
         raise BuildError(
@@ -148,7 +149,7 @@ def check_environment(environment: Environment, options: Options, environ: Mappi
 
 
 def _followed(options: Options) -> tuple[str, ...]:
-    """The names of the user's variables that the build follows."""
+    """The names of the user's variables that affect the build."""
     return _USER_VARIABLES + (_USER_GPU_VARIABLES if options.gpu else ())
 
 
@@ -189,10 +190,10 @@ def build_variables(environment: Environment, options: Options, environ: Mapping
         if options.cuda_arch:
             variables["HOROVOD_BUILD_CUDA_CC_LIST"] = ",".join(str(arch) for arch in options.cuda_arch)
     else:
-        variables["HOROVOD_WITHOUT_NVTX"] = "1"  # a library of the CUDA toolkit
+        variables["HOROVOD_WITHOUT_NVTX"] = "1"  # NVTX is a library of the CUDA toolkit
     if environment.mpi is not None and with_mpi and environment.mpi.inside:
-        # CMake would bind the extensions to this environment's absolute path. A relative path is also right if the
-        # cached wheel is installed into another environment.
+        # CMake would store the absolute path of this environment in the extensions. A relative path is still correct if
+        # the cached wheel is installed into another environment.
         relative = f"-Wl,-rpath,'$ORIGIN/{library_path_from_extension()}'"
         variables["LDFLAGS"] = " ".join(filter(None, [environ.get("LDFLAGS"), relative]))
     return variables
@@ -206,10 +207,10 @@ def process_variables(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def make_plan(environment: Environment, options: Options, environ: Mapping[str, str] = os.environ) -> Plan:
-    """Make the plan: the edits, the variables and the wheel's cache key.
+    """Makes the plan: the edits, the variables, and the cache key of the wheel.
 
-    The key covers all that the wheel's binary code depends on: the versions of Horovod, the frameworks, MPI and Python
-    (major and minor), the edits, the machine, the compiler and the flags.
+    The key includes everything on which the binary code of the wheel depends: the versions of Horovod, the frameworks,
+    MPI and Python (major and minor), the edits, the machine, the compiler and the flags.
     """
     edits = tuple(applicable_edits(environment, options.gpu))
     variables = build_variables(environment, options, environ)

@@ -1,4 +1,4 @@
-"""Downloads Horovod's source distribution by the user's pip configuration, verifies it and unpacks it."""
+"""Downloads the source distribution of Horovod with the user's pip configuration, verifies it, and unpacks it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def sha256(path: Path) -> str:
 
 
 def fetch_source(cache: Path) -> Path:
-    """The verified source archive, which is downloaded into the cache folder if it is not there.
+    """The verified source archive. If the archive is not in the cache folder, it is downloaded to this folder.
 
     Raises:
-        BuildError: pip could not download it, or a file of that name has other content.
+        BuildError: if pip could not download the archive, or a file with this name has different content.
     """
     archive = cache / ARCHIVE
     if archive.exists():
@@ -34,7 +34,7 @@ def fetch_source(cache: Path) -> Path:
             )
         return archive
     with tempfile.TemporaryDirectory(dir=cache, prefix="download-") as folder:
-        # With the hash in a requirements file, pip verifies the archive before it runs code of it.
+        # If a requirements file contains the hash, pip verifies the archive before it runs code from the archive.
         requirements = Path(folder) / "requirements.txt"
         pinned = f"horovod=={HOROVOD_VERSION} --hash=sha256:{HOROVOD_SHA256}\n"
         requirements.write_text(pinned, encoding="utf-8")

@@ -1,4 +1,5 @@
-"""Builds Horovod's wheel from the edited source into the cache, showing progress, and installs it."""
+"""Builds the wheel of Horovod from the edited sources, shows progress, puts the wheel into the cache, and installs
+it."""
 
 from __future__ import annotations
 
@@ -24,14 +25,14 @@ from hvdcomp.tools.horovod_build.log import Progress, first_error, hint, parse_p
 from hvdcomp.tools.horovod_build.plan import HOROVOD_VERSION, Plan, process_variables
 from hvdcomp.tools.horovod_build.source import fetch_source, unpack
 
-# A module of this name in the installed `horovod` package holds the record of the build. As part of the wheel, it is
-# removed with Horovod.
+# A module with this name in the installed `horovod` package contains the record of the build. It is part of the wheel,
+# so it is removed together with Horovod.
 _RECORD_MODULE = "hvdcomp_build.py"
-_MEMORY_PER_JOB = 2e9  # bytes; the compiler's peak on TensorFlow's headers
+_MEMORY_PER_JOB = 2e9  # bytes; the compiler's peak memory when it compiles TensorFlow's headers
 
 
 def default_jobs() -> int:
-    """Parallel compilations: one for each available core, fewer if memory is short."""
+    """The number of parallel compilations: one for each available core, or fewer if there is little memory."""
     cores = len(os.sched_getaffinity(0))
     try:
         meminfo = Path("/proc/meminfo").read_text(encoding="utf-8")
@@ -51,7 +52,7 @@ def _entry(cache: Path, plan: Plan) -> Path:
 
 
 def build_wheel(cache: Path, plan: Plan, jobs: int, report: Callable[[Progress], None]) -> Path:
-    """Build the wheel and put it into the cache, which changes only after success.
+    """Builds the wheel, and puts it into the cache. The cache changes only if the build succeeds.
 
     Args:
         cache: folder of the cache; created if it does not exist.
@@ -60,7 +61,8 @@ def build_wheel(cache: Path, plan: Plan, jobs: int, report: Callable[[Progress],
         report: function that is called with each step of the build.
 
     Raises:
-        BuildError: the build failed; the message has the first compiler error, a hint, and the path of the full log.
+        BuildError: if the build failed. The message has the first error of the compiler, a hint, and the path of the
+            full log.
     """
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -91,7 +93,7 @@ def build_wheel(cache: Path, plan: Plan, jobs: int, report: Callable[[Progress],
 
 
 def _publish(result: Path, entry: Path) -> None:
-    """Move the finished folder into the cache, in place of an earlier build of the same key."""
+    """Moves the finished folder into the cache. The moved folder replaces an earlier build with the same key."""
     if entry.exists():
         entry.rename(result.parent / "replaced")
     result.rename(entry)
@@ -101,7 +103,8 @@ def _run_pip_wheel(
     root: Path, result: Path, plan: Plan, jobs: int, failed_log: Path, report: Callable[[Progress], None]
 ) -> None:
     variables = process_variables(plan, scripts_first())
-    # Under make these describe the outer make's job server, which the build's make must not join.
+    # Under make, these variables describe the job server of the outer make. The make of the build must not use this
+    # server.
     for name in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "CMAKE_GENERATOR"):
         variables.pop(name, None)
     variables.update(MAKEFLAGS=f"-j{jobs}", TF_CPP_MIN_LOG_LEVEL="3")
@@ -128,7 +131,7 @@ def _run_pip_wheel(
                 if progress:
                     report(progress)
             code = process.wait()
-        except BaseException:  # also Ctrl-C: the compilers must not continue
+        except BaseException:  # also for Ctrl-C, because the compilers must not continue
             os.killpg(process.pid, signal.SIGTERM)
             process.wait()
             raise
@@ -145,7 +148,7 @@ def _run_pip_wheel(
 
 
 def installed_record() -> dict[str, object] | None:
-    """The build record of the installed Horovod, if this command built it; does not import Horovod."""
+    """The build record of the installed Horovod, if this command has built it. Horovod is not imported."""
     spec = importlib.util.find_spec("horovod")
     if spec is None or spec.origin is None:
         return None
@@ -159,7 +162,7 @@ def installed_record() -> dict[str, object] | None:
 
 
 def install_wheel(wheel: Path) -> None:
-    """Installs the wheel in place of any other Horovod; the `build` extra contains its requirements."""
+    """Installs the wheel in place of any other Horovod. The `build` extra contains the requirements."""
     command = [sys.executable, "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--quiet"]
     command += ["--no-index", "--no-deps", "--force-reinstall", str(wheel)]
     process = run_logged(command)

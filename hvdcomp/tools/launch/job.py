@@ -1,7 +1,7 @@
-"""The settings of a job that all schedulers share, and the TOML file of settings.
+"""The settings of a job that all schedulers share, and the TOML file that contains settings.
 
-A settings file has a table `[job]` and a table for each scheduler. Flags of the command line override the file.
-All settings are checked before anything is submitted; a message names the setting and the way out.
+A settings file has a table `[job]` and a table for each scheduler. Flags of the command line override the file. All
+settings are checked before anything is submitted. An error message names the setting and the way out.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Job:
     """A program that runs on many ranks.
 
     Attributes:
-        name: a name that `check_name` allows; a scheduler may allow fewer names.
-        command: the program of each rank and its arguments; no shell interprets them.
-        ranks: the number of processes; `hvd.size()` or `torch.distributed.get_world_size()` must equal it.
-        environment: variables of every rank.
+        name: a name that `check_name` allows. A scheduler may allow fewer names.
+        command: the program of each rank, and its arguments. No shell interprets the program and its arguments.
+        ranks: the number of processes. `hvd.size()` or `torch.distributed.get_world_size()` must be equal to it.
+        environment: the environment variables of every rank.
         backend: the library that averages gradients: Horovod, or PyTorch's torch.distributed.
 
     Raises:
-        ConfigurationError: a field has a value that no scheduler accepts.
+        ConfigurationError: if a field has a value that no scheduler accepts.
     """
 
     name: str
@@ -81,15 +81,15 @@ class Job:
 
     @property
     def program(self) -> tuple[str, ...]:
-        """The command that a scheduler starts on each rank: `command`, after a wrapper for torch.distributed."""
+        """The command that a scheduler starts on each rank. For torch.distributed, a wrapper comes before `command`."""
         return (*torch_rank.PROGRAM, *self.command) if self.backend == "torch" else self.command
 
 
 def check_name(name: str) -> None:
-    """Check a job's name, which is also the beginning of file names.
+    """Checks the name of a job. File names begin with this name.
 
     Raises:
-        ConfigurationError: the name is too long, or has characters that a file name or a scheduler may not have.
+        ConfigurationError: if the name is too long, or has characters that a file name or a scheduler does not allow.
     """
     if not _NAME.fullmatch(name) or len(name) > NAME_LENGTH:
         raise ConfigurationError(
@@ -99,7 +99,8 @@ def check_name(name: str) -> None:
 
 
 def _check_text(setting: str, text: str) -> None:
-    """Check text for a process, which gets arguments and variables as bytes that end with NUL."""
+    """Checks text that is passed to a process. The text must not contain NUL, because arguments and variables end with
+    NUL."""
     if "\0" in text:
         raise ConfigurationError(f"{setting}: {text!r} has a NUL character, which no process can receive: remove it")
     try:
@@ -112,7 +113,7 @@ class MissingSettingsError(ConfigurationError):
     """Required settings are missing.
 
     Attributes:
-        names: names of the settings.
+        names: the names of the settings.
         way_out: how to give these settings.
     """
 
@@ -129,23 +130,23 @@ def read_settings(
     flags: Mapping[str, Any],
     ranks_of: Callable[[Mapping[str, Any]], int | None] = lambda _: None,
 ) -> T:
-    """A scheduler's settings from a TOML file and the flags of a command line.
+    """Reads the settings of a scheduler from a TOML file and from the flags of a command line.
 
-    `kind` is a dataclass with a field `job: Job`. The table `[job]` holds Job's fields, `[<section>]` the other fields
-    of `kind`; a field without a default is required. Tables of other schedulers are ignored.
+    `kind` is a dataclass with a field `job: Job`. The table `[job]` contains the fields of Job, and `[<section>]`
+    contains the other fields of `kind`. A field without a default is required. Tables of other schedulers are ignored.
 
-    Arguments:
-        path: the file, or None if the flags give all settings.
-        section: the scheduler's table.
-        kind: the class of settings, with fields of types that `typed` knows.
-        flags: values by the names of fields, of Job or of `kind`; None is "not given". They override the file; in a
-            mapping, they override single entries.
-        ranks_of: computes the number of ranks from the given fields of `kind`, if `ranks` is not given; None if they
-            do not determine it.
+    Args:
+        path: the file; None if the flags give all settings.
+        section: the name of the scheduler's table.
+        kind: the class of the settings. The types of the fields of this class must be types that `typed` knows.
+        flags: values by field name, for fields of Job or of `kind`. None means "not given". Flags override the file.
+            For a mapping, flags override single entries.
+        ranks_of: a function that computes the number of ranks from the given fields of `kind`, if `ranks` is not given.
+            The function returns None if these fields do not determine the number.
 
     Raises:
-        MissingSettingsError: required settings are not given; it names all of them.
-        ConfigurationError: the file cannot be read, a key is unknown, or a value has the wrong type.
+        MissingSettingsError: if required settings are not given. The message names all missing settings.
+        ConfigurationError: if the file cannot be read, a key is unknown, or a value has the wrong type.
     """
     file = {} if path is None else _read(path)
     tables: dict[str, type] = {"job": Job, section: kind}
@@ -207,7 +208,7 @@ def _missing(values: Mapping[str, Any], owner: type, settable: Iterable[str]) ->
 
 
 def _refuse_missing(missing: Mapping[str, Sequence[str]]) -> None:
-    """Raise one error for all missing settings, which are given by table."""
+    """Raises a single error for all missing settings. missing: the names of the settings, by table."""
     places = [f"{', '.join(names)} in the table [{table}]" for table, names in missing.items() if names]
     if places:
         names = [name for names in missing.values() for name in names]

@@ -1,8 +1,8 @@
-"""The agreement of a launcher and a training program: the number of ranks, and the exit code of a saved run.
+"""The agreement between a launcher and a training program about the number of ranks and the exit code of a saved run.
 
-If a launcher and the ranks' library do not fit together, such as srun and an MPI, or torchrun and Horovod, N processes
-each train alone as a world of size 1, without any warning. `hvdcomp launch` therefore sets HVDCOMP_EXPECTED_SIZE to the
-number of ranks; other launchers set variables of their own.
+A launcher and the library that connects the ranks may not fit together, such as srun and an MPI, or torchrun and
+Horovod. Then each of the N processes trains alone, as the only rank, without any warning. Therefore `hvdcomp launch`
+sets HVDCOMP_EXPECTED_SIZE to the number of ranks. Other launchers set their own variables.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ _WAYS_OUT = (
 
 
 def check_size(size: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Check the number of ranks against the launcher's.
+    """Checks that the number of ranks is the number that the launcher has started.
 
     Call it after `hvd.init()` with `hvd.size()`, or after `init_process_group()` with `dist.get_world_size()`.
 
-    If HVDCOMP_EXPECTED_SIZE is set, the size must equal it. Other launchers' variables only refuse a size of 1, as a
-    program may train with some of its ranks.
+    If HVDCOMP_EXPECTED_SIZE is set, the size must be equal to it. With variables of other launchers, only a size of 1
+    is refused, because a program may train with only some of its ranks.
 
     Raises:
-        ConfigurationError: the size differs; all ranks of the job see the same numbers and raise it together.
+        ConfigurationError: if the size differs. All ranks of the job see the same numbers, so all of them raise the
+            error.
     """
     expected = environment.get(EXPECTED_SIZE, "")
     if expected:

@@ -1,8 +1,9 @@
 """The program that starts each rank of a launched job: `python3 -m hvdcomp.tools.launch.rank`.
 
-The training program and its arguments are a JSON list in HVDCOMP_COMMAND, and not on the command line of `mpirun`,
-which interprets a program's arguments as options of its own: it splits them at ":", and puts `--mca NAME VALUE` on a
-command line that a shell reads on every host. Open MPI passes variables to the ranks unchanged.
+The training program and its arguments are a JSON list in HVDCOMP_COMMAND. The program and its arguments are not on the
+command line of `mpirun`, because `mpirun` interprets arguments of the program as its own options. `mpirun` splits
+arguments at ":", and puts `--mca NAME VALUE` on a command line that a shell interprets on every host. Environment
+variables reach the ranks unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ COMMAND = "HVDCOMP_COMMAND"
 
 
 def to_variable(command: Sequence[str]) -> str:
-    """The command as a value of HVDCOMP_COMMAND, in ASCII, which no locale changes."""
+    """The command as a value of HVDCOMP_COMMAND. The value is in ASCII, so that it does not depend on the locale."""
     return json.dumps(list(command))
 
 
@@ -28,7 +29,7 @@ def from_variable(value: str) -> list[str]:
     """The command in a value of HVDCOMP_COMMAND.
 
     Raises:
-        ConfigurationError: the value is not a JSON list of at least one string.
+        ConfigurationError: if the value is not a JSON list of at least one string.
     """
     try:
         command = json.loads(value)
@@ -42,8 +43,8 @@ def from_variable(value: str) -> list[str]:
 
 
 def _check_started() -> None:
-    """Check the number of ranks that mpirun started. The training program checks the size of Horovod or
-    torch.distributed, which only it initializes."""
+    """Checks the number of ranks that mpirun has started. The training program itself checks the size of Horovod or
+    torch.distributed, because only the program initializes them."""
     started, expected = os.environ.get("OMPI_COMM_WORLD_SIZE"), os.environ.get(EXPECTED_SIZE)
     if expected and started != expected:
         raise ConfigurationError(
@@ -53,10 +54,10 @@ def _check_started() -> None:
 
 
 def become(choose: Callable[[], list[str]]) -> NoReturn:
-    """Replace this process by the command that `choose` returns.
+    """Replaces this process by the command that `choose` returns.
 
-    The exit status is 125 if `choose` raises ConfigurationError, and 126 or 127, as in a shell, if the program cannot
-    be run.
+    If `choose` raises ConfigurationError, the exit status is 125. If the program cannot be run, it is 126 or 127, as in
+    a shell.
     """
     try:
         command = choose()

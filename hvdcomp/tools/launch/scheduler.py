@@ -1,7 +1,7 @@
-"""The protocol of a cluster's scheduler, which Slurm and Kubernetes implement.
+"""The protocol of a scheduler. Slurm and Kubernetes implement this protocol.
 
-A new scheduler is a package beside theirs: its settings, which `job.read_settings` reads from the table of its name, a
-`Scheduler`, and its commands.
+To add a scheduler, write a package next to the existing ones. The package has settings, which `job.read_settings` reads
+from the table with the name of the scheduler, a `Scheduler`, and commands.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ Job = TypeVar("Job")
 
 
 class SchedulerError(RuntimeError):
-    """The scheduler refused a request, does not answer, or does not exist on this machine. The message says what to
-    do."""
+    """The scheduler refused a request, does not answer, or does not exist on this machine. The message names the
+    remedy."""
 
 
 class JobState(Protocol):
-    """The state of a job; each scheduler adds details of its own."""
+    """The state of a job. Each scheduler adds its own details."""
 
     @property
     def ended(self) -> bool:
-        """Whether the job has ended for good: it will not be queued or started again."""
+        """Whether the job has ended and will not be queued or started again."""
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code of a job that has ended, as in a shell. Before the job's end, the value has no meaning."""
+        """The exit code of a job that has ended, as in a shell. Before the end of the job, the value has no meaning."""
 
 
 class Scheduler(Protocol[Settings, Job]):
-    """A scheduler, generic in the settings of a job and in the reference to a submitted job.
+    """A scheduler. The class is generic in the type of the settings, and in the type of a reference to a submitted job.
 
     Every method may raise SchedulerError.
     """
 
     @abstractmethod
     def submit(self, settings: Settings) -> Job:
-        """Submit a job; returns as soon as the scheduler has it.
+        """Submits a job. Returns as soon as the scheduler has accepted the job.
 
         Raises:
-            ConfigurationError: the settings cannot be submitted.
+            ConfigurationError: if a job with these settings cannot be submitted.
         """
 
     @abstractmethod
@@ -51,9 +51,9 @@ class Scheduler(Protocol[Settings, Job]):
 
     @abstractmethod
     def follow(self, job: Job, say: Callable[[str], None], write: Callable[[str], None]) -> JobState:
-        """Follow the job until it has ended; returns its last state.
+        """Follows the job until it has ended, and returns its last state.
 
-        Meanwhile the scheduler may be unreachable for some minutes, and the job may be requeued.
+        During this time, the scheduler may be unreachable for some minutes, and the job may be requeued.
 
         Args:
             job: the submitted job.
@@ -63,8 +63,8 @@ class Scheduler(Protocol[Settings, Job]):
 
     @abstractmethod
     def log(self, job: Job) -> Iterator[str]:
-        """The lines of the job's output so far, without their ends."""
+        """The lines of the job's output so far, without line ends."""
 
     @abstractmethod
     def cancel(self, job: Job) -> None:
-        """End the job, running or not. This may take the scheduler some time."""
+        """Ends the job, even if it is not yet running. The scheduler may need some time for this."""

@@ -1,8 +1,9 @@
 """Starts a rank of torch.distributed: `python3 -m hvdcomp.tools.launch.torch_rank PROGRAM [ARGUMENT]...`.
 
-srun or mpirun starts the ranks; this program translates their variables to torchrun's, and becomes PROGRAM. Unlike
-torchrun, it leaves no agent process: ranks receive signals directly, and srun or mpirun sees their own exit codes. So
-the exit code of a run that has saved a checkpoint is kept; torchrun would return 1.
+srun or mpirun starts the ranks. This program translates the variables of srun or mpirun to the variables of torchrun,
+and then replaces itself by PROGRAM. Unlike with torchrun, there is no agent process. So ranks receive signals directly,
+and srun or mpirun gets the exit codes of the ranks. The exit code of a run that has saved a checkpoint is kept.
+torchrun would return 1.
 """
 
 from __future__ import annotations
@@ -30,20 +31,22 @@ _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID
 
 
 def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of torchrun for a rank that mpirun or srun started.
+    """The variables of torchrun for a rank that mpirun or srun has started.
 
-    TORCHELASTIC_RUN_ID is set too. Programs use it to recognise torchrun, and everything that they then expect is true.
+    TORCHELASTIC_RUN_ID is also set. Programs recognise torchrun by this variable, and everything that they then expect
+    is true here, too.
 
-    Arguments: environment: environment of the rank. mpirun's variables come before srun's, which under Slurm belong to
-        mpirun's daemons.
+    Args:
+        environment: environment of the rank. mpirun's variables come before srun's, which under Slurm belong to
+            mpirun's daemons.
 
     Raises:
-        ConfigurationError: neither mpirun nor srun started this process, the number of ranks is wrong, or the address
-            of rank 0 is unknown.
+        ConfigurationError: if neither mpirun nor srun started this process, if the number of ranks is wrong, or if the
+            address of rank 0 is unknown.
     """
     if _OPEN_MPI[0] in environment:
         rank, size, local_rank, local_size = _numbers(environment, _OPEN_MPI)
-        # Open MPI does not number hosts. By default ranks fill one host after the other.
+        # Open MPI does not number hosts. By default, ranks fill one host after the other.
         host = rank // local_size
     elif _SLURM[0] in environment:
         rank, size, local_rank, host = _numbers(environment, _SLURM)
@@ -75,7 +78,8 @@ def _numbers(environment: Mapping[str, str], names: tuple[str, ...]) -> list[int
 
 
 def _tasks_of(node: int, text: str) -> int:
-    """The number of tasks of a node, from Slurm's list: "2(x3),1" means three nodes of two tasks, and a node of one."""
+    """The number of tasks of a node, from Slurm's list. For example, "2(x3),1" means three nodes with two tasks each,
+    and a node with one task."""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += int(times or 1) * [int(count)]

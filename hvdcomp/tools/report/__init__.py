@@ -1,4 +1,5 @@
-"""Compares training runs: `runs` reads their folders, `table` tabulates, `curves` draws, `page` writes.
+"""Compares training runs. `runs` reads the folders of runs, `table` makes tables, `curves` draws figures, and `page`
+writes the report.
 
 `replay` repeats the decisions of a run.
 """

@@ -1,4 +1,4 @@
-"""The mean curve and the band of a series of runs, over the steps that all runs have."""
+"""Computes the mean curve and the band of a series of runs, for the steps that all runs have."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve of a run: for each of some steps, a place on the x axis and a value."""
+    """A curve of a run. Each of its steps has a place on the x axis and a value."""
 
     steps: np.ndarray
     x: np.ndarray
     y: np.ndarray
 
     def at(self, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """x and y at these steps, which must be steps of the curve."""
+        """x and y at these steps. All these steps must be steps of the curve."""
         places = {step: place for place, step in enumerate(self.steps.tolist())}
         chosen = [places[step] for step in steps.tolist()]
         return self.x[chosen], self.y[chosen]
@@ -26,7 +26,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Band:
-    """The mean of several curves, and their lowest and highest values, at each x."""
+    """The mean of several curves at each x, and their lowest and highest values."""
 
     x: np.ndarray
     mean: np.ndarray
@@ -35,7 +35,7 @@ class Band:
 
 
 def band_of(curves: Sequence[Curve]) -> Band:
-    """The band of at least one curve, at the steps that all curves have."""
+    """The band of one or more curves, at the steps that all curves have."""
     common = reduce(np.intersect1d, [curve.steps for curve in curves])
     x, y = np.stack([np.stack(curve.at(common)) for curve in curves], axis=1)
     return Band(x.mean(axis=0), y.mean(axis=0), y.min(axis=0), y.max(axis=0))

@@ -20,15 +20,15 @@ from hvdcomp.tools.train.target import Target
 
 LEGEND: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "labelcolor": INK}
 _PHASE_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#b9b9b9")
-HALF_WIDTH = 5.4  # inches, of a figure that shares the page's width, or fills a phone
-_LEGEND_WIDTH = 64  # characters of a legend at that width
+HALF_WIDTH = 5.4  # width in inches of a figure that takes half of the page, or fills a phone
+_LEGEND_WIDTH = 64  # number of characters of a legend at this width
 _PERCENT = "accuracy"  # the only metric that is a percentage, and cannot diverge
 _SEVERAL = " Line: mean over the seeds, at the steps that all finished runs have. Band: lowest to highest value."
 
 
 @dataclass(frozen=True)
 class Against:
-    """The x axis of a curve: its name in files, its label, and its name in captions."""
+    """The x axis of a curve: its name in file names, its label, and its name in captions."""
 
     name: str
     label: str
@@ -41,10 +41,10 @@ _STEPS = Against("steps", "step", "the number of steps")
 
 
 def draw_section(section: Section) -> Iterator[tuple[str, str, Figure]]:
-    """Yield (short name, caption, figure) for each kind of curve that the section has data for.
+    """Yields (short name, caption, figure) for each kind of curve for which the section has data.
 
-    Quality over bytes and over seconds comes first. Step times are measured in turns if there are such measurements, as
-    times of separate trainings cannot be compared.
+    Quality over bytes and quality over seconds come first. If step times were measured in alternating steps, these
+    times are shown, because times of separate trainings cannot be compared.
     """
     yield from _draw_quality(section, _BYTES)
     yield from _draw_quality(section, _SECONDS)
@@ -69,12 +69,13 @@ def _drawn(section: Section) -> bool:
 
 
 def _simulated(section: Section) -> str:
-    """The sentence of a caption about simulated ranks; "" without them."""
+    """The sentence about simulated ranks for a caption; "" if there are none."""
     return "" if section.simulated is None else f" Simulated ranks: {section.simulated}."
 
 
 def _draw_loss(section: Section, against: Against) -> Iterator[tuple[str, str, Figure]]:
-    """The training loss as a running mean; for a series of one run, with the loss of each step behind it."""
+    """Draws the training loss as a running mean. For a series of one run, the loss of each step is in the
+    background."""
     if not _drawn(section):
         return
     figure, axes = _figure(section)
@@ -98,7 +99,7 @@ def _loss_curve(run: Run, against: Against) -> Curve:
 
 
 def _draw_quality(section: Section, against: Against) -> Iterator[tuple[str, str, Figure]]:
-    """The evaluations' metric and the targets; also the loss, if it is a target."""
+    """Draws the metric of the evaluations, and the targets. Also draws the loss if it is a target."""
     targets = dict.fromkeys(group.target for group in section.groups if group.target is not None)
     metrics = dict.fromkeys((section.metric, *(target.metric for target in targets)))
     for metric in filter(None, metrics):
@@ -138,18 +139,19 @@ def _quality_curve(run: Run, against: Against, metric: str) -> Curve:
 
 
 def _parts(section: Section) -> list[str]:
-    """The part of the data that the evaluations used; empty if runs differ in it."""
+    """The part of the data on which runs were evaluated; empty if the runs used different parts."""
     parts = {run.part for run in section.runs if run.part is not None}
     return sorted(parts) if len(parts) == 1 else []
 
 
 def _with_data(runs: list[Run], of: str) -> list[Run]:
-    """The runs that have steps, or evaluations."""
+    """The runs that have data. of: "steps" or "evaluations"."""
     return [run for run in runs if getattr(run, of)["step"].size]
 
 
 def _draw_band(axes: Axes, curves: list[Curve], style: dict[str, Any]) -> None:
-    """Draws the mean and the band; a line for each run if no step is common, as policies may change their number."""
+    """Draws the mean and the band. If the runs have no step in common (policies may change the number of steps), draws
+    a line for each run."""
     if not curves:
         return
     band = band_of(curves)
@@ -164,7 +166,7 @@ def _draw_band(axes: Axes, curves: list[Curve], style: dict[str, Any]) -> None:
 def _draw_target(axes: Axes, target: Target) -> None:
     value = target.value * (100 if target.metric == _PERCENT else 1)
     axes.axhline(value, color=INK, linewidth=1, linestyle=(0, (6, 3)), zorder=0.8)
-    place = axes.get_yaxis_transform()  # a share of the width, and a value
+    place = axes.get_yaxis_transform()  # x is a share of the width, and y is a value
     axes.text(0.01, value, f"target {value:g}", transform=place, color=INK, fontsize=8, va="bottom")
 
 
@@ -183,7 +185,7 @@ def _styled(section: Section) -> Iterator[tuple[Group, dict[str, Any]]]:
 
 
 def _figure(section: Section) -> tuple[Figure, Axes]:
-    """A figure with the legend of all series below it; no wider than a phone can show."""
+    """A figure with the legend of all series below it. The figure is not wider than a phone can show."""
     labels = [_legend_label(group) for group in section.groups]
     columns = max(1, min(3, _LEGEND_WIDTH // (max(map(len, labels)) + 8)))
     figure = Figure(figsize=(HALF_WIDTH, 3.8 + 0.22 * (len(labels) // columns)), layout="constrained")
@@ -206,8 +208,9 @@ def _finish(axes: Axes, section: Section, against: Against, y_label: str, limite
 
 
 def _draw_turns(section: Section) -> Figure:
-    """Bars for each method that was measured in turns: its measured time, and each prediction."""
-    groups = [group for group in section.groups if group.turns_ms is not None][::-1]  # bars start at the bottom
+    """Draws bars for each method that was measured in alternating steps: its measured time, and each prediction."""
+    # reversed, because the first bar is at the bottom
+    groups = [group for group in section.groups if group.turns_ms is not None][::-1]
     kinds = {"turns_ms": "measured here"}
     at = {rate: kind for kind, rates in section.on_links.items() for rate in rates}
     kinds |= {f"{at[rate]}_ms_{rate}": f"{at[rate]}, {RATES[rate]}" for rate in reversed(RATES) if rate in at}
@@ -234,7 +237,7 @@ def _draw_turns(section: Section) -> Figure:
 
 
 def _draw_times(section: Section) -> Figure:
-    groups = section.groups[::-1]  # bars start at the bottom
+    groups = section.groups[::-1]  # reversed, because the first bar is at the bottom
     figure = Figure(figsize=(11, 1.6 + 0.42 * len(groups)), layout="constrained")
     spread, bars = figure.subplots(1, 2, sharey=True)
     places = np.arange(len(groups))
@@ -269,7 +272,8 @@ def _draw_times(section: Section) -> Figure:
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Centred running mean over a fiftieth of the steps, fewer at both ends; NaN where a value is missing."""
+    """The centred running mean over a fiftieth of the steps (fewer at both ends). The mean is NaN at steps with a
+    missing value."""
     is_finite = np.isfinite(values)
     sums = np.cumsum(np.concatenate([[0.0], np.where(is_finite, values, 0.0)]))
     counts = np.cumsum(np.concatenate([[0], is_finite]))
@@ -280,7 +284,8 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 
 def limit_height(axes: Axes) -> bool:
-    """Limits the height to three times the highest first value, so that a diverging run does not flatten the others."""
+    """Limits the y axis to three times the highest first value. Otherwise a diverging run would make the other curves
+    flat."""
     lines = [np.asarray(line.get_ydata(), dtype=float) for line in axes.lines]
     firsts = [values[np.isfinite(values)][0] for values in lines if np.isfinite(values).any()]
     cut = bool(firsts) and axes.get_ylim()[1] > 3 * max(firsts) > 0
@@ -296,7 +301,7 @@ def _legend_label(group: Group, width: int = 100) -> str:
 
 
 def tidy(axes: Axes) -> None:
-    """Colours the axes to be legible on light and dark pages, with a faint grid and without a frame."""
+    """Gives the axes colours that are legible on light and dark pages, a faint grid, and no frame."""
     axes.grid(True, color=INK, alpha=0.25, linewidth=0.6)
     axes.set_facecolor("none")
     axes.tick_params(colors=INK, which="both")

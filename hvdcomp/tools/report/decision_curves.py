@@ -1,5 +1,5 @@
-"""Draws the decisions of a run's policy: over the steps, beside the training loss, and for policies that choose a
-factor for the whole model, the gains and throughputs behind their choices."""
+"""Draws the decisions of a run's policy over the steps, together with the training loss. If a policy chooses a factor
+for the whole model, also draws the gains and throughputs from which it chose."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from hvdcomp.tools.report.curves import LEGEND, limit_height, smooth, tidy
 from hvdcomp.tools.report.decisions import Decisions
 from hvdcomp.tools.report.runs import Run, printable
 
-_WIDTH = 11.0  # inches, of every figure
-_COLUMNS = 1500  # more points in time cannot be distinguished at that width
-_LABELS = 40  # most names of tensors beside a heat map
-_MOST_COLOURS = 12  # that can be distinguished
-_MOST_FALLS = 20  # of the learning rate that are marked
-_BINS = 60  # of steps, for the shares of factors
+_WIDTH = 11.0  # the width of every figure in inches
+_COLUMNS = 1500  # at this width, more points in time cannot be distinguished
+_LABELS = 40  # largest number of tensor names next to a heat map
+_MOST_COLOURS = 12  # largest number of colours that can be distinguished
+_MOST_FALLS = 20  # largest number of falls of the learning rate that are marked
+_BINS = 60  # number of ranges of steps for which the shares of factors are drawn
 _CRITICAL = "#d55e00"
 _LOSS_HEIGHT = 2.4
 
@@ -37,7 +37,7 @@ Panel = tuple[Callable[[Figure, Axes], None], float]
 
 
 def draw_decisions(run: Run) -> Iterator[tuple[str, str, Figure]]:
-    """Yield (short name, caption, figure) for each figure of the run's decisions."""
+    """Yields (short name, caption, figure) for each figure of the run's decisions."""
     decisions = run.decisions
     if decisions is None or decisions.left_out:
         return
@@ -116,7 +116,7 @@ def _draw_loss(figure: Figure, axes: Axes, *, run: Run, decisions: Decisions, en
     if _has_values(decisions.critical):
         edges, place = _grid(decisions, end)
         shades = LinearSegmentedColormap.from_list("critical", [(_CRITICAL, 0.0), (_CRITICAL, 0.4)])
-        # An image has no seams between steps, and fills the panel's height.
+        # An image has no visible lines between steps, and fills the height of the panel.
         image = axes.imshow(
             decisions.critical[place][np.newaxis],
             cmap=shades,
@@ -138,7 +138,7 @@ def _draw_loss(figure: Figure, axes: Axes, *, run: Run, decisions: Decisions, en
 def _draw_heat_map(
     figure: Figure, axes: Axes, *, decisions: Decisions, table: dict[str, np.ndarray], label: str, end: int
 ) -> None:
-    """Draws a row for each tensor, in the log's order, over the steps; colours are levels or factors."""
+    """Draws a row for each tensor over the steps, in the order of the log. Colours show levels or factors."""
     edges, place = _grid(decisions, end)
     values = np.array([column[place] for column in table.values()])
     colours, norm, shown = _colours(values, label == "compression factor")
@@ -152,7 +152,7 @@ def _draw_heat_map(
     )
     tidy(axes)
     axes.grid(False)
-    if len(table) <= _LABELS:  # lines between the tensors
+    if len(table) <= _LABELS:  # draws lines between the tensors
         axes.hlines(np.arange(1, len(table)) - 0.5, edges[0], edges[-1], color=INK, linewidth=0.4)
     every = -(-len(table) // _LABELS)
     names = [_short_name(name) for name in table][::every]
@@ -173,9 +173,10 @@ def _heat_map_height(table: dict[str, np.ndarray]) -> float:
 
 
 def _colours(values: np.ndarray, reverse: bool) -> tuple[Colormap, Normalize, list[str]]:
-    """A colour map, its scale, and the labels of its colours; no labels if there are more values than colours.
+    """A colour map, its scale, and the labels of its colours. There are no labels if there are more values than
+    colours.
 
-    With labels, `values` are replaced by their ranks among the distinct values.
+    If there are labels, each value in `values` is replaced by its rank among the different values.
     """
     viridis = colormaps["viridis_r" if reverse else "viridis"]
     known = np.isfinite(values)
@@ -185,14 +186,15 @@ def _colours(values: np.ndarray, reverse: bool) -> tuple[Colormap, Normalize, li
         limits = {"vmin": present[0], "vmax": present[-1]}
         return viridis, LogNorm(**limits) if positive else Normalize(**limits), []
     values[known] = np.searchsorted(present, values[known])
-    # A single colour is the middle of the map. The darkest and the lightest would vanish on a dark or a light page.
+    # A single colour is the middle of the map. The darkest and the lightest colours are not used, because they would be
+    # invisible on a dark or a light page.
     places = np.linspace(0.12, 0.92, len(present)) if len(present) > 1 else [0.5]
     norm = BoundaryNorm(np.arange(len(present) + 1) - 0.5, len(present))
     return ListedColormap(viridis(places)), norm, [f"{value:g}" for value in present]
 
 
 def _draw_chosen(figure: Figure, axes: Axes, *, decisions: Decisions, end: int) -> None:
-    """Draws when each candidate was in force, labelled with its step times."""
+    """Draws when each candidate was used. Candidates are labelled with their step times."""
     starts = decisions.steps
     widths = np.diff(np.append(starts, max(end, starts[-1])))
     labels = []
@@ -253,7 +255,7 @@ def _draw_gains(run: Run, decisions: Decisions, end: int) -> Figure:
         if factor in decisions.gains:
             gain.plot(edges[:-1], decisions.gains[factor][place], linewidth=1.8, color=colours[factor])
     highest = [gains[np.isfinite(gains)].max(initial=0) for gains in decisions.gains.values()]
-    gain.set_ylim(0, 1.05 * max(1, *highest) if highest else 1.05)  # gains above 1 only if they are not normalised
+    gain.set_ylim(0, 1.05 * max(1, *highest) if highest else 1.05)  # gains are above 1 only if they are not normalised
     gain.set_ylabel("smoothed gain")
     shares = _draw_shares(share, decisions, end, factors, colours)
     for axes in (gain, share):
@@ -278,10 +280,11 @@ def _draw_gains(run: Run, decisions: Decisions, end: int) -> Figure:
 def _draw_shares(
     axes: Axes, decisions: Decisions, end: int, factors: list[float], colours: Mapping[float, Any]
 ) -> dict[float, float]:
-    """Draws the stacked shares of the sent factors over the steps; returns each factor's share of all steps."""
+    """Draws the stacked shares of the sent factors over the steps. Returns the share of each factor in all steps."""
     edges = np.unique(np.linspace(0, end, min(_BINS, end) + 1).astype(int))
     cuts = np.union1d(edges, decisions.steps[(decisions.steps > 0) & (decisions.steps < end)])
-    sent, lengths = decisions.sent[decisions.in_force(cuts[:-1])], np.diff(cuts)  # between two cuts it does not change
+    # the sent factor does not change between two cuts
+    sent, lengths = decisions.sent[decisions.in_force(cuts[:-1])], np.diff(cuts)
     firsts = np.searchsorted(cuts, edges[:-1])
     counted = np.add.reduceat(lengths * np.isfinite(sent), firsts)
     bottom = np.zeros(len(edges) - 1)
@@ -302,7 +305,7 @@ def _draw_throughput(axes: Axes, decisions: Decisions, colours: Mapping[float, A
     factors = sorted(decisions.throughput)
     for place, factor in enumerate(factors):
         values = decisions.throughput[factor]
-        # The log repeats a factor's entry until that factor is sent again.
+        # The log repeats the entry of a factor until this factor is sent again.
         entered = np.flatnonzero(np.isfinite(values) & (np.diff(values, prepend=np.nan) != 0))
         p5, median, p95 = np.percentile(values[entered], (5, 50, 95))
         axes.barh(place, median, color=colours[factor], height=0.6, alpha=0.85)
@@ -315,19 +318,19 @@ def _draw_throughput(axes: Axes, decisions: Decisions, colours: Mapping[float, A
 
 
 def _end(run: Run, decisions: Decisions) -> int:
-    """The number of completed steps, as far as known."""
+    """The number of completed steps, as far as it is known."""
     steps = run.steps["step"]
     return max(decisions.end, int(np.nanmax(steps)) if np.isfinite(steps).any() else 0)
 
 
 def _grid(decisions: Decisions, end: int) -> tuple[np.ndarray, np.ndarray]:
-    """The edges of at most _COLUMNS equal spans of steps, and the index of the decision at the start of each."""
+    """The edges of at most _COLUMNS equal ranges of steps, and the index of the decision at the start of each range."""
     edges = np.linspace(0, end, min(end, _COLUMNS) + 1)
     return edges, decisions.in_force(np.floor(edges[:-1]))
 
 
 def _falls(run: Run) -> np.ndarray:
-    """The numbers of completed steps at each fall of the learning rate."""
+    """The number of completed steps at each fall of the learning rate."""
     rates = run.steps["learning_rate"]
     return run.steps["step"][1:][rates[1:] < rates[:-1]] - 1
 
@@ -347,10 +350,10 @@ def _percent(share: float) -> str:
 
 
 def _epsilon(decisions: Decisions) -> float | None:
-    """The least gain at which a factor may be sent; None if the policy has no such setting."""
+    """The least gain for which a factor may be sent; None if the policy has no such setting."""
     try:
         return getattr(parse_policy(decisions.policy), "epsilon", None)
-    except SpecError:  # a policy of another version
+    except SpecError:  # the policy belongs to another version
         return None
 
 
@@ -359,7 +362,7 @@ def _has_values(*columns: np.ndarray) -> bool:
 
 
 def _short_name(name: str, width: int = 34) -> str:
-    """A tensor's name; of a long name the end, which distinguishes it."""
+    """The name of a tensor. A long name is cut to its end, because the end distinguishes it from others."""
     name = printable(name)
     return name if len(name) <= width else "…" + name[1 - width :]
 
@@ -371,7 +374,7 @@ def _title(figure: Figure, run: Run, decisions: Decisions) -> None:
 
 
 def _draw_bar(figure: Figure, axes: Axes, image: AxesImage, label: str, height: float, **options: Any) -> Colorbar:
-    """A colour bar beside a panel of `height` inches, as wide as those of other panels."""
+    """Draws a colour bar next to a panel of `height` inches. All colour bars have the same width."""
     bar = figure.colorbar(image, ax=axes, aspect=8 * height, **options)
     bar.set_label(label, color=INK, fontsize=9)
     bar.ax.tick_params(colors=INK, which="both", labelsize=8)

@@ -1,7 +1,7 @@
-"""Reads the decisions of a run's policy, which `hvdcomp train` writes to decisions.jsonl, into arrays over time.
+"""Reads the decisions of a run's policy into arrays over time. `hvdcomp train` writes the decisions to decisions.jsonl.
 
-A decision counts from the first step that obeys it. A resumed run may have made some decisions twice; the later ones
-count.
+A decision begins with the first step that uses it. A resumed run may have made some decisions twice. In this case, the
+later decisions count.
 """
 
 from __future__ import annotations
@@ -23,30 +23,32 @@ from hvdcomp.adaptation.decision_log import (
 from hvdcomp.policies import decision_from_json
 
 _COLUMNS = ("minimum", "candidate", "sent", "accumulation", "critical")
-MOST_STEPS = 2**53  # larger whole numbers are not exact as floats
+MOST_STEPS = 2**53  # larger integers are not exact as floats
 _TABLES = ("levels", "factors", "gains", "throughput", "chosen", "predicted", "measured")
 
 
 @dataclass(frozen=True, eq=False)
 class Decisions:
-    """The decisions of a run: n decisions came into force, each until the next.
+    """The decisions of a run. There are n decisions, and each is used until the next.
 
-    Every array has n elements; NaN for a value that a decision does not have. Arrays of other kinds of policies are all
-    NaN.
+    Every array has n elements. An element is NaN if the decision does not have this value. Arrays for other kinds of
+    policies contain only NaN.
 
     Attributes:
-        policy, compressor: the spec strings of the last start.
+        policy, compressor: the spec strings in the last start line.
         tensors: names of the compressed tensors.
         count: the number of logged decisions; None if it is not known.
-        steps: the first step, counted from 0, that obeys each decision.
-        end: completed steps at the last line.
-        levels, factors: by tensor name, its level or its compression factor.
-        minimum, candidate, sent: the compression factors of the whole model, 1 for dense.
-        accumulation: batches accumulated for one update.
-        critical: share of the tensors whose regime is critical, 0 to 1.
-        gains, throughput: by compression factor, the smoothed gain and the samples/s times gain.
-        chosen, predicted, measured: by candidate of `auto`, whether it was in force (1 or 0), and seconds of a step.
-        left_out: why the decisions are unknown, as of a removed policy; empty if they are known.
+        steps: for each decision, the first step, counted from 0, that uses it.
+        end: the number of completed steps at the last line.
+        levels, factors: the level or the compression factor of each tensor, by name.
+        minimum, candidate, sent: the compression factors of the whole model. 1 means dense.
+        accumulation: the number of batches that are accumulated for one update.
+        critical: the share of tensors whose regime is critical, 0 to 1.
+        gains, throughput: the smoothed gain, and samples/s times gain, by compression factor.
+        chosen, predicted, measured: by candidate of `auto`: whether it was used (1 or 0), and the predicted and
+            measured seconds of a step.
+        left_out: the reason why the decisions are unknown (for example, the policy was removed); empty if they are
+            known.
     """
 
     policy: str
@@ -70,17 +72,18 @@ class Decisions:
     left_out: str = ""
 
     def in_force(self, steps: np.ndarray) -> np.ndarray:
-        """The index of the decision that each of some steps, counted from 0, obeys; at least 0."""
+        """The index of the decision that each of the steps uses; at least 0. Steps are counted from 0."""
         return np.maximum(np.searchsorted(self.steps, steps, side="right") - 1, 0)
 
 
 def load_decisions(path: Path) -> Decisions | None:
-    """Read a decision log with its older parts. Returns None if the log has no line yet. An incomplete last line is
-    left out. If hvdcomp no longer has one of the log's policies, no decision is returned.
+    """Reads a decision log with its older parts. Returns None if the log has no line yet. An incomplete last line is
+    left out. If hvdcomp no longer has one of the policies in the log, no decisions are returned.
 
     Raises:
-        DecisionLogError: the file is damaged, or contains decisions that cannot be shown; names the line.
-        OSError: the file cannot be read.
+        DecisionLogError: if the file is damaged, or contains decisions that cannot be shown. The message names the
+            line.
+        OSError: if the file cannot be read.
     """
     try:
         return _read(path)
@@ -137,10 +140,10 @@ def _decisions(
 
 
 def _row(decision: Mapping[str, Any], state: Mapping[str, Any], tensors: tuple[str, ...]) -> dict[str, Any]:
-    """The numbers of a line, by the attributes of `Decisions`.
+    """The numbers of a line, by the names of the attributes of `Decisions`.
 
     Raises:
-        LookupError, TypeError, ValueError, AttributeError, OverflowError: a value is missing or is not a number.
+        LookupError, TypeError, ValueError, AttributeError, OverflowError: if a value is missing or is not a number.
     """
     row = decision_from_json(decision).row(state, tensors)
     return {
@@ -154,6 +157,6 @@ def _number(value: Any) -> float:
 
 
 def _table(rows: list[dict[Any, float]]) -> dict[Any, np.ndarray]:
-    """An array for each key, in order of appearance."""
+    """An array for each key, in the order in which keys first occur."""
     keys = dict.fromkeys(key for row in rows for key in row)
     return {key: np.array([row.get(key, np.nan) for row in rows], dtype=float) for key in keys}

@@ -27,16 +27,18 @@ class Group:
 
     @property
     def turns_ms(self) -> float | None:
-        """Median step time, measured in turns with the other methods; None if it was not."""
+        """The median step time, measured in alternating steps with the other methods; None if it was not measured in
+        this way."""
         return None if self.turns is None or self.spec is None else self.turns.ms.get(self.spec)
 
     @property
     def compared_ms(self) -> float | None:
-        """The step time by which groups are compared."""
+        """The step time that is used to compare groups."""
         return self.ms_per_step if self.turns_ms is None else self.turns_ms
 
     def columns(self) -> dict[str, float | None]:
-        """Step times measured in turns, and those predicted and measured for other networks."""
+        """Step times that were measured in alternating steps, and step times that were predicted or measured for other
+        networks."""
         columns = {"turns_ms": self.turns_ms}
         for rate in RATES:
             predicted = measured = None
@@ -53,14 +55,14 @@ class Group:
 
     @property
     def work(self) -> tuple[str | None, ...]:
-        """The values that two groups must share to compare their step times."""
+        """The values that must be the same in two groups if their step times are compared."""
         options = self.runs[0].compared_options
         # Runs of earlier versions lack newer options.
         return (*self.setting, *(options.get(key, "None") for key in _WORK_OPTIONS))
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing but the spec's compressor compresses."""
+        """Whether only the compressor of the spec compresses."""
         return self.runs[0].policy is None and self.runs[0].options.get("optimizer") != "compressed-adam"
 
     @property
@@ -69,7 +71,7 @@ class Group:
 
     @property
     def finished(self) -> list[Run]:
-        """The runs that trained to their end or to their target."""
+        """The runs that have trained to their end, or to their target."""
         return [run for run in self.runs if run.status == "finished"]
 
     @property
@@ -104,6 +106,6 @@ class Group:
         return float(np.mean(factors)) if factors else None
 
     def phase(self, phase: str) -> float | None:
-        """Mean over the runs of the median milliseconds of one of PHASES; None if it was not measured."""
+        """The milliseconds of one of PHASES: the mean over the runs of their medians; None if it was not measured."""
         times = [ms for run in self.runs if (ms := run.median(f"{phase}_ms")) is not None]
         return float(np.mean(times)) if times else None

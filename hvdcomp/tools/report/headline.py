@@ -1,4 +1,4 @@
-"""The results of a section in a few sentences."""
+"""Summarizes the results of a section in a few sentences."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from hvdcomp.tools.report.turns import RATES
 
 _AS_GOOD = {"accuracy": "within one point of", "perplexity": "within 10% of", "rmse": "within 10% of"}
 _ENDED_AT = {"accuracy": "{}% accuracy", "perplexity": "a perplexity of {}", "rmse": "an RMSE of {}"}
-_POINT, _TIMES = 0.01, 1.1  # limits for "as good as dense training", as in docs/convergence.md
-_MORE = 1.1  # least factor of fewer bytes that is worth a sentence
+_POINT, _TIMES = 0.01, 1.1  # the limits for "as good as dense training", as in docs/convergence.md
+_MORE = 1.1  # a sentence is written only if the bytes differ by at least this factor
 
 
 def headline(section: Section) -> list[str]:
-    """The sentences that sum up a section; none for a single run.
+    """The sentences that summarize a section. The result is empty for a single run.
 
     The first sentences name the series that reached the target first, and the series that sent the fewest bytes to
-    reach the target. Without targets, they name the series that sent the fewest bytes, and the series with the best
-    quality. The last sentence compares the step times on the slowest link.
+    reach the target. Without targets, the first sentences name the series that sent the fewest bytes, and the series
+    with the best quality. The last sentence compares the step times on the slowest link.
     """
-    finished = [group for group in section.groups if group.finished]  # the quality of others is not that of an end
+    # the quality of unfinished runs is not their final quality
+    finished = [group for group in section.groups if group.finished]
     measured_groups = [group for group in finished if group.quality is not None and group.factor is not None]
     if len(measured_groups) < 2 or section.metric is None:
         return []
@@ -34,7 +35,8 @@ def headline(section: Section) -> list[str]:
 
 
 def _at_target(section: Section) -> Iterator[str]:
-    """The series that reached the target first and with the fewest bytes, if all share work and target."""
+    """The sentences that name the series that reached the target first, and the series that reached it with the fewest
+    bytes. The result is empty unless all series have the same work and target."""
     groups = [group for group in section.groups if group.target is not None]
     reached = [group for group in groups if group.always_reached]
     if len({(group.work, group.target) for group in groups}) != 1 or len(reached) < 2:
@@ -129,7 +131,7 @@ def _best(section: Section, groups: list[Group]) -> Group:
 
 
 def _fewest_bytes(section: Section, groups: list[Group]) -> Group:
-    """The group that sends the fewest bytes; of several, that of the best quality."""
+    """The group that sends the fewest bytes. If there are several, the one with the best quality."""
     least = max(map(_saved, groups))
     return _best(section, [group for group in groups if _saved(group) >= least])
 

@@ -1,5 +1,5 @@
-"""Writes a report to a folder: report.html, which needs neither other files nor a network; report.json, report.csv and
-series.csv; and each figure as PNG and SVG."""
+"""Writes a report to a folder. A report consists of report.html, which needs no other files and no network, of
+report.json, report.csv and series.csv, and of each figure as PNG and SVG."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from hvdcomp.tools.report.table import Section, cells, policy_line
 
 
 def write_report(folder: Path, sections: list[Section]) -> Path:
-    """Write the report into `folder`, which is created if missing; returns the path of report.html.
+    """Writes the report into `folder`, and returns the path of report.html. The folder is created if it does not exist.
 
     Raises:
-        OSError: a file cannot be written; an earlier report then stays unchanged.
+        OSError: if a file cannot be written. An earlier report then does not change.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = [row for section in sections for row in section.rows]
@@ -46,9 +46,10 @@ def write_report(folder: Path, sections: list[Section]) -> Path:
 
 
 def _render(files: dict[str, bytes], section: Section, number: int) -> dict[str, Any]:
-    """The page's content of a section, whose figures are added to `files`.
+    """The content of the page for a section. The figures of the section are added to `files`.
 
-    Each group's figures show the policy's decisions of one run; those of its other runs are in the details.
+    For each group, the figures show the decisions of the policy in one run. The figures of its other runs are in the
+    details.
     """
     figures = _add_figures(files, f"{number}", draw_section(section))
     places = {run: place for place, run in enumerate(section.runs, start=1)}
@@ -100,7 +101,7 @@ def _image(figure: Figure, kind: str, **options: Any) -> bytes:
 
 
 def _details(run: Run) -> dict[str, Any]:
-    """All values of the summary, with a further table for each nested value (options, versions)."""
+    """All values of the summary. Each nested value (options, versions) has its own table."""
     nested = {key: value for key, value in run.summary.items() if isinstance(value, dict)}
     plain = {key: value for key, value in run.summary.items() if key not in nested}
     plain = {"folder": run.folder, "status": run.status, "steps recorded": run.steps["step"].size, **plain}
@@ -112,7 +113,7 @@ def _details(run: Run) -> dict[str, Any]:
 
 
 def as_text(value: Any) -> str:
-    """A value as text for the page: numbers with six digits, a dash for a missing value."""
+    """A value as text for the page. Numbers have six digits, and a missing value is a dash."""
     if value is None:
         return "-"
     if isinstance(value, bool):

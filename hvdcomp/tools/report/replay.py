@@ -1,6 +1,6 @@
-"""Repeats the decisions of a decision log from the logged statistics, and compares them.
+"""Repeats the decisions of a decision log with the logged statistics, and compares the results.
 
-Policies read neither clocks nor files: the same state and statistics give the same decision on any machine.
+Policies do not read clocks or files, so the same state and statistics give the same decision on any machine.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _REFUSALS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError
 
 @dataclass(frozen=True)
 class Part:
-    """A value that differs, as JSON.
+    """A value that differs between the log and the replay, as JSON.
 
     Attributes:
-        place: the keys of the value, which begin with "decision" or "state".
-        logged, recomputed: the two values; `ABSENT` for a missing value.
+        place: the keys that lead to the value. The first key is "decision" or "state".
+        logged, recomputed: the two values. `ABSENT` stands for a missing value.
     """
 
     place: tuple[str, ...]
@@ -36,13 +36,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first line whose decision or state differs from the policy's.
+    """The first line whose decision or state differs from the result of the policy.
 
     Attributes:
-        file, line: its place; lines are counted from 1.
+        file, line: the file and the number of the line, counted from 1.
         step: the logged number of the step.
-        parts: the values that differ; empty if the policy refuses the statistics.
-        refusal: the policy's error, if it refuses the logged statistics.
+        parts: the values that differ; empty if the policy raised an error for the statistics.
+        refusal: the error of the policy, if it raised one for the logged statistics.
     """
 
     file: Path
@@ -58,10 +58,10 @@ class Replay:
 
     Attributes:
         policies: the policies of the start lines, without duplicates.
-        starts: number of start lines, without those that only begin a further file.
-        decisions: number of repeated decisions, without a differing decision.
-        first_step, last_step: first and last step of these decisions; None if there are none.
-        difference: the first difference, at which the replay ended; None if log and policy agree.
+        starts: the number of start lines. Start lines that only begin a further file are not counted.
+        decisions: the number of repeated decisions. A decision that differs is not counted.
+        first_step, last_step: the first and the last step of these decisions; None if there are no decisions.
+        difference: the first difference, after which the replay stopped; None if log and policy agree.
     """
 
     policies: list[str] = field(default_factory=list)
@@ -76,12 +76,12 @@ def replay(path: Path) -> Replay:
     """Repeats all decisions of a log, up to the first difference.
 
     Args:
-        path: argument of `read_decisions`. If the first files are missing, the replay begins with the state at the
-            start of the next file.
+        path: as in `read_decisions`. If the first files are missing, the replay begins with the state at the start of
+            the next file.
 
     Raises:
-        DecisionLogError: the file is not a decision log, or a line is damaged or names an unknown policy.
-        OSError: the file cannot be read.
+        DecisionLogError: if the file is not a decision log, or a line is damaged or names an unknown policy.
+        OSError: if the file cannot be read.
     """
     result = Replay()
     policy: Policy[Any] | None = None
@@ -142,7 +142,7 @@ def _compare(policy: Policy[Any], state: Any, decision: Any, record: Start | Dec
 
 
 def _parts(place: tuple[str, ...], logged: Any, recomputed: Any) -> list[Part]:
-    """The differences of two JSON values. True differs from 1, but 1.0 does not."""
+    """The differences between two JSON values. True differs from 1, but 1.0 does not differ from 1."""
     if isinstance(logged, Mapping) and isinstance(recomputed, Mapping):
         keys = [*logged, *(key for key in recomputed if key not in logged)]
         return [

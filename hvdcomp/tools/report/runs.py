@@ -1,7 +1,7 @@
 """Reads the folders of `hvdcomp train`: steps.jsonl, evaluations.jsonl, epochs.jsonl, with a policy decisions.jsonl,
 and after the end of a run summary.json.
 
-An unfinished or killed run has no summary, and perhaps an incomplete last line; the rest is read.
+An unfinished or killed run has no summary, and its last line may be incomplete. Everything else is read.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from hvdcomp.tools.train.options import SIMULATED
 from hvdcomp.tools.train.target import METRICS, Target
 
 RUN_FILES = ("steps.jsonl", "evaluations.jsonl", "epochs.jsonl", "decisions.jsonl", "summary.json")
-REPORT_FILES = ("report.html", "report.json", "report.csv")  # written by `page`; never read as runs
-SERIES_FILE = "series.csv"  # beside them, but for reports of earlier versions
+REPORT_FILES = ("report.html", "report.json", "report.csv")  # `page` writes these files; they are never read as runs
+SERIES_FILE = "series.csv"  # this file is next to them, except in reports of earlier versions
 HEADINGS = {"accuracy": "Accuracy %", "perplexity": "Perplexity", "rmse": "RMSE", None: "Quality"}
 """What a column of a metric is called; None: before the first evaluation."""
-PARTS = ("test", "validation")  # of the data, for evaluations
+PARTS = ("test", "validation")  # the parts of the data for evaluations
 PHASES = ("encode", "communicate", "decode")
 _HINT = "remove the file to read the run as unfinished"
 _TEXTS = ("status", "model", "data", "spec")
@@ -37,8 +37,8 @@ _NUMBERS = (
     "compression_factor", "trained_seconds", "world_size", "ranks_per_host", "seed",
 )  # fmt: skip
 _TARGET_NUMBERS = ("step", "bytes_sent", "trained_seconds")
-_LONGEST = 60  # characters of a value in a message
-# Options that name a run's place and seed; the other options and the spec define the training.
+_LONGEST = 60  # most characters of a value in a message
+# Options that name the place and the seed of a run. All other options, and the spec, define the training.
 _NOT_COMPARED = {
     "checkpoint_folder", "compression", "data_dir", "elastic", "metrics_address", "metrics_port", "output", "overwrite",
     "progress", "residuals", "seed", "tensorboard",
@@ -46,7 +46,7 @@ _NOT_COMPARED = {
 
 
 class RunError(ValueError):
-    """A path cannot be read as a run; the message names it and the reason."""
+    """A path cannot be read as a run. The message names the path and the reason."""
 
 
 def printable(value: Any) -> str:
@@ -58,8 +58,9 @@ def printable(value: Any) -> str:
 class Run:
     """A training run, from the files of `hvdcomp train` in `folder`.
 
-    `steps` and `evaluations` hold a float array for each field, NaN where a value is missing; `part` of an evaluation
-    is an index into PARTS. `summary` is empty for an unfinished run; `decisions` is None without a policy that decides.
+    `steps` and `evaluations` have a float array for each field, with NaN for missing values. The field `part` of an
+    evaluation is an index into PARTS. `summary` is empty for an unfinished run. `decisions` is None if the run has no
+    policy that decides.
     """
 
     name: str
@@ -94,7 +95,7 @@ class Run:
 
     @property
     def spec(self) -> str | None:
-        """The compressor's spec, which an unfinished run has only in its decisions."""
+        """The spec of the compressor. An unfinished run has the spec only in its decisions."""
         if not self.summary and self.decisions is not None:
             return printable(self.decisions.compressor)
         return self.text("spec")
@@ -109,12 +110,12 @@ class Run:
 
     @property
     def compared_options(self) -> dict[str, str]:
-        """The options that all runs of an experiment share, whatever their seeds."""
+        """The options that are the same in all runs of an experiment. Only seeds and places differ."""
         return {key: printable(value) for key, value in self.options.items() if key not in _NOT_COMPARED}
 
     @property
     def metric(self) -> str | None:
-        """The metric of the evaluations, of METRICS; None before the first evaluation."""
+        """The metric of the evaluations, one of METRICS; None before the first evaluation."""
         for metric in METRICS:
             if self.summary.get(metric) is not None or np.isfinite(self.evaluations[metric]).any():
                 return metric
@@ -122,7 +123,7 @@ class Run:
 
     @property
     def quality(self) -> float | None:
-        """The last value of the metric; an accuracy is from 0 to 1."""
+        """The last value of the metric. An accuracy is between 0 and 1."""
         if self.metric is None:
             return None
         reported = self.number(self.metric)
@@ -130,7 +131,7 @@ class Run:
 
     @property
     def part(self) -> str | None:
-        """The part of the data of the evaluations, of PARTS; None before the first evaluation."""
+        """The part of the data on which the run was evaluated, one of PARTS; None before the first evaluation."""
         part = last(self.evaluations["part"])
         return None if part is None else PARTS[int(part)]
 
@@ -142,13 +143,14 @@ class Run:
 
     @property
     def reached(self) -> dict[str, float] | None:
-        """The step, the sent bytes and the seconds of training at which the target was reached; None if it was not."""
+        """The step, the sent bytes and the seconds of training at which the target was reached; None if it was not
+        reached."""
         until = self.summary.get("until") or {}
         return {key: as_number(until.get(key)) for key in _TARGET_NUMBERS} if until.get("reached") else None
 
     @property
     def simulated_link(self) -> str | None:
-        """The link for which the exchanges of simulated ranks were predicted, in words; None for real ranks."""
+        """A text that names the link for which the exchanges of simulated ranks were predicted; None for real ranks."""
         if self.text("backend") != SIMULATED:
             return None
         link = self.options.get("link")
@@ -181,19 +183,20 @@ class Run:
 
     @property
     def shares_one_machine(self) -> bool:
-        """Whether the run has several ranks, which are known to share a machine."""
+        """Whether the run has several ranks, and it is known that they share a machine."""
         return (self.count("ranks_per_host") or 0) == (self.count("world_size") or 0) > 1
 
     @property
     def identical(self) -> bool | None:
-        """Whether all ranks ended with the same weights; None if that was not checked."""
+        """Whether all ranks ended with the same weights; None if this was not checked."""
         value = self.summary.get("identical")
         return value if isinstance(value, bool) else None
 
     def times(self, key: str) -> np.ndarray:
-        """The finite values of a field of steps.jsonl in milliseconds, without the first epoch if there are more.
+        """The finite values of a field of steps.jsonl, in milliseconds. If there are several epochs, the first is left
+        out.
 
-        `hvdcomp train` also leaves out these slower first steps.
+        The first steps are slower, and `hvdcomp train` also leaves them out.
         """
         settled = self.steps["epoch"] > 1
         values = self.steps[key][settled] if settled.any() else self.steps[key]
@@ -206,11 +209,11 @@ class Run:
 
 
 def as_number(value: Any) -> float:
-    """A number of parsed JSON; NaN for null.
+    """A number from parsed JSON. null becomes NaN.
 
     Raises:
-        TypeError: the value is not a number.
-        ValueError: the number is too large.
+        TypeError: if the value is not a number.
+        ValueError: if the number is too large.
     """
     if value is None:
         return np.nan
@@ -234,12 +237,12 @@ def shortened(value: Any) -> str:
 
 
 def shown_quality(metric: str | None, value: float) -> str:
-    """A value of a metric; an accuracy in percent."""
+    """A value of a metric as text. An accuracy is shown in percent."""
     return f"{100 * value:.2f}" if metric == "accuracy" else f"{value:.4f}" if metric == "rmse" else f"{value:.2f}"
 
 
 def three_digits(value: float) -> str:
-    """Three significant digits, but at most two decimals; without an exponent below a million."""
+    """A number with three significant digits, but at most two decimals. Numbers below a million have no exponent."""
     if value == 0:
         return "0"
     decimals = max(0, 2 - int(np.floor(np.log10(abs(value)))))
@@ -256,13 +259,14 @@ def mean(values: np.ndarray) -> float | None:
 
 
 def find_runs(paths: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
-    """Read every run in `paths`: run folders, or folders that contain run folders.
+    """Reads every run in `paths`. A path is the folder of a run, or a folder that contains such folders.
 
     Returns:
-        The runs in the given order, without duplicates; and notes on paths that were left out (of an earlier report).
+        The runs in the given order, without duplicates; and notes about paths that were left out (because they belong
+        to an earlier report).
 
     Raises:
-        RunError: a path does not exist, is not a run and contains none, or a run's file cannot be read.
+        RunError: if a path does not exist, is not a run and contains no runs, or a file of a run cannot be read.
     """
     folders: list[Path] = []
     notes = []
@@ -314,7 +318,8 @@ def _read_run(folder: Path, name: str) -> Run:
 
 
 def _read_evaluations(folder: Path) -> dict[str, np.ndarray]:
-    """The evaluations of a run; in files of earlier versions those at the ends of epochs, all on the test part."""
+    """The evaluations of a run. In files of earlier versions, there are only evaluations at the ends of epochs, all on
+    the test part."""
     fields = ("step", "part", "loss", "bytes_sent", "trained_seconds", *METRICS)
     if (folder / "evaluations.jsonl").exists():
         return _read_columns(folder / "evaluations.jsonl", fields)
@@ -325,7 +330,7 @@ def _read_evaluations(folder: Path) -> dict[str, np.ndarray]:
 
 
 def _check_summary(path: Path, summary: dict[str, Any]) -> None:
-    """Refuses a summary with values that a report could not show."""
+    """Raises an error if a summary has values that a report could not show."""
     for key in _NUMBERS:
         try:
             as_number(summary.get(key))
@@ -358,7 +363,7 @@ def _read_decisions(path: Path) -> Decisions | None:
 
 
 def _read_columns(path: Path, fields: Iterable[str]) -> dict[str, np.ndarray]:
-    """Read a JSON-lines file into a float array for each field; the last line may be incomplete."""
+    """Reads a JSON-lines file into a float array for each field. The last line may be incomplete."""
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     records = []
     for number, line in enumerate(lines, start=1):
@@ -381,7 +386,7 @@ def _read_columns(path: Path, fields: Iterable[str]) -> dict[str, np.ndarray]:
 
 
 def _field(record: dict[str, Any], field: str) -> float:
-    """The value of a field of a record; raises TypeError or ValueError for a wrong value."""
+    """The value of a field of a record. Raises TypeError or ValueError if the value is wrong."""
     if field == "part" and field in record:
         if record[field] not in PARTS:
             raise ValueError(f"{shortened(record[field])} is not a part of the data, {' or '.join(PARTS)}")

@@ -1,4 +1,5 @@
-"""The results of each series: means over the seeds with their 95% intervals, and the costs of a target."""
+"""Computes the results of each series: the means over the seeds with their 95% confidence intervals, and the costs of
+reaching a target."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _FINAL: dict[str, Callable[[Run], float | None]] = {
     "compression_factor": lambda run: run.compression_factor,
     "trained_seconds": lambda run: run.number("trained_seconds"),
 }
-_TARGET, _SPEED = "Target reached", "Speed to target vs "  # headings
+_TARGET, _SPEED = "Target reached", "Speed to target vs "  # headings of columns
 _TO_TARGET = {"steps_to_target": "step", "bytes_to_target": "bytes_sent", "seconds_to_target": "trained_seconds"}
 
 
@@ -66,7 +67,8 @@ def _columns(key: str, estimated: Estimate | None) -> dict[str, float | None]:
 
 
 def _by_seed(runs: Iterable[Run], get: Callable[[Run], float | None]) -> list[float]:
-    """A value for each seed; the mean of several runs of a seed, as they are no further samples."""
+    """A value for each seed. If a seed has several runs, their mean is used, because they are not independent
+    samples."""
     values: dict[Any, list[float]] = {}
     for run in runs:
         value, seed = get(run), run.count("seed")
@@ -76,7 +78,7 @@ def _by_seed(runs: Iterable[Run], get: Callable[[Run], float | None]) -> list[fl
 
 
 def _unfinished(group: Group) -> list[str]:
-    """The number of runs with each status other than finished."""
+    """Texts that give the number of runs for each status other than finished."""
     counts: dict[str, int] = {}
     for run in group.runs:
         if run.status != "finished":
@@ -96,9 +98,10 @@ def _to_target(group: Group, name: str) -> Estimate | None:
 
 
 def _speed(group: Group, spec: str, groups: Iterable[Group]) -> dict[str, Any]:
-    """The speed-up to the target over the series of `spec` with the same work, and the runs that it is computed from.
+    """The speedup to the target over the series of `spec` that does the same work, and the runs from which it is
+    computed.
 
-    Of several such series the fastest counts, but series that always reached the target come first.
+    If there are several such series, those that always reached the target are preferred, and among them the fastest.
     """
     own_seconds = mean_to_target(group, "trained_seconds")
     rivals = [other for other in groups if other.spec == spec and other.is_plain and other.work == group.work]
@@ -116,7 +119,7 @@ def _speed(group: Group, spec: str, groups: Iterable[Group]) -> dict[str, Any]:
 
 
 def series_headings(groups: Iterable[Group]) -> list[str]:
-    """The headings of `series_cells`; those of a target only if a series has one."""
+    """The headings of `series_cells`. Headings for a target are included only if a series has a target."""
     groups = list(groups)
     metric = next((group.metric for group in groups if group.metric), None)
     headings = ["Series", "Seeds", "Loss", HEADINGS[metric], "Sent in total", "CF", "Seconds"]
@@ -147,7 +150,7 @@ def series_notes(groups: Iterable[Group]) -> list[str]:
 
 
 def series_cells(row: dict[str, Any], headings: Sequence[str]) -> list[str]:
-    """The texts of a row, by `series_headings`; a dash for a missing value."""
+    """The texts of a row, one for each of `series_headings`. A missing value is a dash."""
 
     def number(key: str, show: Callable[[float], str]) -> str:
         if row[key] is None:

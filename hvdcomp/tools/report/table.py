@@ -1,5 +1,5 @@
-"""Turns runs into the rows of the report. Runs that differ only in their seed are a group, shown by its mean and
-spread; the groups of a model and data set are a section, with its table and curves."""
+"""Turns runs into the rows of the report. Runs that differ only in their seed form a group, for which mean and spread
+are shown. Groups with the same model and data set form a section, which has its own table and curves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvdcomp.tools.report.runs import HEADINGS, PHASES, Run, RunError, printable
 from hvdcomp.tools.report.series import series_headings, series_notes, series_rows
 from hvdcomp.tools.report.turns import RATES, Turns
 
-_NO_BREAK = "\u00a0"  # a space at which headings do not break
+_NO_BREAK = "\u00a0"  # a space at which lines do not break
 _AVERAGED = (
     *("quality", "ms_per_step", "bytes_sent_per_step", "bytes_in_node_per_step"),
     *("compression_factor", "speed_vs_baseline"),
@@ -25,8 +25,8 @@ _AVERAGED = (
 
 @dataclass(eq=False)
 class Section:
-    """The groups with the same model and data, which share a table and curves. The speed of each group is compared with
-    the group `reference`, by default dense training."""
+    """The groups with the same model and data. The groups of a section share a table and curves. The speed of each
+    group is compared with the group `reference`. Default: dense training."""
 
     model: str | None
     data: str | None
@@ -61,7 +61,7 @@ class Section:
 
     @property
     def has_series(self) -> bool:
-        """Whether a series has several runs or a target, and so a row of its own."""
+        """Whether a series has several runs or a target. Such a series has its own row."""
         return self.has_targets or any(len(group.runs) > 1 for group in self.groups)
 
     @property
@@ -79,7 +79,7 @@ class Section:
 
     @property
     def simulated(self) -> str | None:
-        """The origin of simulated ranks' times, in words; None without simulated ranks."""
+        """A text that says where the times of simulated ranks come from; None if there are no simulated ranks."""
         links = [run.simulated_link for run in self.runs if run.simulated_link is not None]
         if not links:
             return None
@@ -95,12 +95,13 @@ class Section:
 
     @property
     def in_turns(self) -> bool:
-        """Whether there are steps that were measured in turns."""
+        """Whether there are steps that were measured alternately."""
         return self.turns is not None
 
     @property
     def on_links(self) -> dict[str, list[str]]:
-        """The keys of RATES for which steps were "measured", and the others for which they are reliably "predicted"."""
+        """The keys of RATES for which steps were measured ("measured"), and the other keys for which predictions are
+        reliable ("predicted")."""
         if self.turns is None:
             return {}
         measured = [rate for rate in RATES if rate in self.turns.measured_ms]
@@ -108,7 +109,7 @@ class Section:
         return {kind: rates for kind, rates in (("measured", measured), ("predicted", predicted)) if rates}
 
     def notes(self) -> list[str]:
-        """Notes that explain the table's times, and what could not be shown."""
+        """Notes that explain the times in the table, and say which data could not be shown."""
         notes = []
         real = [run for run in self.runs if run.summary and run.simulated_link is None]
         if real and all(run.shares_one_machine for run in real):
@@ -144,7 +145,7 @@ class Section:
 
 
 def _predicted_note(turns: Turns) -> str:
-    """The basis of the predictions, or why there are none."""
+    """A note that says on what the predictions are based, or why there are none."""
     links = " or ".join(words for rate, words in RATES.items() if rate not in turns.measured_ms)
     worst = next(iter(turns.noisy), None)
     cause = ""
@@ -172,21 +173,22 @@ def _predicted_note(turns: Turns) -> str:
 
 
 def make_sections(runs: Iterable[Run], baseline: str | None = None, turns: Turns | None = None) -> list[Section]:
-    """Group the runs, find each group's baseline and sort them into sections.
+    """Groups the runs, finds the baseline of each group, and sorts the groups into sections.
 
     Args:
         runs: runs of any models and data.
-        baseline: name or spec of the run with whose speed the others are compared; by default the spec "none".
-        turns: steps measured in turns, which replace the step times of matching runs.
+        baseline: the name or the spec of the run with which the speed of the others is compared. Default: the spec
+            "none".
+        turns: steps that were measured alternately. These steps replace the step times of matching runs.
 
     Raises:
-        RunError: no run is called `baseline`, or `turns` matches no run.
+        RunError: if no run is called `baseline`, or `turns` matches no run.
     """
     grouped: dict[Any, Group] = {}
     for run in runs:
         group = Group([run])
         same = (*group.setting, group.spec, frozenset(run.compared_options.items()))
-        # Without a summary a run's options are unknown, so it is a group by itself.
+        # Without a summary, the options of a run are unknown, so the run is its own group.
         grouped.setdefault(same if run.summary else run.folder, Group([])).runs.append(run)
     groups = list(grouped.values())
     _set_labels(groups)
@@ -206,7 +208,8 @@ def make_sections(runs: Iterable[Run], baseline: str | None = None, turns: Turns
 
 
 def _set_labels(groups: list[Group]) -> None:
-    """Label each group with its spec, its policy, and the options that distinguish it from others of that spec."""
+    """Labels each group with its spec, its policy, and the options that distinguish it from other groups with this
+    spec."""
     for group in groups:
         rivals = [g for g in groups if g.spec == group.spec and g.setting[:2] == group.setting[:2]]
         described = {id(g): _described(g) for g in rivals}
@@ -225,7 +228,8 @@ def _set_labels(groups: list[Group]) -> None:
 
 
 def _described(group: Group) -> dict[str, str | None]:
-    """The values of a group for labels: its options and its ranks, which are an option only if they are simulated."""
+    """The values of a group for labels: its options, and its number of ranks. (The number is an option only for
+    simulated ranks.)"""
     options = {key: value for key, value in group.runs[0].compared_options.items() if key != "simulate_ranks"}
     ranks = group.setting[2]
     return {**options, "ranks": ranks if group.runs[0].simulated_link is None else f"{ranks} simulated"}
@@ -243,7 +247,7 @@ def _set_turns(groups: list[Group], turns: Turns) -> None:
 
 
 def _set_baselines(groups: list[Group], name: str | None) -> list[Group]:
-    """Sets the baseline time of each group; returns the groups that are baselines."""
+    """Sets the baseline time of each group, and returns the groups that are baselines."""
 
     def is_baseline(group: Group) -> bool:
         if name is None:
@@ -261,7 +265,7 @@ def _set_baselines(groups: list[Group], name: str | None) -> list[Group]:
 
 
 def _rows(group: Group) -> list[dict[str, Any]]:
-    """A row of numbers for the group; and one for each run if it has several."""
+    """A row of numbers for the group. If the group has several runs, also a row for each run."""
     if len(group.runs) == 1:
         return [_row("run", group.runs[0].name, group.runs, group)]
     average = _row("mean", f"mean of {len(group.runs)} runs", group.runs, group)
@@ -311,12 +315,12 @@ def _value(run: Run, key: str, group: Group) -> float | None:
 
 
 def cells(row: dict[str, Any], in_turns: bool = False, on_links: Mapping[str, list[str]] | None = None) -> list[str]:
-    """The texts of a row in the order of `Section.headings`; a dash for a missing value.
+    """The texts of a row, in the order of `Section.headings`. A missing value is a dash.
 
     Args:
         row: an element of `Section.rows`.
-        in_turns: attribute of the section; if true, times of separate trainings are marked.
-        on_links: attribute of the section; each kind of times has a cell.
+        in_turns: `in_turns` of the section. If True, times of separate trainings are marked.
+        on_links: `on_links` of the section. Each kind of times has a cell.
     """
 
     def number(key: str, show: Callable[[float], str]) -> str:
@@ -357,7 +361,7 @@ def _within_nodes(row: dict[str, Any]) -> str:
 
 
 def policy_line(row: dict[str, Any]) -> str | None:
-    """A row's policy and the number of its decisions; None without a policy."""
+    """The policy of a row, and the number of its decisions; None if it has no policy."""
     if row["policy"] is None or row["decisions"] is None:
         return row["policy"]
     return f"{row['policy']} ({row['decisions']} decision{'' if row['decisions'] == 1 else 's'})"

@@ -1,8 +1,8 @@
-"""Step times that were measured in turns, and the performance model's predictions for other networks.
+"""Step times that were measured in alternating steps, and the predictions of the performance model for other networks.
 
-`python -m hvdcomp.tools.bench.compare_worker` writes the file: a calibration of a model, and real steps of it with
-several compressors. The compressors took turns, a few steps at a time, so other programs on the machine disturb
-all of them equally. Step times of trainings that ran one after the other are not comparable.
+`python -m hvdcomp.tools.bench.compare_worker` writes the file. The file has a calibration of a model, and real steps of
+this model with several compressors. The compressors alternate after a few steps, so other programs on the machine
+disturb all of them equally. Step times of trainings that ran one after the other cannot be compared.
 """
 
 from __future__ import annotations
@@ -38,18 +38,21 @@ _SPEEDS = {"100mbit": 1.25e7, "1gbit": 1.25e8}  # bytes/s
 
 @dataclass(frozen=True)
 class Turns:
-    """Steps measured in turns, of a model, data set, number of ranks and batch size.
+    """Steps that were measured alternately, for one model, data set, number of ranks and batch size.
 
     Attributes:
         model, data, world_size, batch_size: the training to which the steps belong.
-        ms: measured median step time, by spec.
-        predicted_ms: reliable predictions by spec, then by key of RATES: medians over all calibrations.
+        ms: the measured median step time, by spec.
+        predicted_ms: the reliable predictions, by spec and then by key of RATES. The predictions are medians over all
+            calibrations.
         calibrations: the number of successive calibrations.
-        noise: relative error of the reliable predictions; smaller differences mean nothing.
+        noise: the relative error of the reliable predictions. Smaller differences have no meaning.
         doubt: relative error of the least reliable prediction.
-        noisy: relative difference of the repetitions of each noisy measurement, the most important first.
-        link: key of RATES, if the ranks were on emulated hosts with such links; None for this machine's connections.
-        measured_ms: `ms` on such links, by key of RATES.
+        noisy: the relative difference between the repetitions of each noisy measurement. The most important measurement
+            is first.
+        link: a key of RATES, if the ranks were on emulated hosts with such links; None if they used the connections of
+            this machine.
+        measured_ms: `ms` on links with this rate, by key of RATES.
     """
 
     model: str
@@ -67,11 +70,11 @@ class Turns:
 
     @property
     def work(self) -> tuple[str, str, int, int]:
-        """The values that two files must share to be shown together."""
+        """The values that must be the same in two files if they are shown together."""
         return self.model, self.data, self.world_size, self.batch_size
 
     def fits(self, setting: tuple[str | None, ...], options: Mapping[str, str]) -> bool:
-        """Whether the steps of a run with this (model, data, ranks) and these options match."""
+        """Whether these steps match a run with this setting (model, data, ranks) and these options."""
         plain = options.get("framework", "torch") == "torch" and options.get("backward_passes_per_step", "1") == "1"
         real = options.get("simulate_ranks", "None") == "None"
         constant = options.get("policy", "None") == "None"
@@ -80,10 +83,11 @@ class Turns:
 
 
 def load_all_turns(files: Sequence[Path]) -> Turns:
-    """Reads files of steps measured in turns: one of steps on this machine, others of the same steps on emulated links.
+    """Reads files of steps that were measured alternately: one file of steps on this machine, and other files of the
+    same steps on emulated links.
 
     Raises:
-        RunError: as of `load_turns`; or the files do not belong together.
+        RunError: if the files do not belong together, or if `load_turns` raises this error.
     """
     all_turns = [load_turns(file) for file in files]
     local = [point for point in all_turns if point.link is None]
@@ -98,10 +102,11 @@ def load_all_turns(files: Sequence[Path]) -> Turns:
 
 
 def load_turns(file: Path) -> Turns:
-    """Reads a file of steps measured in turns.
+    """Reads a file of steps that were measured alternately.
 
     Raises:
-        RunError: the file has another form, or a model without its data, such as "cnn" instead of "cnn@digits".
+        RunError: if the file has another form, or names a model without its data, such as "cnn" instead of
+            "cnn@digits".
     """
     try:
         content = parse_json(file.read_bytes())
@@ -112,7 +117,7 @@ def load_turns(file: Path) -> Turns:
         if not at:
             raise RunError(f"{file} has the model {name!r} without its data: measure it as {name}@digits")
         left_out = (content["alone"], content["auto"])
-        # Trainings overlap with the backward pass if the method can.
+        # In trainings, the exchange overlaps with the backward pass if the method supports this.
         methods = [
             name for name, step in content["steps"].items() if name not in left_out and step.get("overlap_bytes") != 0
         ]
@@ -123,8 +128,8 @@ def load_turns(file: Path) -> Turns:
         link = content.get("rate")
         if link not in (None, *RATES):
             raise RunError(f"{file} has links of {link!r}; a report can only show {' or '.join(RATES)}")
-        noisy = _noisy(content.get("noisy", {}))  # missing in files of earlier versions
-        early = content.get("early_bytes") or 0  # steps of earlier versions send all gradients after the backward pass
+        noisy = _noisy(content.get("noisy", {}))  # files of earlier versions do not have this entry
+        early = content.get("early_bytes") or 0  # in earlier versions, all gradients were sent after the backward pass
         advisers = {
             rate: [Adviser(_with_links(calibration, speed), name, list(specs), early) for calibration in calibrations]
             for rate, speed in _SPEEDS.items()
@@ -166,7 +171,7 @@ def _doubt(steps_s: Sequence[float], noise: float, noisy: Mapping[str, Mapping[s
 
     Args:
         steps_s: the prediction of each calibration.
-        noise, noisy: of a single calibration.
+        noise, noisy: the noise and the noisy measurements of a single calibration.
     """
     if len(steps_s) > 1:
         return (max(steps_s) - min(steps_s)) / statistics.median(steps_s)
@@ -183,10 +188,10 @@ def _noisy(content: Any) -> dict[str, dict[str, float]]:
 
 
 def _with_links(calibration: Calibration, bytes_per_s: float) -> Calibration:
-    """The calibration with links of this bandwidth between all ranks.
+    """The calibration, changed to links of this bandwidth between all ranks.
 
-    The measured table of transfers is dropped: between ranks of a machine it contains copying and waiting for a core,
-    which a slower link does not prolong.
+    The measured table of transfers is dropped. Between ranks of one machine, its times include copying and waiting for
+    a core, which do not take longer on a slower link.
     """
     network = calibration.network
     costs: dict[str, Any] = {

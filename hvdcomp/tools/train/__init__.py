@@ -1,6 +1,7 @@
-"""The reference training program, `hvdcomp train`: known models on known data, with compressed gradients.
+"""The reference training program, `hvdcomp train`. The program trains known models on known data with compressed
+gradients.
 
-`options` describes a run, `frameworks` and `data` build it, `trainer` prepares it on all ranks, and `run` is the loop.
-`outputs` writes its files, and `reporter` shows its progress. Programs that use `hvdcomp.Compression` do not need this
-package.
+`options` describes a run. `frameworks` and `data` create the model and the data, `trainer` prepares the run on all
+ranks, and `run` has the training loop. `outputs` writes the files, and `reporter` shows the progress. Programs that use
+`hvdcomp.Compression` do not need this package.
 """

@@ -1,4 +1,4 @@
-"""The libraries that connect the ranks of a run; only the chosen library is imported."""
+"""Chooses the library that connects the ranks of a run. Only this library is imported."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def choose(
     elastic: bool = False,
     timeout: float | None = None,
 ) -> str:
-    """The backend; "auto" follows the launcher.
+    """Chooses the backend. "auto" chooses the backend that fits the launcher.
 
     Args:
         backend: one of `options.BACKENDS`.
         framework: one of `options.FRAMEWORKS`.
         environment: variables of the process.
         elastic: whether the number of ranks may change during the training.
-        timeout: seconds that a rank waits for another; None for PyTorch's default.
+        timeout: the seconds that a rank waits for another rank; None for PyTorch's default.
 
     Returns:
         "horovod" or "ddp".
 
     Raises:
-        SetupError: the backend does not support the framework, elastic training or the timeout.
+        SetupError: if the backend does not support the framework, elastic training or the timeout.
     """
     by_torchrun = TORCHRUN in environment
     chosen = backend if backend != "auto" else "ddp" if by_torchrun else "horovod"
@@ -65,14 +65,14 @@ def choose(
 
 
 def reach(backend: str, framework: str, timeout: float | None = None) -> Ranks:
-    """Connect to all ranks. Every rank must call it.
+    """Connects to all ranks. Every rank must call it.
 
     Args:
         backend, framework, timeout: arguments of `choose`.
 
     Raises:
-        SetupError: as of `choose`.
-        ImportError: the library is not installed, or was not built for this framework.
+        SetupError: if `choose` raises this error.
+        ImportError: if the library is not installed, or was not built for this framework.
     """
     if choose(backend, framework, timeout=timeout) == "horovod":
         from hvdcomp.tools.train.ranks_horovod import HorovodRanks

@@ -1,12 +1,12 @@
-"""Saves a run, and resumes it as if it had never stopped.
+"""Saves a run, and resumes it in the same state.
 
-A checkpoint is a folder `step-N` of files from all ranks: the learner's model, optimizer and compression, and the
-position of the run. It is written under another name, and renamed when all ranks have written their part, so that a
-folder of this name is complete; only then are older checkpoints removed, except the previous one. The file SHA256SUMS,
-in the format of `sha256sum`, contains the digests of all other files. They are checked before a run resumes: if the
-newest checkpoint is damaged, all ranks use the previous one.
+A checkpoint is a folder `step-N` with files from all ranks. The files contain the model, the optimizer, the
+compression, and the position of the run. The folder is first written with another name. When all ranks have written
+their part, it is renamed, so a folder `step-N` is always complete. Only then are older checkpoints removed, except the
+previous one. The file SHA256SUMS, in the format of `sha256sum`, contains the digests of all other files. The digests
+are checked before a run resumes. If the newest checkpoint is damaged, all ranks use the previous one.
 
-A run may resume with another number of ranks. Each rank then uses the files of the old ranks in `sources`.
+A run may resume with another number of ranks. Each rank then uses the files of several old ranks (`sources`).
 """
 
 from __future__ import annotations
@@ -35,24 +35,26 @@ from hvdcomp.tools.train.ranks import Ranks
 _FORMAT = 2
 _FORMATS = (1, _FORMAT)  # format 1 had no digests
 _COMPLETE = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
-_PART = ".part"  # suffix of an incomplete checkpoint
+_PART = ".part"  # the suffix of an incomplete checkpoint
 _DIGESTS = "SHA256SUMS"
-_RANKS = "ranks"  # among the facts; a resumed run may change it, too
+_RANKS = "ranks"  # one of the facts; a resumed run may change it, too
 
 KEPT = ("step", "epoch", "taken", "losses", "times", "epochs")
 """Fields of a run that a checkpoint stores unchanged."""
 
-_POSITION = {*KEPT, "augmenting", "resumed_at", "seconds", "epoch_seconds", "sizes"}  # all fields of a run's position
+# all fields of the position of a run
+_POSITION = {*KEPT, "augmenting", "resumed_at", "seconds", "epoch_seconds", "sizes"}
 
 Result = TypeVar("Result")
 
 
 class Warnings:
-    """A context that notes signals to stop: within it SIGUSR1, SIGTERM and SIGUSR2 do not end this process.
+    """A context manager that records signals to stop. Inside it, SIGUSR1, SIGTERM and SIGUSR2 do not end this process.
 
     Attributes:
-        warned: whether a signal came.
-        all_warned: whether SIGUSR2 came, which stops all ranks; other signals only stop this rank of an elastic job.
+        warned: whether a signal was received.
+        all_warned: whether SIGUSR2 was received, which stops all ranks. In an elastic job, other signals stop only this
+            rank.
     """
 
     SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2)
@@ -62,7 +64,7 @@ class Warnings:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Warnings:
-        if threading.current_thread() is threading.main_thread():  # Python allows this in the main thread only
+        if threading.current_thread() is threading.main_thread():  # Python allows this only in the main thread
             self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
         return self
 
@@ -81,13 +83,14 @@ class Checkpoints:
     """The checkpoints of a run.
 
     Args:
-        options: with the folder, which all hosts share.
-        facts: values, for JSON, in which a resumed run must agree with the saved run.
+        options: the options. The options name the folder, which all hosts must share.
+        facts: values, as JSON data, that must be the same in a resumed run and in the saved run.
         ranks: the ranks of the run.
 
     Attributes:
-        damaged: errors of checkpoints newer than the one that was found, the same on all ranks.
-        old_ranks: the number of ranks that saved the checkpoint that was found.
+        damaged: the errors of checkpoints that are newer than the one that was found. The errors are the same on all
+            ranks.
+        old_ranks: the number of ranks that have saved the checkpoint that was found.
     """
 
     def __init__(self, options: TrainingOptions, facts: Mapping[str, Any], ranks: Ranks) -> None:
@@ -113,13 +116,13 @@ class Checkpoints:
         return self._every is None
 
     def find(self) -> dict[str, Any] | None:
-        """The saved position of the newest undamaged checkpoint, as given to `save`; None if there is no checkpoint.
+        """The position that was saved in the newest undamaged checkpoint; None if there is no checkpoint.
 
-        A rank that the saved run did not have gets the position of another rank. Call it on every rank.
+        If the saved run did not have this rank, the rank gets the position of another rank. Call it on every rank.
 
         Raises:
-            RunRefused: on every rank, if the checkpoint is of another run, all are damaged, or the folder is not
-                writable.
+            RunRefused: on every rank, if the checkpoint belongs to another run, all checkpoints are damaged, or the
+                folder is not writable.
         """
         ranks = self._ranks
         steps = ranks.together(self._steps)
@@ -127,7 +130,7 @@ class Checkpoints:
         if any(other_steps != steps for other_steps in ranks.gather(steps, "checkpoint")):
             ranks.together(self._refuse_different)
         for step in steps:
-            # Each rank checks a part of the files; all get the same errors.
+            # Each rank checks a part of the files, and all ranks get the same errors.
             damages = [damage for damage in ranks.gather(self._damage(step), "checkpoint") if damage is not None]
             if not damages:
                 self._saved = step
@@ -176,7 +179,7 @@ class Checkpoints:
         )
 
     def _damage(self, step: int) -> str | None:
-        """The error of this rank's share of a checkpoint's files; None without an error."""
+        """The error in this rank's share of the files of a checkpoint; None if there is no error."""
         place, ranks = self._place(step), self._ranks
         try:
             digests = _read_digests(place)
@@ -193,7 +196,7 @@ class Checkpoints:
         """The record that `save` wrote for this rank, or for rank 0 if the run had fewer ranks.
 
         Raises:
-            OSError, ValueError: the file cannot be read, or has another form.
+            OSError, ValueError: if the file cannot be read, or has another form.
         """
         file = place / self._run_file(self._ranks.rank)
         if not file.exists():
@@ -234,7 +237,7 @@ class Checkpoints:
 
     @property
     def sources(self) -> Sequence[int]:
-        """The old ranks whose files this rank uses; the first is this rank itself, if the saved run had it."""
+        """The old ranks whose files this rank uses. The first is this rank itself, if the saved run had this rank."""
         rank = self._ranks.rank
         return range(rank, self.old_ranks, self._ranks.size) or [rank % self.old_ranks]
 
@@ -273,7 +276,7 @@ class Checkpoints:
                 raise SetupError(f"{place} cannot be read: {error}; remove it, or name another folder") from None
             except (SetupError, SpecError, ConfigurationError):
                 raise
-            except Exception as error:  # one rank alone must not end here
+            except Exception as error:  # any error, because a single rank must not end here alone
                 traceback.print_exc()
                 raise SetupError(
                     f"{place} could be read, but not loaded: {error!r} (see the traceback above). Keep it: this is an "
@@ -285,14 +288,15 @@ class Checkpoints:
         self._ranks.together(restored)
 
     def save(self, step: int, learner: Learner, run: Callable[[], dict[str, Any]]) -> None:
-        """Saves all ranks after this step; returns when the checkpoint is complete. Call it on every rank.
+        """Saves the state of all ranks after this step. Returns when the checkpoint is complete. Call it on every rank.
 
-        A saved step is not saved again.
+        If this step is already saved, it is not saved again.
 
         Args:
             step: completed steps.
             learner: the learner of this rank.
-            run: function that returns this rank's position for `find`, for JSON; called after the learner was saved.
+            run: a function that returns this rank's position, as JSON data. `find` returns this position later. The
+                function is called after the learner was saved.
 
         Raises:
             ConfigurationError: on every rank, if any rank could not write. The previous checkpoint still exists.
@@ -319,7 +323,8 @@ class Checkpoints:
                 self._complete(part, place, {name: text for of_rank in digests for name, text in of_rank.items()})
 
         try:
-            self._on_all(begin)  # no rank may fail alone before the learner's collectives
+            # if one rank failed alone here, the other ranks would wait in the learner's collectives
+            self._on_all(begin)
             digests = self._on_all(write)
             self._on_all(complete)
         except ConfigurationError:
@@ -336,7 +341,8 @@ class Checkpoints:
         write_file(part / _DIGESTS, "".join(lines).encode())
         for file in (*part.iterdir(), part):
             _to_disk(file)
-        if os.path.lexists(place):  # it is damaged, or the run would have resumed from it
+        # an existing checkpoint of this step is damaged; otherwise the run would have resumed from it
+        if os.path.lexists(place):
             _remove(place)
         part.rename(place)
         _to_disk(self.folder)
@@ -375,7 +381,7 @@ def _counted(ranks: int) -> str:
 
 
 def _remove(place: Path) -> None:
-    """Removes a folder, file or link; not the target of a link."""
+    """Removes a folder, a file or a link. The target of a link is not removed."""
     if place.is_dir() and not place.is_symlink():
         shutil.rmtree(place)
     else:
@@ -399,10 +405,10 @@ def _sha256(file: Path) -> str:
 
 
 def _read_digests(place: Path) -> dict[str, str]:
-    """The digests of a checkpoint's files, by name; empty for a checkpoint of a version without digests.
+    """The digests of the files of a checkpoint, by name. Empty if a version without digests has written the checkpoint.
 
     Raises:
-        OSError, ValueError: the digests cannot be read.
+        OSError, ValueError: if the digests cannot be read.
     """
     file = place / _DIGESTS
     if not file.exists():

@@ -1,7 +1,7 @@
-"""The data of the reference training program, in memory, and their distribution to the ranks in each epoch.
+"""Loads the data of the reference training program into memory, and distributes them to the ranks in each epoch.
 
-All of it is NumPy, so that every framework trains on the same batches in the same order. The split into training and
-test samples does not depend on the seed.
+Everything uses NumPy, so every framework trains on the same batches in the same order. The split into training and test
+samples does not depend on the seed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from hvdcomp.tools.train import (
 from hvdcomp.tools.train.dataset import DataSet, Part, labelled_data
 from hvdcomp.tools.train.options import SetupError, TrainingOptions
 
-# Numbers of the random streams of a seed; the shuffles of the epochs use the following numbers.
+# The numbers of the random streams of a seed. The shuffles of the epochs use the numbers from _SHUFFLES on.
 _PATTERNS, _IMAGES, _NOISE, _SHUFFLES = 0, 1, 2, 3
 
 
 def load_data(options: TrainingOptions) -> DataSet:
-    """Load the data of `options`, cut to `samples`, with their validation part and label noise.
+    """Loads the data of `options`, limits them to `samples`, splits off the validation part, and adds label noise.
 
     Raises:
-        SetupError: a file is missing or damaged, or there are fewer samples than `samples`.
+        SetupError: if a file is missing or damaged, or there are fewer samples than `samples`.
     """
     loaders = {
         "digits": lambda: digits(),
@@ -69,10 +69,10 @@ def load_data(options: TrainingOptions) -> DataSet:
 
 
 def digits() -> DataSet:
-    """The 1797 scanned 8x8 digits of scikit-learn, with a fifth of each class for testing.
+    """The 1797 scanned 8x8 digits of scikit-learn. A fifth of each class is for testing.
 
     Raises:
-        SetupError: scikit-learn is not installed.
+        SetupError: if scikit-learn is not installed.
     """
     try:
         from sklearn.datasets import load_digits
@@ -86,9 +86,10 @@ def digits() -> DataSet:
 
 
 def synthetic(size: int, seed: int, train: int = 2000, test: int = 500, classes: int = 10) -> DataSet:
-    """RGB images of noise, each with the smooth pattern of its class, too faint to be seen in a single pixel.
+    """RGB images of noise. Each image also has the smooth pattern of its class, which is too weak to be seen in a
+    single pixel.
 
-    The patterns are the same for every seed; the seed draws the images.
+    The patterns are the same for every seed. The seed determines the images.
     """
     coarse = np.random.default_rng([0, _PATTERNS]).standard_normal((classes, 3, 4, 4))
     along = _interpolation(4, size)
@@ -108,7 +109,7 @@ def _interpolation(coarse: int, fine: int) -> np.ndarray:
 
 
 def _held_back(data: DataSet, count: int) -> DataSet:
-    """The data with the last `count` training samples as its validation part."""
+    """The data, in which the last `count` training samples become the validation part."""
     if count >= len(data.train_x):
         raise SetupError(f"--validation-samples {count} must be fewer than the {len(data.train_x)} training samples")
     return dataclasses.replace(
@@ -127,10 +128,11 @@ def _noisy(data: DataSet, fraction: float, seed: int) -> np.ndarray:
 
 
 def steps_per_epoch(samples: int, world_size: int, batch_size: int, passes: int) -> int:
-    """Optimizer steps of an epoch, the same on every rank; an incomplete last step is left out.
+    """The number of optimizer steps of an epoch. The number is the same on every rank. An incomplete last step is left
+    out.
 
     Raises:
-        SetupError: the samples do not suffice for a step.
+        SetupError: if there are not enough samples for a step.
     """
     steps = samples // world_size // (batch_size * passes)
     if steps == 0:
@@ -142,10 +144,10 @@ def steps_per_epoch(samples: int, world_size: int, batch_size: int, passes: int)
 
 
 def epoch_shard(samples: int, world_size: int, rank: int, batch: int, seed: int, epoch: int) -> np.ndarray:
-    """The samples that `rank` sees in `epoch`, step by step: indices of shape (steps, batch).
+    """The samples on which `rank` trains in `epoch`: indices of shape (steps, batch).
 
-    The ranks take the samples of a common shuffle in turn: their shards do not overlap, and with another number of
-    ranks the same samples come in nearly the same order.
+    All samples are shuffled together and dealt to the ranks in turn. So the shards of the ranks do not overlap, and
+    with another number of ranks the same samples come in nearly the same order.
     """
     shard = _shuffle(samples, seed, _SHUFFLES + epoch)[rank::world_size]
     steps = samples // world_size // batch
@@ -153,12 +155,13 @@ def epoch_shard(samples: int, world_size: int, rank: int, batch: int, seed: int,
 
 
 def evaluation_shard(samples: int, world_size: int, rank: int) -> np.ndarray:
-    """The test samples that `rank` evaluates; together the ranks evaluate each sample exactly once."""
+    """The test samples that `rank` evaluates. Together, the ranks evaluate each sample exactly once."""
     return np.arange(samples)[rank::world_size]
 
 
 def _shuffle(count: int, seed: int, stream: int) -> np.ndarray:
-    """The numbers below `count` in the random order of `torch.randperm`, which the published results used.
+    """The numbers below `count` in a random order. The order is the order of `torch.randperm`, which the published
+    results used.
 
     References: Durstenfeld, Algorithm 235: Random permutation, 1964, with the 32-bit numbers of a Mersenne twister.
     """

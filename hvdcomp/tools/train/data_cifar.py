@@ -1,7 +1,7 @@
-"""CIFAR-10 and CIFAR-100 from a folder, in the published Python or binary form.
+"""Reads CIFAR-10 and CIFAR-100 from a folder, in the published Python or binary form.
 
-The Python form is a set of pickles. They are read by an unpickler that only accepts NumPy arrays and bytes, so that a
-malicious file does no harm.
+The Python form is a set of pickles. The pickles are read with an unpickler that only accepts NumPy arrays and bytes, so
+a malicious file cannot run code.
 
 References: Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009.
 """
@@ -19,7 +19,7 @@ import numpy as np
 from hvdcomp.tools.train.dataset import DataSet, labelled_data
 from hvdcomp.tools.train.options import SetupError
 
-_PIXELS = 3 * 32 * 32  # of an image: all red values row by row, then green, then blue
+_PIXELS = 3 * 32 * 32  # the values of an image: first all red values, row by row, then green, then blue
 
 try:
     from numpy._core.multiarray import _reconstruct  # type: ignore[import-not-found, unused-ignore]
@@ -29,7 +29,8 @@ except ImportError:  # NumPy 1
 
 @dataclass(frozen=True)
 class _Archive:
-    """The files of an archive. In the binary form `label_bytes` precede each image; the last is the label."""
+    """The files of an archive. In the binary form, `label_bytes` bytes precede each image, and the last of them is the
+    label."""
 
     title: str
     classes: int
@@ -73,7 +74,7 @@ def load(folder: Path | None, name: str) -> DataSet:
         name: "cifar10" or "cifar100" (its 100 fine labels).
 
     Raises:
-        SetupError: a file is missing or damaged.
+        SetupError: if a file is missing or damaged.
     """
     assert folder is not None
     archive = _ARCHIVES[name]
@@ -85,7 +86,7 @@ def load(folder: Path | None, name: str) -> DataSet:
         for place in (folder / subfolder, folder):
             names = (*train_files, *test_files)
             present = [file for file in names if (place / file).is_file()]
-            # In the second folder, "train" or "test" may be something else.
+            # The second folder may contain unrelated files named "train" or "test".
             if not present:
                 continue
             missing = [file for file in names if file not in present]
@@ -154,14 +155,15 @@ def _describe(value: Any) -> str:
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """Decodes bytes of pickle protocol 2, which Python 3 writes as latin1; refuses other encodings."""
+    """Decodes bytes in pickles of protocol 2, which Python 3 writes as latin1 text. Other encodings are refused."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"the file has text encoded as {encoding!r}, which is not allowed")
     return text.encode(encoding)
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Reads plain Python values, bytes and NumPy arrays; refuses all other functions and classes in a pickle."""
+    """An unpickler that only reads plain Python values, bytes and NumPy arrays. The unpickler refuses all other
+    functions and classes."""
 
     _ALLOWED = {  # noqa: RUF012 - a constant
         ("numpy.core.multiarray", "_reconstruct"): _reconstruct,

@@ -1,9 +1,10 @@
 """Reads Criteo's click data from a folder with the file `train.txt`, in the format of Kaggle's Display Advertising
 Challenge.
 
-A line has 40 fields between tabs: the label, 0 or 1, then 13 integers, then 26 categories as hexadecimal numbers of 32
-bits. All but the label may be missing. An integer n becomes log(1 + n), and 0 if it is negative or missing. A category
-becomes the row 1 + category mod (rows - 1) of its table; row 0 is for those that are missing.
+A line has 40 fields, which are separated by tabs: the label (0 or 1), 13 integers, and 26 categories as hexadecimal
+numbers of 32 bits. All fields except the label may be missing. An integer n becomes log(1 + n). An integer becomes 0 if
+it is negative or missing. A category becomes the row 1 + category mod (rows - 1) of its table. A missing category
+becomes row 0.
 
 References: Naumov et al., Deep Learning Recommendation Model for Personalization and Recommendation Systems, 2019,
 section 5.
@@ -30,19 +31,20 @@ _HELD_BACK = 7  # the file has seven days
 
 
 def load(folder: Path | None, rows: int, samples: int | None) -> DataSet:
-    """Reads the file. The lines are in the order of time: the last seventh is held back, and its lines are in turn for
-    validation and for the test.
+    """Reads the file. The lines of the file are in the order of time. The last seventh is held back, and its lines are
+    used alternately for validation and for testing.
 
     Args:
         folder: the value of --data-dir.
         rows: number of rows of each table.
-        samples: lines to train on, if not all: no more is read then than these and a sixth as many, to hold back.
+        samples: the number of lines to train on; None for all. The function reads only these lines, and a sixth as many
+            lines that are held back from the training.
 
     Returns:
-        Samples (N, 13 + 26) of float32, the integers before the rows; labels 0 and 1.
+        Samples (N, 13 + 26), float32, with the integers before the rows; and labels 0 or 1.
 
     Raises:
-        SetupError: the file is missing, damaged or has too few lines.
+        SetupError: if the file is missing, damaged or has too few lines.
     """
     assert folder is not None
     path = folder / _FILE
@@ -78,7 +80,7 @@ def load(folder: Path | None, rows: int, samples: int | None) -> DataSet:
 
 
 def _read(lines: Sequence[bytes], rows: int, path: Path, first: int) -> tuple[np.ndarray, np.ndarray]:
-    """Samples and labels of lines, of which `first` is the number of the first."""
+    """The samples and labels of some lines. first: the number of the first line, for error messages."""
     values = []
     for number, line in enumerate(lines, first):
         line = line.rstrip(b"\r\n")

@@ -1,8 +1,9 @@
-"""Heavy tails: a regression on rows of 16 features, of which eight have outliers, as has the noise of the target.
+"""Heavy tails: a regression on rows of 16 features. Eight of the features, and the noise of the target, have outliers.
 
-Behind each feature is a normal number z. Eight features are z, and eight are its sign times exp(1.2 |z|) - 1, whose
-largest values in the training part are 25 to 67 standard deviations. The target is a smooth random function of all z,
-with noise of Student's t distribution with 3 degrees of freedom. The rows are the same for every seed of a run.
+Each feature is computed from a normally distributed number z. Eight features are z itself. The other eight are sign(z)
+(exp(1.2 |z|) - 1). The largest values of these eight in the training part are 25 to 67 standard deviations. The target
+is a smooth random function of all z, plus noise from Student's t distribution with 3 degrees of freedom. The rows are
+the same for every seed of a run.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from hvdcomp.tools.train.dataset import DataSet, in_parts, scales_of
 TRAIN, VALIDATION, TEST = 40_000, 4_000, 8_000
 FEATURES = 16
 _SEED = 42
-_GROWTH = 1.2  # of the exponent with |z|
-_DEGREES, _NOISE = 3, 0.1  # of freedom, and the noise's scale beside a function of standard deviation 1
+_GROWTH = 1.2  # the factor of |z| in the exponent
+_DEGREES, _NOISE = 3, 0.1  # degrees of freedom, and the scale of the noise; the function has standard deviation 1
 
 
 @functools.cache
 def load() -> DataSet:
-    """Rows as images (N, 16, 1, 1) of one pixel, whose channels are the features. Targets (N,) are float32, with mean 0
-    and standard deviation 1 in the training part."""
+    """Makes the rows, in the form of images (N, 16, 1, 1) of one pixel whose channels are the features. Targets (N,)
+    are float32, with mean 0 and standard deviation 1 in the training part."""
     draws, count = np.random.default_rng(_SEED), TRAIN + VALIDATION + TEST
     z = draws.standard_normal((count, FEATURES))
     y = _smooth_function(z, draws) + _NOISE * draws.standard_t(_DEGREES, count)
@@ -37,7 +38,8 @@ def load() -> DataSet:
 
 
 def _smooth_function(z: np.ndarray, draws: np.random.Generator) -> np.ndarray:
-    """The outputs (N,), with standard deviation 1, of a network with random weights and two hidden layers."""
+    """The outputs (N,) of a network with random weights and two hidden layers. The standard deviation of the outputs is
+    1."""
     hidden = z
     for gain, width in ((1.5, 32), (2.0, 16)):
         weights = draws.standard_normal((hidden.shape[1], width)) / np.sqrt(hidden.shape[1])

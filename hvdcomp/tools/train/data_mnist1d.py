@@ -1,6 +1,7 @@
-"""MNIST-1D: signals of 40 points, each a digit drawn as a line, shifted, stretched and covered with noise.
+"""MNIST-1D: signals of 40 points. Each signal is a digit that is drawn as a line, shifted, stretched, and covered with
+noise.
 
-The package `mnist1d` generates them, without a download and with as many test samples as a comparison needs.
+The package `mnist1d` generates the signals without a download, and can generate enough test samples for a comparison.
 
 References: Greydanus and Kobak, Scaling Down Deep Learning with MNIST-1D, 2024, section 2.
 """
@@ -22,17 +23,18 @@ from hvdcomp.tools.train.dataset import DataSet, labelled_data
 from hvdcomp.tools.train.options import SetupError
 
 TRAIN, VALIDATION, TEST = 4000, 2000, 10_000
-_SEED = 42  # of the published set; the split does not depend on the seed of a run
+_SEED = 42  # the seed of the published set; the split does not depend on the seed of a run
 
 
 @functools.cache
 def load() -> DataSet:
-    """The signals (N, 1, 40) with their labels: the published 4,000 for training, and larger other parts.
+    """The signals (N, 1, 40) with their labels. The training part is the published 4,000 signals. The other parts are
+    larger than published.
 
-    Drawing takes some seconds, so the signals are kept in the cache folder.
+    Generating takes some seconds, so the signals are kept in the cache folder.
 
     Raises:
-        SetupError: the package is not installed.
+        SetupError: if the package is not installed.
     """
     try:
         versions = "-".join(map(version, ("mnist1d", "numpy", "scipy")))
@@ -42,11 +44,11 @@ def load() -> DataSet:
     try:
         with np.load(file) as kept:
             drawn = {name: kept[name] for name in ("x", "y", "x_test", "y_test")}
-    except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile):  # there is none, or a damaged one
+    except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile):  # there is no file, or it is damaged
         drawn = _draw()
         content = io.BytesIO()
         np.savez(content, **drawn)  # type: ignore[arg-type]
-        with contextlib.suppress(OSError):  # a folder that cannot be written
+        with contextlib.suppress(OSError):  # the folder may not be writable
             file.parent.mkdir(parents=True, exist_ok=True)
             replace_files({file: content.getvalue()})
     x, other_x = (drawn[name].astype(np.float32)[:, None] for name in ("x", "x_test"))

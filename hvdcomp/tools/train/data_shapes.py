@@ -1,7 +1,7 @@
-"""Shapes: drawn grey images of 16x16 pixels, each with a whole shape, a piece of another, and noise.
+"""Shapes: drawn grey images of 16x16 pixels. Each image has a whole shape, a piece of another shape, and noise.
 
-The label is which of ten shapes is whole. Places, sizes, angles and brightnesses are random. The piece is a window of
-5x5 pixels of another drawing; the whole shape is drawn over it. The images are the same for every seed of a run.
+The label says which of ten shapes is whole. Places, sizes, angles and brightness are random. The piece is a window of
+5x5 pixels of another drawing, and the whole shape is drawn over it. The images are the same for every seed of a run.
 
 References: Mnih et al., Recurrent Models of Visual Attention, 2014, section 4.2 (digits among pieces of digits).
 """
@@ -19,8 +19,8 @@ TRAIN, VALIDATION, TEST = 12_000, 2_000, 4_000
 SIZE = 16
 _SEED = 42
 _RADII = (4.5, 6.0)  # in pixels
-_WINDOW = 5  # pixels of a side
-_NOISE = 0.1  # standard deviation; a shape's brightness is from 0.6 to 1
+_WINDOW = 5  # side of the window in pixels
+_NOISE = 0.1  # standard deviation of the noise; the brightness of a shape is between 0.6 and 1
 
 
 def _largest(u: np.ndarray, v: np.ndarray) -> np.ndarray:
@@ -66,7 +66,8 @@ def _draw(count: int, draws: np.random.Generator) -> tuple[np.ndarray, np.ndarra
 
 
 def _drawn(labels: np.ndarray, centres: tuple[float, float], draws: np.random.Generator) -> np.ndarray:
-    """Whether pixels (N, 16, 16) are inside the shapes of these labels (N,), whose centres are drawn from a range."""
+    """Whether pixels (N, 16, 16) are inside the shapes with these labels (N,). centres: the range from which the
+    centres of the shapes are drawn."""
     row, column, angle, radius = (
         draws.uniform(low, high, (len(labels), 1, 1)) for low, high in (centres, centres, (0, 2 * np.pi), _RADII)
     )

@@ -1,8 +1,8 @@
-"""Text for language models: WikiText-2 or the Penn Treebank from a folder, or Python's standard library.
+"""Text for language models: WikiText-2 or the Penn Treebank from a folder, or the source of Python's standard library.
 
-The vocabulary of the training part turns a text into token ids; unknown tokens become `<unk>`. The ids are cut into
-sequences of equal length, whose targets are the ids one position further. Every sequence is a sample, so that an epoch
-is shuffled and distributed to the ranks like images.
+The vocabulary comes from the training part. The vocabulary turns a text into token ids, and unknown tokens become
+`<unk>`. The ids are cut into sequences of equal length. The targets of a sequence are the ids one position further.
+Every sequence is a sample, so sequences are shuffled and distributed to the ranks like images.
 
 References: Merity et al., Pointer Sentinel Mixture Models, 2017 (WikiText-2); Mikolov et al., Recurrent
 neural network based language model, 2010 (the Penn Treebank as prepared there).
@@ -23,32 +23,32 @@ from hvdcomp.tools.train.options import SetupError
 
 _UNKNOWN = "<unk>"
 _END_OF_LINE = "<eos>"
-_MOST_WORDS = 10_000  # of the standard library; the published texts already have a limited vocabulary
+_MOST_WORDS = 10_000  # the limit for the standard library; the published texts already have a limited vocabulary
 
 # For each data set: title, the archive's folder, and the files for training, testing and validation.
 _TEXTS = {
     "wikitext2": ("WikiText-2", "wikitext-2", "wiki.train.tokens", "wiki.test.tokens", "wiki.valid.tokens"),
     "ptb": ("the Penn Treebank", "simple-examples/data", "ptb.train.txt", "ptb.test.txt", "ptb.valid.txt"),
 }
-# Of this number of files of the standard library, one is for validation and one for testing.
+# Out of this number of files of the standard library, one is for validation and one for testing.
 _FILES_PER_PART = 16
-_HELD_OUT_BYTES = 65_536  # of each part, at most, so that evaluations are short
+_HELD_OUT_BYTES = 65_536  # the largest size of each part, so that evaluations are short
 _HELD_OUT_BYTES_OF_A_FILE = 8_192
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 def load(folder: Path | None, name: str, length: int | None) -> DataSet:
-    """Read WikiText-2 or the Penn Treebank: words separated by spaces, a sentence or paragraph in each line.
+    """Reads WikiText-2 or the Penn Treebank. Words are separated by spaces, and each line is a sentence or a paragraph.
 
-    Without the file for validation there is no validation part.
+    If the file for validation is missing, there is no validation part.
 
     Args:
         folder: the value of --data-dir: the folder of the files, or the folder of their unpacked archive.
         name: "wikitext2" or "ptb".
-        length: tokens of a sequence.
+        length: the number of tokens of a sequence.
 
     Raises:
-        SetupError: a file is missing, empty or not UTF-8 text, or a text is shorter than a sequence.
+        SetupError: if a file is missing, empty or not UTF-8 text, or a text is shorter than a sequence.
     """
     assert folder is not None
     title, subfolder, *files, validation = _TEXTS[name]
@@ -79,18 +79,19 @@ def _read_words(path: Path, title: str, files: list[str]) -> list[str]:
 
 
 def standard_library(size: int | None, unit: str, length: int | None) -> DataSet:
-    """The source of the running Python's standard library: real text without a download.
+    """The source of the standard library of the running Python. The source is real text that needs no download.
 
-    Files are read in the order of their names up to `size` characters; the last tenth of each file is for testing. The
-    text, and so every result, depends on the version of Python.
+    Files are read in the order of their names, up to `size` characters in total. The last tenth of each file is for
+    testing. The text depends on the version of Python, and so does every result.
 
     Args:
-        size: characters to read, training and test together.
-        unit: "char" or "word": what a token is. A word is a name, a number, another character, or a line's end.
-        length: tokens of a sequence.
+        size: the number of characters to read, for training and test together.
+        unit: whether a token is a "char" or a "word". A word is a name, a number, any other character, or the end of a
+            line.
+        length: the number of tokens of a sequence.
 
     Raises:
-        SetupError: the source of this Python's standard library is shorter.
+        SetupError: if the source of this Python's standard library is shorter.
     """
     assert size is not None
     root = Path(sysconfig.get_path("stdlib"))
@@ -114,18 +115,18 @@ def standard_library(size: int | None, unit: str, length: int | None) -> DataSet
 
 
 def bytes_of_standard_library(size: int | None, length: int | None) -> DataSet:
-    """The bytes of the running Python's standard library, with validation and test parts.
+    """The bytes of the standard library of the running Python, with validation and test parts.
 
-    Of each 16 files, in the order of their names, one is for validation and one for testing: 64 KiB for each part, and
-    at most 8 KiB of a file, from its middle, so that no file dominates. No file is in two parts. The text, and so every
-    result, depends on the version of Python.
+    Files are used in the order of their names. Out of 16 files, one is for validation and one for testing. Each of
+    these parts has 64 KiB. At most 8 KiB of a file are used, from its middle, so that no file dominates. No file is in
+    two parts. The text depends on the version of Python, and so does every result.
 
     Args:
-        size: bytes to train on.
-        length: bytes of a sequence.
+        size: the number of bytes to train on.
+        length: the number of bytes of a sequence.
 
     Raises:
-        SetupError: the source of this Python's standard library is shorter.
+        SetupError: if the source of this Python's standard library is shorter.
     """
     assert size is not None
     assert length is not None
@@ -161,7 +162,7 @@ def _source_files(root: Path) -> list[Path]:
 
 
 def _text_data(parts: list[list[str]], length: int | None, limit: int | None, sources: list[str]) -> DataSet:
-    """A data set of the tokens for training, testing and, if there is a third part, validation."""
+    """Makes a data set from the tokens for training, for testing and, if there is a third part, for validation."""
     assert length is not None
     ids = {token: number for number, token in enumerate(_vocabulary(parts[0], limit))}
     train, test, *validation = (
@@ -172,7 +173,8 @@ def _text_data(parts: list[list[str]], length: int | None, limit: int | None, so
 
 
 def _vocabulary(tokens: Iterable[str], limit: int | None) -> list[str]:
-    """`<unk>`, then the tokens by decreasing frequency, and those of equal frequency in order of characters."""
+    """The vocabulary: `<unk>`, and then the tokens in the order of decreasing frequency. Tokens with equal frequency
+    are sorted by their characters."""
     counts = Counter(tokens)
     del counts[_UNKNOWN]
     ordered = sorted(counts, key=lambda token: (-counts[token], token))
@@ -180,7 +182,7 @@ def _vocabulary(tokens: Iterable[str], limit: int | None) -> list[str]:
 
 
 def _cut(tokens: np.ndarray, length: int, source: str) -> Part:
-    """Inputs and targets, (N, length) each; an incomplete last sequence is left out."""
+    """Cuts tokens into inputs and targets, (N, length) each. An incomplete last sequence is left out."""
     count = (len(tokens) - 1) // length
     if count < 1:
         raise SetupError(

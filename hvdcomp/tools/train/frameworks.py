@@ -1,4 +1,4 @@
-"""The parts of the training program that differ between frameworks; only the chosen framework is imported."""
+"""The parts of the training program that differ between frameworks. Only the chosen framework is imported."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from hvdcomp.tools.train.options import SIMULATED
 
 
 def learner_class(framework: str, backend: str = "horovod", fsdp: bool = False) -> type[Learner]:
-    """The class for a framework and a backend, which are imported only here.
+    """The learner class for a framework and a backend. The framework and the backend are imported only here.
 
     Args:
         framework: one of `options.FRAMEWORKS`.
-        backend: "horovod", "ddp" or "simulated", of `Ranks.backend`.
-        fsdp: whether the ranks of "ddp" have shards of the model.
+        backend: "horovod", "ddp" or "simulated", as in `Ranks.backend`.
+        fsdp: whether, with "ddp", the ranks have shards of the model.
 
     Raises:
-        ImportError: the framework, or Horovod for it, is not installed.
+        ImportError: if the framework, or Horovod for this framework, is not installed.
     """
     if backend == SIMULATED and framework == "tensorflow":
         from hvdcomp.tools.train.simulated_keras_learner import SimulatedKerasLearner
@@ -45,16 +45,16 @@ def learner_class(framework: str, backend: str = "horovod", fsdp: bool = False) 
 
 
 def build_model(name: str, *, channels: int, size: int, classes: int, framework: str = "torch") -> Any:
-    """Build a model for data of this shape: a `torch.nn.Module` or a `tf_keras.Model`.
+    """Creates a model for data of this shape. The model is a `torch.nn.Module` or a `tf_keras.Model`.
 
     Args:
-        name: one of `options.MODELS`; those of `options.TORCH_MODELS` only in PyTorch.
-        channels, size: shape of the images, `size` pixels high and wide; language models ignore both.
-        classes: the number of labels, or of tokens in the vocabulary.
+        name: one of `options.MODELS`. Models in `options.TORCH_MODELS` exist only in PyTorch.
+        channels, size: the shape of the images, which are `size` pixels high and wide. Language models ignore both.
+        classes: the number of different labels, or of tokens in the vocabulary.
         framework: one of `options.FRAMEWORKS`.
 
     Raises:
-        SetupError: the images are too small for the network's pooling.
+        SetupError: if the images are too small for the pooling of the network.
     """
     if framework == "torch":
         from hvdcomp.tools.train import models_torch

@@ -1,4 +1,4 @@
-"""Trains in PyTorch under torch.distributed, with FSDP2: `fully_shard` with `hvdcomp.fsdp.register`."""
+"""Trains in PyTorch with torch.distributed and FSDP2, using `fully_shard` and `hvdcomp.fsdp.register`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from hvdcomp.tools.train.torch_learner import OWN, OWN_ENTRIES, TorchLearner, as
 
 
 class FSDPLearner(TorchLearner):
-    """See `Learner`. The blocks of a transformer are sharded one by one over all ranks, and the rest together.
+    """See `Learner`. Each block of a transformer is sharded separately over all ranks, and the rest of the model
+    together.
 
-    These are called on all ranks together: `parameters`, `save`, `restore`, and the first `evaluate` after a step.
+    Some methods must be called on all ranks together: `parameters`, `save`, `restore`, and the first `evaluate` after a
+    step.
     """
 
     def broadcast(self) -> None:
-        # The seed has given all ranks the same weights. They stay whole from the forward to the backward pass, and
-        # between batches of an evaluation, of which ranks may have different numbers.
+        # All ranks have the same weights because of the seed. Weights are not resharded between the forward and the
+        # backward pass. They are also not resharded between the batches of an evaluation, because ranks may have
+        # different numbers of batches.
         for module in (*self._model.get_submodule("blocks").children(), self._model):
             fully_shard(module, reshard_after_forward=False)
         self._begin()
@@ -54,7 +57,8 @@ class FSDPLearner(TorchLearner):
         return {name: as_array(whole[name].full_tensor()) for name, _ in self._model.named_parameters()}
 
     def save(self, folder: Path) -> list[Path]:
-        """Saves in the format of `torch.distributed.checkpoint`, and what is not shared in a file of this rank."""
+        """Saves in the format of `torch.distributed.checkpoint`. State that only this rank has is saved in a separate
+        file."""
         assert self._compression is not None
         model, optimizer = get_state_dict(self._model, self._optimizer)
         with _as_os_error():
@@ -70,7 +74,7 @@ class FSDPLearner(TorchLearner):
             dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
         try:
             hvdcomp.dcp.load(self._compression, folder, residuals=self._options.residuals)
-        except CheckpointException as error:  # reading has failed, on some rank
+        except CheckpointException as error:  # some rank could not read
             raise UnreadableError(_cause_of(error)) from error
         set_state_dict(self._model, self._optimizer, model_state_dict=model, optim_state_dict=optimizer)
         own = self._read(folder / OWN.format(sources[0]), *OWN_ENTRIES)
@@ -79,7 +83,8 @@ class FSDPLearner(TorchLearner):
 
 @contextmanager
 def _as_os_error() -> Iterator[None]:
-    """A context that raises OSError for an error of `torch.distributed.checkpoint`, which is no Exception."""
+    """A context manager that turns an error of `torch.distributed.checkpoint` into an OSError, because the error is not
+    an Exception."""
     try:
         yield
     except CheckpointException as error:
@@ -87,6 +92,6 @@ def _as_os_error() -> Iterator[None]:
 
 
 def _cause_of(error: CheckpointException) -> str:
-    """The first rank's error, and the rank."""
+    """A text with the error of the first rank that failed, and the number of this rank."""
     rank, (cause, _) = next(iter(error.failures.items()))
     return f"{cause!r} on rank {rank}"

@@ -1,4 +1,5 @@
-"""Trains in PyTorch under Horovod: stock `hvd.DistributedOptimizer` with `compression=hvdcomp.Compression`."""
+"""Trains in PyTorch with Horovod, using the unmodified `hvd.DistributedOptimizer` with
+`compression=hvdcomp.Compression`."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ class HorovodLearner(TorchLearner):
     """See `Learner`."""
 
     def broadcast(self) -> None:
-        # Without hvd.broadcast_optimizer_state: the optimizer has no state yet, and Horovod would create it by a step,
-        # which AdamW would count.
+        # hvd.broadcast_optimizer_state is not called. The optimizer has no state yet, and Horovod would make a step to
+        # create the state. AdamW would count this step.
         hvd.broadcast_parameters(self._model.state_dict(), root_rank=0)
         self._begin()
 
@@ -24,7 +25,7 @@ class HorovodLearner(TorchLearner):
             return
         self._compression = compression
         self._serve_tables()
-        with self._without_tables():  # Horovod averages what requires gradients
+        with self._without_tables():  # Horovod averages all parameters that require gradients
             self._optimizer = hvd.DistributedOptimizer(
                 self._optimizer,
                 named_parameters=self._model.named_parameters(),
@@ -41,7 +42,7 @@ class HorovodLearner(TorchLearner):
         if self._steps_alone:
             super()._update()
         elif self._clips:
-            self._optimizer.synchronize()  # the averaged gradient exists only afterwards
+            self._optimizer.synchronize()  # the averaged gradient exists only after this
             self._clip()
             with self._optimizer.skip_synchronize():
                 self._optimizer.step()

@@ -1,10 +1,10 @@
-"""Trains several times, one training after the other, on ranks that are started once.
+"""Runs several trainings one after the other, on ranks that are started only once.
 
     torchrun --nproc-per-node 2 -m hvdcomp.tools.train.in_turn \\
         '{"compression": "none", "output": "dense"}' '{"compression": "int4", "output": "int4"}'
 
-Each argument has options of `hvdcomp train` as JSON, the folder of the output among them. To start the ranks takes
-longer than a small training.
+Each argument has the options of a training (`hvdcomp train`) as JSON, including the folder of the output. Starting the
+ranks takes longer than a small training.
 """
 
 from __future__ import annotations

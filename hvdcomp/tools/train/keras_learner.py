@@ -1,7 +1,7 @@
-"""Trains in TensorFlow with tf_keras; subclasses connect the ranks.
+"""Trains in TensorFlow with tf_keras. Subclasses connect the ranks.
 
-Functions are traced once, whatever the policy does, as a batch may have any length. tf_keras is imported by its own
-name, so that TF_USE_LEGACY_KERAS is not needed.
+Functions are traced only once, even if a policy changes the batch size, because traced functions accept batches of any
+length. tf_keras is imported with its own name, so TF_USE_LEGACY_KERAS is not needed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# Otherwise TensorFlow prints notes on processors and missing GPUs during the import. Errors raise exceptions.
+# Otherwise TensorFlow prints notes about processors and missing GPUs during the import. Errors still raise exceptions.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
@@ -28,16 +28,16 @@ from hvdcomp.tools.train.models_tensorflow import build_model
 from hvdcomp.tools.train.options import TrainingOptions
 from hvdcomp.tools.train.ranks import Ranks
 
-_ADAM_EPSILON = 1e-8  # that of PyTorch
+_ADAM_EPSILON = 1e-8  # the value in PyTorch
 
 
 class KerasLearner(Learner):
-    """See `Learner`. On a GPU if there is one; each rank of a host uses another GPU.
+    """See `Learner`. If there are GPUs, each rank of a host uses a different GPU.
 
-    It differs from its PyTorch counterpart in two ways. Keras's SGD multiplies gradients by the learning rate before
-    momentum accumulates them: after a change of the rate, earlier gradients keep theirs. And if a policy makes the
-    batch larger, each backward pass gets a larger batch, instead of more backward passes; this changes normalization
-    layers.
+    This learner differs from the learner for PyTorch in two ways. Keras's SGD multiplies gradients by the learning rate
+    before momentum accumulates them. So after a change of the rate, earlier gradients keep their old rate. And if a
+    policy makes the batch larger, there is still one backward pass, with a larger batch, instead of several backward
+    passes. A single pass with a larger batch changes the results of normalization layers.
     """
 
     first_step = "tracing the graph, which takes some seconds, or more on a busy machine ..."
@@ -51,7 +51,7 @@ class KerasLearner(Learner):
         self._compression: Compression | None = None
         inputs = tf.TensorSpec((None, *data.train_x.shape[1:]), tf.int64 if data.has_tokens else tf.float32)
         targets = tf.TensorSpec((None, *data.train_y.shape[1:]), data.train_y.dtype)
-        self._batch = (inputs, targets)  # of traced functions
+        self._batch = (inputs, targets)  # the inputs of traced functions
         self._evaluation = tf.function(self._evaluation_step, input_signature=self._batch)
 
     @staticmethod
@@ -64,15 +64,16 @@ class KerasLearner(Learner):
                 tf.config.set_visible_devices(own_gpu, "GPU")
                 tf.config.experimental.set_memory_growth(own_gpu, True)
             tf.config.threading.set_intra_op_parallelism_threads(threads)
-            tf.config.threading.set_inter_op_parallelism_threads(max(2, threads))  # hvdcomp needs two
+            # at least two, because hvdcomp needs two
+            tf.config.threading.set_inter_op_parallelism_threads(max(2, threads))
         except RuntimeError:
-            pass  # TensorFlow runs already, in a program that calls `train`, and keeps its settings
+            pass  # if a program that already uses TensorFlow calls `train`, TensorFlow keeps its settings
 
     def _begin(self) -> None:
-        """Creates the optimizer; call it at the end of `broadcast`."""
+        """Creates the optimizer. Call it at the end of `broadcast`."""
         self._optimizer = self._new_optimizer()
         self._optimizer.build(self._model.trainable_variables)
-        tf.random.set_seed(self._options.seed + self._rank * 2**31)  # for functions that are traced from here on
+        tf.random.set_seed(self._options.seed + self._rank * 2**31)  # for all functions that are traced after this
 
     def _new_optimizer(self) -> Any:
         options = self._options
@@ -124,7 +125,8 @@ class KerasLearner(Learner):
         try:
             self._checkpoint(compression=CompressionState(self._compression)).write(str(folder / prefix))
         except tf.errors.OpError as error:
-            raise OSError(error.message.rpartition("}} ")[2]) from None  # without the node in TensorFlow's graph
+            # the name of the node in TensorFlow's graph is removed
+            raise OSError(error.message.rpartition("}} ")[2]) from None
         return list(folder.glob(f"{prefix}.*"))
 
     def restore(self, folder: Path, sources: Sequence[int], ranks: int) -> None:
@@ -139,7 +141,8 @@ class KerasLearner(Learner):
         self._compression.load_state_dict(state)
 
     def _checkpoint(self, **more: Any) -> tf.train.Checkpoint:
-        """A checkpoint without the random state of dropout, which TensorFlow does not expose."""
+        """A checkpoint. The checkpoint does not contain the random state of dropout, because TensorFlow does not expose
+        this state."""
         return tf.train.Checkpoint(model=self._model, optimizer=self._optimizer, **more)
 
     # Traced functions.
@@ -151,11 +154,12 @@ class KerasLearner(Learner):
         return tf.add_n([_loss(self._model(x, training=True), y) for x, y in parts]) / passes
 
     def _apply(self, gradients: Sequence[tf.Tensor]) -> None:
-        """The optimizer's step with the averaged gradients, clipped if `clip_norm` is set."""
+        """Makes the optimizer's step with the averaged gradients, which are clipped if `clip_norm` is set."""
         options, variables = self._options, self._model.trainable_variables
         if options.clip_norm:
             clipped, _ = tf.clip_by_global_norm(gradients, options.clip_norm)
-            if options.optimizer == "compressed-adam":  # not a compressed momentum, whose norm is noise
+            # compressed momenta are not clipped, because their norm is mostly noise
+            if options.optimizer == "compressed-adam":
                 noisy = self._optimizer.sends_momenta()
                 clipped = [tf.where(noisy, *pair) for pair in zip(gradients, clipped, strict=True)]
             gradients = clipped

@@ -1,6 +1,6 @@
-"""The interface of the training loop to a framework: a model, an optimizer and a step.
+"""The interface between the training loop and a framework: a model, an optimizer and a step.
 
-The loop, the data, the ranks and the files are the same for all frameworks; `torch_learner` and `keras_learner`
+The loop, the data, the ranks and the files are the same for all frameworks. `torch_learner` and `keras_learner`
 implement the rest. Arguments and results are NumPy arrays.
 """
 
@@ -22,7 +22,7 @@ from hvdcomp.tools.train.ranks import Ranks
 
 Arrays = dict[str, np.ndarray]
 
-# Errors of reading a file that is damaged, malicious or of another program.
+# Errors that may occur if a file is damaged, malicious, or written by another program.
 _UNREADABLE: tuple[type[Exception], ...] = (
     OSError,
     RuntimeError,
@@ -41,13 +41,13 @@ class UnreadableError(Exception):
 
 @contextmanager
 def reading(*others: type[Exception]) -> Iterator[None]:
-    """A context that only reads files of a checkpoint. Errors outside of it are no fault of the files.
+    """A context manager for code that only reads files of a checkpoint. Errors in this code mean that a file is wrong.
 
     Args:
-        others: more errors that a file may cause.
+        others: further types of errors that a wrong file may cause.
 
     Raises:
-        UnreadableError: in place of an error that a file may cause.
+        UnreadableError: in place of an error that a wrong file may cause.
     """
     try:
         yield
@@ -56,17 +56,17 @@ def reading(*others: type[Exception]) -> Iterator[None]:
 
 
 class Learner(ABC):
-    """A model in training on one rank.
+    """A model that is trained on one rank.
 
     The order of calls is `prepare`, the constructor, `broadcast`, `compression`, `distribute`, and then steps.
 
     Args:
         options: resolved options.
-        data: the data, whose shapes the model needs.
-        ranks: the ranks of the run; random choices of the model (dropout) differ between ranks.
+        data: the data. The model depends on the shapes of the data.
+        ranks: the ranks of the run. Random choices of the model (dropout) differ between ranks.
 
     Raises:
-        SetupError: the model does not suit the data.
+        SetupError: if the model does not suit the data.
     """
 
     first_step: str | None = None
@@ -78,7 +78,8 @@ class Learner(ABC):
     @staticmethod
     @abstractmethod
     def prepare(local_rank: int, local_size: int) -> None:
-        """Choose this rank's device and threads; call it after Horovod's init, before all other methods."""
+        """Chooses the device and the threads of this rank. Call it after Horovod's init, and before all other
+        methods."""
 
     @abstractmethod
     def broadcast(self) -> None:
@@ -94,7 +95,8 @@ class Learner(ABC):
 
     @property
     def row_ledger(self) -> Any:
-        """The ledger of tables whose rows are exchanged separately from the compression; None without such tables."""
+        """The ledger of tables whose rows are exchanged separately from the compression; None if there are no such
+        tables."""
         return None
 
     @abstractmethod
@@ -103,10 +105,11 @@ class Learner(ABC):
 
     @abstractmethod
     def step(self, inputs: np.ndarray, targets: np.ndarray, accumulation: int) -> float:
-        """Make an optimizer step on this rank's share of the samples; returns their mean loss before the step.
+        """Makes an optimizer step on this rank's share of the samples. Returns the mean loss of these samples before
+        the step.
 
         Args:
-            inputs, targets: as `DataSet` gives them, (accumulation * backward_passes_per_step * batch_size, ...).
+            inputs, targets: the samples from `DataSet`, (accumulation * backward_passes_per_step * batch_size, ...).
             accumulation: the number of batches whose gradients are added up in one step.
         """
 
@@ -115,12 +118,13 @@ class Learner(ABC):
         return
 
     def common_weights(self) -> AbstractContextManager[None]:
-        """A context manager in which the model has the weights that are the same on all ranks."""
+        """A context manager in which the model has weights that are the same on all ranks."""
         return nullcontext()
 
     @abstractmethod
     def evaluate(self, inputs: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
-        """Mean loss (of text: per token) and number of right answers of the present model; 0 of a regression."""
+        """The mean loss (for text, per token) and the number of correct answers of the current model. For a regression,
+        the number is 0."""
 
     @abstractmethod
     def parameters(self) -> Arrays:
@@ -138,25 +142,26 @@ class Learner(ABC):
     def save(self, folder: Path) -> list[Path]:
         """Write this rank's part of the training state: weights, optimizer, compression, random generators.
 
-        Call it between two steps. Every rank writes to the same folder; names of a rank's files contain its number.
+        Call it between two steps. Every rank writes to the same folder. The names of a rank's files contain its number.
 
         Returns:
             The files that this rank wrote.
 
         Raises:
-            OSError: a file cannot be written.
+            OSError: if a file cannot be written.
         """
 
     @abstractmethod
     def restore(self, folder: Path, sources: Sequence[int], ranks: int) -> None:
-        """Load the files of `save`, with any number of ranks; call it after `distribute`, before the first step.
+        """Loads the files of `save`, with any number of ranks. Call it after `distribute`, and before the first step.
 
         Args:
             folder: folder of the files.
-            sources: the saved ranks whose files this rank loads: all state of the first, the residuals of the others.
-            ranks: the present number of ranks.
+            sources: the saved ranks whose files this rank loads. From the first, the rank loads all state. From the
+                others, the rank loads only the residuals.
+            ranks: the current number of ranks.
 
         Raises:
-            UnreadableError: a file is damaged, or of another program.
-            ConfigurationError: the files are those of another model or compression.
+            UnreadableError: if a file is damaged, or was written by another program.
+            ConfigurationError: if the files belong to another model or compression.
         """

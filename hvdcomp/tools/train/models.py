@@ -1,11 +1,11 @@
-"""The models of the reference training program: small models for a laptop, and those of the compression papers.
+"""The models of the reference training program: small models for a laptop, and the models of the papers on compression.
 
-Image models map float batches of shape (N, channels, size, size) to logits (N, classes); the signal model has inputs
-(N, channels, size), and the click model (N, channels): dense features, and then an id for each table of `size` rows.
-Language models and the encoder map token ids (N, length) to logits (N, length, classes). The convolutional networks
-have their CIFAR form: no early downsampling, and one linear layer at the end. This module has the parts that all
-frameworks share; `models_torch` and `models_tensorflow` build the same networks, with the same parameters under the
-same names. Only PyTorch has the vision transformer, the encoder and the click model.
+Image models map float batches of shape (N, channels, size, size) to logits (N, classes). The signal model has inputs
+(N, channels, size). The click model has inputs (N, channels), which are dense features, followed by an id for each
+table of `size` rows. Language models and the encoder map token ids (N, length) to logits (N, length, classes). The
+convolutional networks have the form that is usual for CIFAR: no early downsampling, and one linear layer at the end.
+This module has the parts that all frameworks share. `models_torch` and `models_tensorflow` create the same networks,
+with the same parameters and names. Only PyTorch has the vision transformer, the encoder and the click model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _SMALLEST_IMAGE = {
     **dict.fromkeys(("vgg16", "vgg19_bn"), 32),
 }
 
-# Widths of convolutions, and "M" for max-pooling: configurations D and E of Simonyan and Zisserman (2015), Table 1.
+# The widths of convolutions, with "M" for max-pooling. These are configurations D and E of Simonyan and Zisserman
+# (2015), Table 1.
 VGG16: tuple[int | str, ...] = (64, 64, "M", 128, 128, "M", 256, 256, 256, "M", 512, 512, 512, "M", 512, 512, 512, "M")
 VGG19: tuple[int | str, ...] = (64, 64, "M", 128, 128, "M", *[256] * 4, "M", *[512] * 4, "M", *[512] * 4, "M")
 
@@ -35,7 +36,8 @@ class LSTMSize(NamedTuple):
 
     @classmethod
     def for_tokens(cls, tokens: int) -> LSTMSize:
-        """A small LSTM for characters; for words the widths of the LSTM in PowerSGD (Vogels et al., 2019)."""
+        """The size for a number of tokens. For characters the model is a small LSTM. For words the model has the widths
+        of the LSTM in PowerSGD (Vogels et al., 2019)."""
         return cls(64, 128, 0.0) if tokens < 1000 else cls(650, 650, 0.5)
 
 
@@ -62,8 +64,8 @@ ENCODER_SIZE = TransformerSize(2, 64, 4)
 
 
 class DLRMSize(NamedTuple):
-    """Dense features of a sample, tables, their rows and columns, and the width of hidden layers; tables and rows are
-    the data's, and here those of the synthetic clicks."""
+    """The size of a click model: dense features of a sample, tables, their rows and columns, and the width of hidden
+    layers. Tables and rows depend on the data. The defaults are those of the synthetic clicks."""
 
     dense: int
     tables: int
@@ -76,12 +78,13 @@ DLRM_SIZE = DLRMSize(13, 8, 20_000, 16, 64)
 
 
 def patch_side(size: int) -> int:
-    """Side of the vit's patches, in pixels: 16 patches for the digits, 64 for images of CIFAR."""
+    """The side of the patches of the model vit, in pixels. An image of digits has 16 patches, and an image of CIFAR has
+    64."""
     return 4 if size >= 16 else 2
 
 
 def pooling(size: int) -> tuple[int, int]:
-    """Factors of the cnn's two poolings; images of 8x8 pixels are pooled once."""
+    """The factors of the two poolings of the model cnn. Images of 8x8 pixels are pooled only once."""
     return (2, 2) if size >= 16 else (1, 2)
 
 

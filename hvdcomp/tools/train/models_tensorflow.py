@@ -1,8 +1,8 @@
-"""The models of the reference training program in TensorFlow (tf_keras); `models` describes them.
+"""The models of the reference training program in TensorFlow (tf_keras). `models` describes them.
 
-They compute the same as their PyTorch counterparts: layers have the names of PyTorch's modules, so that
-`stem.0/kernel:0` is `stem.0.weight` transposed, and images have the shape (N, channels, size, size). Inside the models
-they are (N, size, size, channels), which TensorFlow's convolutions need on a CPU. Initial weights have the same
+The models compute the same as the models in PyTorch. Layers have the names of PyTorch's modules, so `stem.0/kernel:0`
+is `stem.0.weight` transposed. Images have the shape (N, channels, size, size). Inside the models, the shape of images
+is (N, size, size, channels), because TensorFlow's convolutions need this shape on a CPU. Initial weights have the same
 distributions.
 """
 
@@ -79,7 +79,7 @@ def cnn1d(signals: Any, classes: int) -> Any:
 
 
 def gpt(tokens: Any, classes: int, length: int, size: TransformerSize) -> Any:
-    """A decoder whose token embedding also gives the logits; see `models_torch.GPT`."""
+    """A decoder. The token embedding of the decoder also computes the logits (`models_torch.GPT`)."""
     embedding = TokenEmbedding(classes, size.width)
     x = PositionEmbedding(length, size.width)(embedding(tokens))
     for number in range(size.layers):
@@ -124,7 +124,7 @@ class PositionEmbedding(layers.Layer):
 
 
 class CausalAttention(layers.Layer):
-    """Attention of each token to itself and earlier ones: (N, length, 3 * width) to (N, length, width)."""
+    """Attention of each token to itself and to earlier tokens. Maps (N, length, 3 * width) to (N, length, width)."""
 
     def __init__(self, heads: int, name: str) -> None:
         super().__init__(name=name)
@@ -154,7 +154,7 @@ def resnet(images: Any, classes: int, widths: tuple[int, ...], blocks: int) -> A
 
 
 def _block(path: str, x: Any, width: int, stride: int) -> Any:
-    """Two 3x3 convolutions around a shortcut; where the shape changes, the shortcut is a 1x1 convolution."""
+    """Two 3x3 convolutions with a shortcut. If the shape changes, the shortcut is a 1x1 convolution."""
     branch = layers.ReLU()(_norm(f"{path}.branch.1", _convolution(f"{path}.branch.0", x, width, stride)))
     branch = _norm(f"{path}.branch.4", _convolution(f"{path}.branch.3", branch, width))
     if stride != 1 or x.shape[-1] != width:
@@ -180,7 +180,7 @@ def vgg(images: Any, widths: tuple[int | str, ...], classes: int, norm: bool) ->
 
 
 def lstm(tokens: Any, classes: int, size: LSTMSize) -> Any:
-    """A language model: embedding, two LSTM layers, linear layer. Each sequence starts from a zero state."""
+    """A language model: an embedding, two LSTM layers, and a linear layer. Each sequence starts with a zero state."""
     x = layers.Embedding(classes, size.embedding, embeddings_initializer=RandomNormal(0, 1), name="embedding")(tokens)
     for number in range(2):
         x = layers.Dropout(size.dropout)(x)
@@ -189,9 +189,9 @@ def lstm(tokens: Any, classes: int, size: LSTMSize) -> Any:
 
 
 class LSTMCell(layers.Layer):
-    """An LSTM with PyTorch's parameters: a bias for the input, and a bias for the state.
+    """An LSTM with the same parameters as in PyTorch: one bias for the input, and one bias for the state.
 
-    State: (hidden, cell), each (N, units). Gates are in PyTorch's order: input, forget, cell, output.
+    The state is (hidden, cell), each (N, units). Gates are in PyTorch's order: input, forget, cell, output.
     """
 
     def __init__(self, units: int) -> None:
@@ -228,7 +228,8 @@ def _gpt_linear(path: str, x: Any, width: int, onto_shortcut: int = 0) -> Any:
     """A linear layer with GPT-2's initial weights.
 
     Args:
-        onto_shortcut: the number of layers of the model, for a layer whose output is added to a shortcut; 0 for others.
+        onto_shortcut: the number of layers of the model, if the output of this layer is added to a shortcut; otherwise
+            0.
     """
     deviation = 0.02 / math.sqrt(2 * onto_shortcut) if onto_shortcut else 0.02
     return layers.Dense(width, kernel_initializer=RandomNormal(0, deviation), name=path)(x)
@@ -239,7 +240,7 @@ def _layer_norm(path: str, x: Any) -> Any:
 
 
 def _default_convolution(path: str, x: Any, width: int) -> Any:
-    """A 3x3 convolution with PyTorch's own initial weights, and a ReLU."""
+    """A 3x3 convolution with PyTorch's default initial weights, and a ReLU."""
     initializers = _default_initializers(9 * x.shape[-1])
     return layers.Conv2D(width, 3, padding="same", activation="relu", name=path, **initializers)(x)
 
@@ -252,7 +253,7 @@ def _default_initializers(inputs: int) -> dict[str, Any]:
 
 def _convolution(path: str, x: Any, width: int, stride: int = 1, kernel: int = 3, bias: bool = False) -> Any:
     if kernel > 1:
-        # TensorFlow's own padding is at other sides for a stride of 2.
+        # With a stride of 2, TensorFlow's own padding is on other sides than PyTorch's.
         x = layers.ZeroPadding2D(kernel // 2)(x)
     return layers.Conv2D(
         width, kernel, strides=stride, use_bias=bias, kernel_initializer=VarianceScaling(**_HE), name=path

@@ -1,4 +1,4 @@
-"""The models of the reference training program in PyTorch; `models` describes them."""
+"""The models of the reference training program in PyTorch. `models` describes them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def mlp(inputs: int, classes: int) -> nn.Sequential:
 
 
 def cnn(channels: int, size: int, classes: int) -> nn.Sequential:
-    """Two convolutions and two linear layers, without normalization, whose buffers would differ between ranks."""
+    """Two convolutions and two linear layers. There is no normalization, because its buffers would differ between
+    ranks."""
     first_pool, second_pool = pooling(size)
     side = size // first_pool // second_pool
     return nn.Sequential(
@@ -105,7 +106,7 @@ def _conv3x3(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
 
 
 class _Block(nn.Module):
-    """Two 3x3 convolutions around a shortcut; where the shape changes, the shortcut is a 1x1 convolution."""
+    """Two 3x3 convolutions with a shortcut. If the shape changes, the shortcut is a 1x1 convolution."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -127,10 +128,10 @@ class _Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A residual network for small images: a 3x3 stem, then a stage of basic blocks for each width.
+    """A residual network for small images: a 3x3 stem, and then a stage of basic blocks for each width.
 
-    `widths=(16, 32, 64), blocks=3` is ResNet-20, with `blocks=1` ResNet-8, and `widths=(64, 128, 256, 512), blocks=2`
-    is ResNet-18 in its CIFAR form.
+    `widths=(16, 32, 64), blocks=3` is ResNet-20, and with `blocks=1` it is ResNet-8. `widths=(64, 128, 256, 512),
+    blocks=2` is ResNet-18 in the form for CIFAR.
 
     References: He et al., Deep Residual Learning for Image Recognition, 2016, sections 3.3 and 4.2.
     """
@@ -177,7 +178,8 @@ def vgg(layers: tuple[int | str, ...], channels: int, size: int, classes: int, n
 
 
 def _initialize_convolutions(model: nn.Module) -> None:
-    """Sets weights as in He et al., Delving Deep into Rectifiers, 2015, equation 14; VGG-16 needs them."""
+    """Sets initial weights as in He et al., Delving Deep into Rectifiers, 2015, equation 14. VGG-16 needs these
+    weights."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -186,7 +188,7 @@ def _initialize_convolutions(model: nn.Module) -> None:
 
 
 class LSTM(nn.Module):
-    """A language model: embedding, two LSTM layers, linear layer. Each sequence starts from a zero state."""
+    """A language model: an embedding, two LSTM layers, and a linear layer. Each sequence starts with a zero state."""
 
     def __init__(self, tokens: int, size: LSTMSize) -> None:
         super().__init__()
@@ -201,10 +203,10 @@ class LSTM(nn.Module):
 
 
 class _TransformerBlock(nn.Module):
-    """Attention, then two linear layers, each after a layer norm and around a shortcut.
+    """Attention, and then two linear layers. Each of the two parts begins with a layer norm and has a shortcut.
 
     Args:
-        size: of the transformer.
+        size: the size of the transformer.
         causal: whether a token attends only to itself and to earlier tokens.
     """
 
@@ -228,7 +230,7 @@ class _TransformerBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder: token and position embeddings, blocks, a layer norm; the token embedding also gives the logits.
+    """A decoder: token and position embeddings, blocks, and a layer norm. The token embedding also computes the logits.
 
     References: Radford et al., Language Models are Unsupervised Multitask Learners, 2019, section 2.3.
     """
@@ -252,10 +254,11 @@ class GPT(nn.Module):
 
 
 class ViT(nn.Module):
-    """A vision transformer: embeddings of patches and positions, blocks, a layer norm, and a linear layer on the mean.
+    """A vision transformer: embeddings of patches and positions, blocks, a layer norm, and a linear layer that gets the
+    mean over the patches.
 
-    Incomplete patches at the right and lower edges are ignored. Weights have PyTorch's initialization: with GPT-2's
-    much smaller weights, a network of this width learned the digits far slower.
+    Incomplete patches at the right and lower edges are ignored. Initial weights are PyTorch's defaults. With GPT-2's
+    initial weights, which are much smaller, a network of this width learned the digits far more slowly.
 
     References: Dosovitskiy et al., An Image is Worth 16x16 Words, 2021, section 3.1. Beyer et al., Better plain ViT
     baselines for ImageNet-1k, 2022 (the mean in place of a class token).
@@ -276,9 +279,11 @@ class ViT(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Token and position embeddings, blocks in which each token attends to all, a layer norm, and a linear layer.
+    """An encoder: token and position embeddings, blocks in which each token attends to all tokens, a layer norm, and a
+    linear layer.
 
-    Weights have PyTorch's initialization, with which a network of this width learned faster than with GPT-2's.
+    Initial weights are PyTorch's defaults. With these weights, a network of this width learned faster than with GPT-2's
+    initial weights.
 
     References: Vaswani et al., Attention Is All You Need, 2017, section 3.1 (the encoder).
     """
@@ -297,7 +302,8 @@ class Encoder(nn.Module):
 
 
 class DLRM(nn.Module):
-    """A click model: products of a row of each table and the dense features.
+    """A click model. The model uses the products of all pairs of vectors: one row of each table, and the dense
+    features.
 
     Inputs have the shape (N, dense + tables): the dense features, and an id for each table.
 

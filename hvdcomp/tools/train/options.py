@@ -1,7 +1,8 @@
-"""The options of a training run: every option of `hvdcomp train`, its default, and the checks that need no framework.
+"""The options of a training run (`hvdcomp train`), with their defaults and all checks that need no framework.
 
-Missing options get a value that suits the model and the data, so that `--model cnn --data digits` alone trains well.
-The learning rate is used as given: scale it by hand if you add ranks, and so enlarge the global batch.
+An option that is not given gets a value that suits the model and the data. So `--model cnn --data digits` alone trains
+well. The learning rate is not changed for the number of ranks. If you add ranks, the global batch becomes larger, so
+scale the learning rate yourself.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from hvdcomp.tools.options import at_least, below, between, check, flag_of, opti
 from hvdcomp.tools.train.target import Target
 
 FRAMEWORKS = ("torch", "tensorflow")
-BACKENDS = ("auto", "horovod", "ddp")  # libraries that connect the ranks; auto: by the launcher
+BACKENDS = ("auto", "horovod", "ddp")  # libraries that connect the ranks; auto chooses the one that fits the launcher
 SIMULATED = "simulated"  # the backend of simulated ranks
-NO_TIME = "none"  # a link on which an exchange takes no time
+NO_TIME = "none"  # the name of a link on which an exchange takes no time
 RESIDUALS = ("keep", "drop")  # what happens to the residuals of a checkpoint
 OVERLAP: dict[str, bool | str] = {"auto": "auto", "on": True, "off": False}  # --overlap, for `Compression`
 
-DECISIONS = "decisions.jsonl"  # in --output; written by the compression, which starts new files when one is full
+DECISIONS = "decisions.jsonl"  # a file in --output; the compression writes it, and starts a new file when it is full
 
 IMAGE_MODELS = ("mlp", "cnn", "resnet8", "resnet20", "resnet18", "vgg16", "vgg19_bn", "vit")
 SIGNAL_MODELS = ("cnn1d",)
 CLICK_MODELS = ("dlrm",)
-TABULAR_MODELS = ("mlp",)  # an image model, too
+TABULAR_MODELS = ("mlp",)  # it is also an image model
 SORTING_MODELS = ("encoder",)
 GPT_MODELS = ("gpt", "gpt-mini", "gpt-small")
 TEXT_MODELS = ("lstm", *GPT_MODELS)
@@ -49,10 +50,10 @@ SORTING_DATA = ("sorting",)
 TEXT_DATA = ("text", "stdlib-text", "wikitext2", "ptb")
 LABELLED_DATA = IMAGE_DATA + SIGNAL_DATA + CLICK_DATA
 DATA = LABELLED_DATA + TABULAR_DATA + SORTING_DATA + TEXT_DATA
-FOLDER_DATA = ("cifar10", "cifar100", "criteo", "wikitext2", "ptb")  # read from --data-dir
-# With a validation part of their own.
+FOLDER_DATA = ("cifar10", "cifar100", "criteo", "wikitext2", "ptb")  # data sets that are read from --data-dir
+# Data sets that have their own validation part.
 VALIDATED_DATA = ("shapes", *SIGNAL_DATA, *CLICK_DATA, *TABULAR_DATA, *SORTING_DATA, "text", "wikitext2", "ptb")
-FAMILIES = (  # models, and the data that they learn
+FAMILIES = (  # pairs of models, and of the data on which they can be trained
     (IMAGE_MODELS, IMAGE_DATA),
     (SIGNAL_MODELS, SIGNAL_DATA),
     (CLICK_MODELS, CLICK_DATA),
@@ -83,17 +84,17 @@ _SGD_RATES = {
     "gpt-small": 0.1,
 }
 FREEZE_AFTER = 0.15  # fraction of a run after which AdamW's second moment is frozen
-# By model, or by data. Others: 1e-3; muon has the same rates.
+# Default learning rates by model or by data. Otherwise 1e-3. muon has the same rates.
 _ADAMW_RATES = {"gpt": 2e-3, "gpt-small": 6e-4, "encoder": 8e-3, "heavy-tails": 8e-3}
-# Others: 32.
+# Default batch sizes. Otherwise 32.
 _BATCH_SIZES = {
     **{"digits": 16, "synthetic": 32, "cifar10": 128, "cifar100": 128, "mnist1d": 25, "text": 8},
     **{"shapes": 16, "sorting": 16},
     **dict.fromkeys(CLICK_DATA, 128),
 }
-_SEQUENCES = {"text": 128, "stdlib-text": 64}  # tokens; others: 35
-_TEXT_SIZES = {"text": 2_000_000}  # others: 400_000
-_CLIP_NORMS = {"lstm": 0.25, **dict.fromkeys(TRANSFORMERS, 1.0)}  # others: none
+_SEQUENCES = {"text": 128, "stdlib-text": 64}  # default numbers of tokens of a sequence; otherwise 35
+_TEXT_SIZES = {"text": 2_000_000}  # default sizes; otherwise 400_000
+_CLIP_NORMS = {"lstm": 0.25, **dict.fromkeys(TRANSFORMERS, 1.0)}  # defaults; otherwise no clipping
 
 
 _POSITIVE = Rule(lambda rate: math.isfinite(rate) and rate > 0, "a positive number")
@@ -108,7 +109,7 @@ _GROWING = Rule(
 
 
 class SetupError(ValueError):
-    """A run cannot start; the message names the option, the allowed values and the way out."""
+    """A run cannot start. The message names the option, the allowed values and the way out."""
 
 
 @dataclass(frozen=True)
@@ -301,10 +302,10 @@ class TrainingOptions:
     # fmt: on
 
     def resolved(self) -> TrainingOptions:
-        """These options with a value for every None, checked.
+        """These options, after a check, with a value in place of every None.
 
         Raises:
-            SetupError: a value, or a combination of values, is not allowed.
+            SetupError: if a value, or a combination of values, is not allowed.
         """
         self._check_names()
         adaptive = self.model in TRANSFORMERS or self.data in TABULAR_DATA
@@ -340,7 +341,7 @@ class TrainingOptions:
             raise SetupError(f"--data {self.data} needs no --data-dir; leave --data-dir out")
 
     def check_together(self) -> None:
-        """Refuses values that do not fit together."""
+        """Raises an error if values do not fit together."""
         overlaps = self.framework == "torch"
         at_once = f"--framework {self.framework} sends all gradients of a step at once"
         checks = (
@@ -445,14 +446,14 @@ class TrainingOptions:
 
     @property
     def steps_alone(self) -> bool:
-        """Whether each rank makes steps by itself. With one local step it does if an outer step follows."""
+        """Whether each rank makes local steps. With a single local step, this is true only if an outer step follows."""
         has_outer = self.optimizer != "compressed-adam" and (self.outer_lr, self.outer_momentum) != (None, None)
         return not isinstance(self.local_steps, int) or self.local_steps > 1 or has_outer
 
     @property
     def common_every(self) -> int | None:
-        """Number of steps after which all ranks have the same weights; None if the run is evaluated with the outer
-        weights, and ends with one more exchange."""
+        """The number of steps after which all ranks have the same weights. None if the run is evaluated with the outer
+        weights; it then ends with one more exchange."""
         return self.local_steps if isinstance(self.local_steps, int) and not self._streams else None
 
     @property
@@ -597,7 +598,7 @@ class TrainingOptions:
         ]
 
     def check_target(self) -> None:
-        """Refuses a target of a metric that is not measured."""
+        """Raises an error if the target names a metric that is not measured."""
         if self.until is None:
             return
         try:
@@ -611,7 +612,7 @@ class TrainingOptions:
 
     @property
     def metric(self) -> str:
-        """The one of `target.METRICS` that the data are measured by."""
+        """The metric for these data, one of `target.METRICS`."""
         return "perplexity" if self.data in TEXT_DATA else "rmse" if self.data in TABULAR_DATA else "accuracy"
 
     @property
@@ -620,14 +621,14 @@ class TrainingOptions:
         return self.data in VALIDATED_DATA or self.validation_samples > 0
 
     def learning_rate(self, epochs_done: float, epochs: float) -> float:
-        """The learning rate at a point of a run.
+        """The learning rate at a given time of a run.
 
-        It grows from 0 to `lr` in the epochs of the warm-up. Then it is multiplied by `gamma` at each milestone, or it
-        falls to `gamma` times `lr` along half a period of a cosine.
+        The learning rate grows from 0 to `lr` during the epochs of the warm-up. After the warm-up, the learning rate is
+        multiplied by `gamma` at each milestone, or falls to `gamma` times `lr` along half a period of a cosine.
 
         Args:
-            epochs_done: number of epochs before this step; may be fractional.
-            epochs: number of epochs of the run; may be fractional.
+            epochs_done: the number of epochs before this step. The number may be fractional.
+            epochs: the number of epochs of the run. The number may be fractional.
 
         References: Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, 2017, equation 5.
         """
@@ -640,10 +641,10 @@ class TrainingOptions:
         return self.lr * self.gamma ** sum(epochs_done >= milestone for milestone in self.milestones)
 
     def for_steps(self, steps_per_epoch: int) -> TrainingOptions:
-        """These resolved options, with the values that depend on the length of the run.
+        """These resolved options, completed with values that depend on the length of the run.
 
         Raises:
-            SetupError: an epoch ends while the weights of the ranks differ.
+            SetupError: if an epoch would end while weights differ between ranks.
         """
         every, has_outer = self.common_every or 1, self.optimizer != "compressed-adam"
         within = (self.steps or 0) <= steps_per_epoch or (has_outer and self.evaluate_every is not None)
@@ -663,10 +664,11 @@ class TrainingOptions:
         return dataclasses.replace(self, freeze_after=max(1, round(FREEZE_AFTER * steps)))
 
     def of_compression(self) -> dict[str, Any]:
-        """The arguments of `hvdcomp.Compression.from_spec`, without those of the data and the framework.
+        """The arguments of `hvdcomp.Compression.from_spec`. Arguments that depend on the data and the framework are
+        left out.
 
         Raises:
-            SpecError: for an invalid policy, or with `small_tensors` for an invalid compressor.
+            SpecError: if the policy is invalid, or if, with `small_tensors`, the compressor is invalid.
         """
         decides = self.policy is not None and isinstance(parse_policy(self.policy), Policy)
         spec, routed = self.compression, {}
@@ -691,7 +693,7 @@ class TrainingOptions:
 
 
 def links_of(text: str | None) -> tuple[str, ...]:
-    """The links of `--link`."""
+    """The links that `--link` names."""
     return () if text is None else tuple(link.strip() for link in text.split(","))
 
 

@@ -1,8 +1,8 @@
-"""The files of a run, written by rank 0: steps.jsonl, evaluations.jsonl, epochs.jsonl, summary.json, and optionally
-TensorBoard's.
+"""Writes the files of a run, on rank 0: steps.jsonl, evaluations.jsonl, epochs.jsonl, summary.json, and optionally the
+files of TensorBoard.
 
-Each line is written at once and completely, so the records of all steps remain if the run is killed or the disk is
-full. summary.json is written at the end of the run. JSON is strict: numbers that are not finite are null.
+Each line is written immediately and completely, so the records of all steps exist even if the run is killed or the disk
+is full. summary.json is written at the end of the run. The JSON is strict, so numbers that are not finite are null.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from hvdcomp.tools.train.options import DECISIONS, SetupError
 STEPS, EPOCHS, SUMMARY, TENSORBOARD = "steps.jsonl", "epochs.jsonl", "summary.json", "tensorboard"
 EVALUATIONS = "evaluations.jsonl"
 RECORDS = (STEPS, EVALUATIONS, EPOCHS)
-_ASIDE = f"{DECISIONS} put aside"  # among the sizes: the number of the last older part
+_ASIDE = f"{DECISIONS} put aside"  # one of the sizes: the number of the last older part
 
 
 def check_output(folder: Path, overwrite: bool, sizes: Mapping[str, int] | None = None) -> None:
-    """Check that a run can be written to `folder`, before any training. Changes nothing.
+    """Checks, before any training, that a run can be written to `folder`. The check changes nothing.
 
     Args:
         folder: folder of the run.
         overwrite: whether an earlier run may be replaced.
-        sizes: sizes of the files of a checkpoint's run, from `RunWriter.sizes`; None for a new run.
+        sizes: if the run resumes from a checkpoint, the sizes of its files (`RunWriter.sizes`); None for a new run.
 
     Raises:
-        SetupError: the folder contains a run, or not that of the checkpoint, or is not writable.
+        SetupError: if the folder contains another run, or is not writable.
     """
     try:
         _check_output(folder, overwrite, sizes)
@@ -51,7 +51,7 @@ def _check_output(folder: Path, overwrite: bool, sizes: Mapping[str, int] | None
         for name in filter(sizes.__contains__, (*RECORDS, DECISIONS)):
             file = folder / name
             if name == DECISIONS and put_aside_before(file).keys() - range(sizes.get(_ASIDE, 0) + 1):
-                file = aside(file, sizes.get(_ASIDE, 0) + 1)  # the file was renamed since then
+                file = aside(file, sizes.get(_ASIDE, 0) + 1)  # the file was renamed after the checkpoint
             if not file.is_file() or file.stat().st_size < sizes[name]:
                 raise SetupError(
                     f"--output {folder}: {name} does not belong to the run that was saved in --checkpoint-folder; "
@@ -88,22 +88,23 @@ def check_tensorboard() -> None:
 
 
 class RunWriter:
-    """Writes a run to a folder, in place of an earlier run, or as its continuation.
+    """Writes a run to a folder. The new run replaces an earlier run, or continues it.
 
-    An error of writing during the run raises nothing, as the other ranks would wait for this rank: it is stored in
-    `problem`, for all ranks. Nothing is written after it.
+    If writing fails during the run, no exception is raised, because the other ranks would wait for this rank. The error
+    is stored in `problem`, which all ranks check. Nothing is written after an error.
 
     Args:
         folder: folder of the run.
         tensorboard: whether to write TensorBoard's files.
-        sizes: None for a new run; else of the files after `steps_done` steps, to which they are cut.
+        sizes: None for a new run. Otherwise the sizes of the files after `steps_done` steps. The files are cut to these
+            sizes.
         steps_done: completed steps of a resumed run.
 
     Attributes:
-        problem: the first error of writing; None without an error.
+        problem: the first error of writing; None if there was no error.
 
     Raises:
-        SetupError: the files cannot be created.
+        SetupError: if the files cannot be created.
     """
 
     def __init__(
@@ -132,12 +133,12 @@ class RunWriter:
     def step(
         self, record: dict[str, Any], cost: dict[str, float | None], metrics: Callable[[], Mapping[str, float]]
     ) -> None:
-        """Add a line to steps.jsonl; its `step` is also TensorBoard's step.
+        """Adds a line to steps.jsonl. The `step` of the record is also the step in TensorBoard.
 
         Args:
-            record: values of the step.
-            cost: bytes and times of the step, for the line.
-            metrics: function that returns bytes and times of the step, for TensorBoard.
+            record: the values of the step.
+            cost: the bytes and times of the step, for the line.
+            metrics: a function that returns the bytes and times of the step, for TensorBoard.
         """
         scalars = {} if self._board is None else {**_tagged("step", record), **metrics()}
         self._write(STEPS, {**record, **cost}, scalars)
@@ -164,14 +165,14 @@ class RunWriter:
                 self._note(TENSORBOARD, error)
 
     def _note(self, name: str, error: OSError) -> None:
-        if self.problem is None:  # the first error is the cause
+        if self.problem is None:  # only the first error is kept, because it is the cause of the others
             self.problem = f"{self._folder / name} cannot be written: {error.strerror or error}"
 
     def sizes(self) -> dict[str, int]:
-        """The present sizes of the files in bytes, and the number of older parts, after writing them to the disk.
+        """Writes the files to the disk. Returns the sizes of the files in bytes, and the number of older parts.
 
         Raises:
-            OSError: the files cannot be written to the disk.
+            OSError: if the files cannot be written to the disk.
         """
         sizes = {_ASIDE: max(put_aside_before(self._folder / DECISIONS), default=0)}
         for name in (*RECORDS, DECISIONS):
@@ -197,7 +198,8 @@ class RunWriter:
 class _Board:
     """Writes scalars in TensorBoard's record format, without a framework.
 
-    TensorBoard's `EventFileWriter` would write in a thread, where a full disk ends in a traceback.
+    TensorBoard's `EventFileWriter` is not used, because it writes in a thread. If the disk is full, this thread ends
+    with a traceback.
     """
 
     def __init__(self, folder: Path, steps_done: int) -> None:
@@ -205,11 +207,11 @@ class _Board:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         folder.mkdir(exist_ok=True)
-        # TensorBoard reads files with names of this form, in the order of the time in them.
+        # TensorBoard reads files with names of this form, in the order of the times in their names.
         self._file = RecordFile(folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}")
         self._records = RecordWriter(self._file)
         self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
-        if steps_done:  # TensorBoard then drops the scalars of earlier files from this step on
+        if steps_done:  # tells TensorBoard to drop the scalars of earlier files from this step on
             start = SessionLog(status=SessionLog.START)
             self._add(Event(wall_time=time.time(), step=steps_done + 1, session_log=start))
 
@@ -234,7 +236,8 @@ def _tagged(kind: str, record: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def strict(value: Any) -> Any:
-    """`value` with None for every number that is not finite, which JSON cannot represent."""
+    """`value` with None in place of every number that is not finite, because strict JSON cannot represent such
+    numbers."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -1,4 +1,5 @@
-"""The ranks of a run and its setup: an error on one rank stops all ranks, with one message and without a hang."""
+"""The ranks of a run. During the setup of a run, an error on one rank stops all ranks with a single message, and no
+rank waits without end."""
 
 from __future__ import annotations
 
@@ -16,21 +17,21 @@ Built = TypeVar("Built")
 
 
 class RunRefused(Exception):  # noqa: N818 - an orderly end of the run
-    """A run that cannot start; raised on every rank with the same message."""
+    """A run cannot start. Every rank raises this error with the same message."""
 
 
 class Ranks(ABC):
-    """All ranks of a run, through the library that connects them; see `hvdcomp.tools.train.backends.reach`.
+    """All ranks of a run, connected by a library. `hvdcomp.tools.train.backends.reach` creates this object.
 
     Attributes:
         backend: "horovod" or "ddp".
         rank, size: the number of this process, and the number of ranks.
         local_rank, local_size: number of this process on its host, and number of ranks on this host.
-        controller: the carrier of the library's own messages: "mpi" or "gloo".
+        controller: how the library sends its own messages: "mpi" or "gloo".
         restarts: how often the launcher has restarted these ranks after a failure.
-        elastic: whether the run continues when the ranks change.
-        note: a remark on these ranks for readers of the results, or None.
-        links: the links on which steps of simulated ranks are timed.
+        elastic: whether the run continues after a change of the ranks.
+        note: a remark about these ranks for readers of the results, or None.
+        links: the links for which steps of simulated ranks are timed.
     """
 
     backend: ClassVar[str]
@@ -46,10 +47,10 @@ class Ranks(ABC):
 
     @abstractmethod
     def gather(self, value: Any, name: str) -> list[Any]:
-        """The values of all ranks, by rank; a value can be any object that can be pickled.
+        """The values of all ranks, in rank order. A value can be any object that can be pickled.
 
         Args:
-            name: the same on every rank, and of no other call at the same time.
+            name: a name that is the same on every rank, and that no other call uses at the same time.
         """
 
     @abstractmethod
@@ -57,23 +58,23 @@ class Ranks(ABC):
         """Rank 0's value."""
 
     def now(self) -> float:
-        """Seconds on the clock that times this rank's steps."""
+        """The time in seconds, on the clock that times the steps of this rank."""
         return time.perf_counter()
 
     def on_links(self) -> np.ndarray:
-        """The seconds of training so far by this rank's clock, for each of the `links`."""
+        """The seconds of training so far, on this rank's clock, for each of the `links`."""
         return np.zeros(len(self.links))
 
     @property
     def changed(self) -> bool:
-        """Whether this rank knows of a coming change of the ranks, in an elastic job."""
+        """Whether this rank of an elastic job knows that the ranks will change."""
         return False
 
     def meet_anew(self, without_me: bool) -> None:
-        """Ends the run on all ranks of an elastic job, which then resume from its checkpoint with the new ranks.
+        """Ends the run on all ranks of an elastic job. The new ranks then resume from the checkpoint.
 
         Args:
-            without_me: whether this rank ends, with the exit code of a saved run.
+            without_me: whether this rank leaves the job, with the exit code of a saved run.
         """
         raise NotImplementedError
 
@@ -82,19 +83,21 @@ class Ranks(ABC):
         self.gather(None, "barrier")
 
     def leave(self, code: int) -> None:
-        """End the connection at the end of a program. The program then exits with `code`, perhaps already in here. A
-        launcher ends all ranks when one ends, so each rank first waits for all, until rank 0 has printed its output."""
+        """Closes the connection at the end of a program. The program then exits with `code`; the exit may already
+        happen in this method. A launcher ends all ranks when one rank ends. So each rank first waits for all others,
+        until rank 0 has printed its output."""
         self.barrier()
 
     def sum(self, values: Any, name: str) -> np.ndarray:
-        """The sum of the ranks' arrays of one shape; identical on every rank, in the arrays' precision."""
+        """The sum of the arrays of all ranks, which have the same shape. The sum has the precision of the arrays, and
+        is identical on every rank."""
         return np.sum(self.gather(values, name), axis=0)
 
     def together(self, build: Callable[[], Built]) -> Built:
-        """Call `build`, which must not communicate, on every rank; returns only if it succeeded on all ranks.
+        """Calls `build` on every rank. Returns only if `build` succeeded on all ranks. `build` must not communicate.
 
         Raises:
-            RunRefused: on every rank, if `build` raised SetupError, SpecError or ConfigurationError on any.
+            RunRefused: on every rank, if `build` has raised SetupError, SpecError or ConfigurationError on any rank.
         """
         built: Any = None
         error = None
@@ -110,10 +113,11 @@ class Ranks(ABC):
         return built
 
     def check_same(self, facts: dict[str, Any]) -> None:
-        """Check that every rank has the same facts, by name; with different options or data ranks would wait for ever.
+        """Checks that every rank has the same facts. If options or data differed, ranks would wait for each other
+        without end.
 
         Raises:
-            RunRefused: on every rank; the message names the first fact that differs.
+            RunRefused: on every rank, if a fact differs. The message names the first such fact.
         """
         everywhere = self.gather(facts, "facts")
         for rank, rank_facts in enumerate(everywhere):

@@ -1,4 +1,4 @@
-"""The ranks of a run under Horovod."""
+"""The ranks of a run with Horovod."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hvdcomp.tools.train.ranks import Ranks
 
 
 class Changes(State):
-    """Receives Horovod's notices of changes of the ranks. The state of the training is stored in the checkpoint, not
-    here.
+    """Receives Horovod's notices about changes of the ranks. The state of the training is in the checkpoint, not in
+    this object.
 
     Args:
         hvd: Horovod's module for the framework.
@@ -39,20 +39,20 @@ class Changes(State):
         self.met += 1
 
     def save(self) -> None:
-        """Does nothing, as `Checkpoints` saves."""
+        """Does nothing, because `Checkpoints` saves the state."""
 
     restore = sync = save
 
 
 class HorovodRanks(Ranks):
-    """All ranks, through Horovod for a framework, which is initialized if necessary.
+    """All ranks, connected by Horovod for a framework. Horovod is initialized if necessary.
 
     Args:
         framework: "torch" or "tensorflow".
-        changes: the notices of changes in an elastic job; else None.
+        changes: receives the notices in an elastic job; otherwise None.
 
     Raises:
-        ImportError: Horovod was not built for this framework.
+        ImportError: if Horovod was not built for this framework.
     """
 
     backend = "horovod"
@@ -77,10 +77,11 @@ class HorovodRanks(Ranks):
     def meet_anew(self, without_me: bool) -> None:
         if without_me:
             raise SystemExit(EXIT_SAVED)
-        raise HostsUpdatedInterrupt(skip_sync=True)  # the checkpoint has all state
+        # nothing needs to be synchronised, because the checkpoint has all state
+        raise HostsUpdatedInterrupt(skip_sync=True)
 
     def gather(self, value: Any, name: str) -> list[Any]:
-        # Horovod's default name would depend on the value's type.
+        # The default name in Horovod would depend on the type of the value.
         return self._hvd.allgather_object(value, name=f"hvdcomp.train.{name}")
 
     def broadcast(self, value: Any, name: str) -> Any:

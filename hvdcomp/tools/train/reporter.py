@@ -1,6 +1,7 @@
-"""The terminal output of a run, from rank 0: a progress bar, or on other outputs occasional lines; a table at the end.
+"""The terminal output of a run, on rank 0. On a terminal the output is a progress bar, and elsewhere occasional lines.
+At the end there is a table.
 
-Under a launcher there is no bar, as it may prefix each line, or write to a file.
+With a launcher there is no bar, because the launcher may prefix each line, or write to a file.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Reporter:
-    """Shows the progress of a run. `visible` is false on ranks other than 0, which show nothing."""
+    """Shows the progress of a run. visible: False on all ranks except rank 0, so that these ranks show nothing."""
 
     def __init__(self, steps: int, epochs: int, *, visible: bool, progress: bool) -> None:
-        # Under mpirun each rank has a terminal, even if its output does not go there.
+        # With mpirun, each rank has a terminal, even if its output is not written to the terminal.
         terminal = False if environment.launched() else None
         self._console = make_console(quiet=not visible, soft_wrap=True, force_terminal=terminal)
         self._visible = visible and progress
@@ -61,16 +62,16 @@ class Reporter:
             self._bar.stop()
 
     def say(self, text: str) -> None:
-        """Prints a line, also with --no-progress."""
+        """Prints a line, even with --no-progress."""
         self._console.print(text)
 
     def note(self, text: str) -> None:
-        """Prints a line, except with --no-progress."""
+        """Prints a line, unless --no-progress is given."""
         if self._visible:
             self._line(text)
 
     def step(self, step: int, epoch: int, loss: float, ms: float) -> None:
-        """Shows a step. `step` counts batches of the initial size; larger batches make fewer steps."""
+        """Shows a step. step: counted in batches of the initial size, so a larger batch counts as several."""
         if self._bar is not None:
             self._bar.update(self._task, completed=step, epoch=epoch, loss=loss, ms=ms)
         elif self._visible and time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES:
@@ -88,7 +89,8 @@ class Reporter:
         )
 
     def _of(self, epoch: int) -> str:
-        """An epoch and the number of epochs; a run that continues with other ranks may need more epochs."""
+        """A text with an epoch and the number of epochs. A run that continues with other ranks may need more epochs
+        than planned."""
         return f"{epoch}/{max(epoch, self._epochs)}"
 
     def _line(self, text: str) -> None:

@@ -1,7 +1,8 @@
-"""The training loop, which is the same for all frameworks and backends. A `Learner` implements the parts that differ.
+"""The training loop. The loop is the same for all frameworks and backends. A `Learner` implements the parts that
+differ.
 
-Every rank starts from rank 0's weights, trains on its part of each epoch's common shuffle, and ends with the same
-weights. The summary has the digest of each rank's weights, as a check.
+Every rank starts with the weights of rank 0, and trains on its part of the shuffled data of each epoch. All ranks end
+with the same weights. As a check, the summary has the digest of each rank's weights.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ from hvdcomp.tools.train.ranks import Ranks
 from hvdcomp.tools.train.reporter import Reporter
 from hvdcomp.tools.train.target import Target
 
-_STEPS_BETWEEN_CHECKS = 20  # in which the ranks look for a non-finite loss, or a signal to stop, on any rank
-_SECONDS_BETWEEN_CHECKS = 2.0  # the same, for slow steps with checkpoints
-_MOST_TIMES = 10_000  # step times that are kept, and saved in checkpoints
-_FIRST_STEPS = 5  # not counted in the time per step of a run of one epoch
+# after this number of steps, the ranks check whether any rank has a non-finite loss or a signal to stop
+_STEPS_BETWEEN_CHECKS = 20
+_SECONDS_BETWEEN_CHECKS = 2.0  # the same for slow steps, if there are checkpoints
+_MOST_TIMES = 10_000  # largest number of step times that are kept, and saved in checkpoints
+_FIRST_STEPS = 5  # in a run of one epoch, this number of first steps does not count for the time per step
 _EVALUATION_BATCH = 256
 
 
 class Run:
-    """A run that is ready to start. Each rank has its own shard of the data. Only rank 0 writes files and shows
+    """A run that is ready to start. Each rank has its own shard of the data. Only rank 0 writes files and shows the
     progress."""
 
     def __init__(
@@ -68,23 +70,23 @@ class Run:
         )
         self._augmenting = np.random.default_rng([options.seed, ranks.rank])
         self._metric = options.metric
-        # Shards are gathered for it, so not when the run has failed.
+        # Computed now, because shards are gathered for it, which is not possible after the run has failed.
         self._parameters = sum(parameter.size for parameter in learner.parameters().values())
         self._step = 0
-        self._epoch = 1  # the present epoch
-        self._taken = 0  # batches of the initial size that were used in this epoch
-        self._losses: list[float] = []  # of the steps of this epoch
+        self._epoch = 1  # the current epoch
+        self._taken = 0  # number of batches of the initial size that were used in this epoch
+        self._losses: list[float] = []  # the losses of the steps of this epoch
         self._rate = 0.0
-        self._finite = True  # on this rank
-        self._times: list[float] = []  # ms of each of the latest steps
+        self._finite = True  # whether the loss on this rank was finite
+        self._times: list[float] = []  # the milliseconds of each of the latest steps
         self._epochs: list[dict[str, Any]] = []
-        self._trained_seconds = 0.0  # of all steps, without evaluations
-        self._trained_on_links = np.zeros(len(ranks.links))  # the same, by link
+        self._trained_seconds = 0.0  # the seconds of all steps, without evaluations
+        self._trained_on_links = np.zeros(len(ranks.links))  # the same for each link
         self._reached: dict[str, Any] | None = None  # the evaluation that reached the target
         self._evaluated_at = 0  # the step of the latest evaluation
-        self._quality: dict[str, float] = {}  # of the latest evaluation
-        self._stepped = False  # in this process
-        self._resumed_at: list[int] = []  # steps at which the run was resumed from a checkpoint
+        self._quality: dict[str, float] = {}  # the quality at the latest evaluation
+        self._stepped = False  # whether this process has made a step
+        self._resumed_at: list[int] = []  # the steps at which the run was resumed from a checkpoint
         self._next_check = _STEPS_BETWEEN_CHECKS if checkpoints is None else 1
         self._start = self._epoch_start = ranks.now()
 
@@ -94,7 +96,7 @@ class Run:
         for name in KEPT:
             setattr(self, f"_{name}", saved[name])
         self._taken = self._taken_of(self._checkpoints.old_ranks)
-        if self._checkpoints.sources[0] == self._ranks.rank:  # else this is another rank's random state
+        if self._checkpoints.sources[0] == self._ranks.rank:  # otherwise the random state belongs to another rank
             self._augmenting.bit_generator.state = saved["augmenting"]
         self._resumed_at = [*saved["resumed_at"], self._step]
         self._next_check = self._step + 1
@@ -113,7 +115,8 @@ class Run:
             self._reporter.say(self._checkpoints.change)
 
     def _taken_of(self, old_ranks: int) -> int:
-        """The number of batches that is the same share of an epoch as the old ranks' batches, rounded down."""
+        """Converts the number of batches that the old ranks have used to the same share of an epoch with the new ranks,
+        rounded down."""
         options = self._options
         assert options.batch_size is not None
         samples = len(self._data.train_x)
@@ -149,7 +152,7 @@ class Run:
                 self._writer.finish(summary)
             self._refuse_unwritten(self._ranks.gather(self._unwritten, "written"))
         except BaseException as error:
-            # Other ranks may have ended: no communication here.
+            # No communication here, because other ranks may have ended.
             if self._writer is not None:
                 self._writer.finish({**self._summary("failed", [], {}), "error": f"{type(error).__name__}: {error}"})
             raise
@@ -159,7 +162,7 @@ class Run:
 
     @property
     def _unwritten(self) -> str | None:
-        """The error of this rank's writer, or None."""
+        """The writing error of this rank, or None."""
         return None if self._writer is None else self._writer.problem
 
     def _refuse_unwritten(self, problems: Sequence[str | None]) -> None:
@@ -171,8 +174,8 @@ class Run:
             )
 
     def _train(self) -> str:
-        """Train the rest of the run; returns "finished", or early "diverged" or "stopped"."""
-        # Of an epoch within which the saved run ended, or was stopped at its end, there are losses but no record.
+        """Trains the rest of the run. Returns "finished", or, if the run ends early, "diverged" or "stopped"."""
+        # If the saved run ended within an epoch, or was stopped at the end of one, this epoch has losses but no record.
         while not self._over or self._losses:
             if ended := self._train_epoch():
                 return ended
@@ -186,7 +189,7 @@ class Run:
         return trained or self._reached is not None
 
     def _train_epoch(self) -> str | None:
-        """Train the rest of this epoch; returns "diverged" or "stopped" if the run ends, else None."""
+        """Trains the rest of this epoch. Returns "diverged" or "stopped" if the run ends, otherwise None."""
         options, data = self._options, self._data
         assert options.batch_size is not None
         shard = epoch_shard(
@@ -207,7 +210,8 @@ class Run:
             due = self._checkpoints is not None and self._checkpoints.due(self._step)
             if (due or self._step >= self._next_check) and (ended := self._agree(save=due)):
                 return ended
-        # A run that ends within an epoch is saved before the epoch's record, because it may later continue the epoch.
+        # A run that ends within an epoch is saved before the record of the epoch is written, because the epoch may be
+        # continued later.
         if ended := self._agree(save=len(shard) >= self._next_accumulation()):
             return ended
         self._end_epoch()
@@ -217,9 +221,9 @@ class Run:
         return None
 
     def _agree(self, save: bool = False) -> str | None:
-        """Agree with all ranks whether to continue; returns the status that ends the run, or None.
+        """Agrees with all ranks whether to continue. Returns the status that ends the run, or None.
 
-        A checkpoint is saved if `save` is true, and before a stop.
+        A checkpoint is saved if `save` is True, and before the run stops.
         """
         warnings = self._warnings
         warned, all_warned = (False, False) if warnings is None else (warnings.warned, warnings.all_warned)
@@ -231,8 +235,9 @@ class Run:
         if not all(finite):
             return "diverged"
         if self._checkpoints is not None and (save or any(stop) or any(changed)):
-            # A step's loss is older than its weights, and a checkpoint of weights that are not finite would be useless.
-            # All ranks look together, also those that no signal has reached: FSDP gathers the weights for it.
+            # The loss of a step is computed before the weights change, so weights may be non-finite although the loss
+            # is finite. A checkpoint of such weights would be useless. All ranks check together, even if only one got a
+            # signal, because FSDP gathers the weights for the check.
             if any(self._ranks.gather(self._weights_are_lost(), "lost")):
                 return "diverged"
             with self._compression.paused():
@@ -258,16 +263,16 @@ class Run:
         return (self._epoch - 1) * self._steps_per_epoch + self._taken
 
     def _next_accumulation(self) -> int:
-        """The number of batches of the next step: above 1 only if a policy has enlarged it.
+        """The number of batches of the next step. The number is above 1 only if a policy has increased it.
 
-        The learning rate is set first, as by a scheduler, because policies use it.
+        The learning rate is set first, like a scheduler would do, because policies use it.
         """
         self._rate = self._options.learning_rate(self._batches / self._steps_per_epoch, self._epochs_in_all)
         self._learner.set_learning_rate(self._rate)
         return self._compression.accumulation
 
     def _timed_step(self, samples: np.ndarray, accumulation: int) -> None:
-        """An optimizer step on these samples of this rank, with its time."""
+        """Makes an optimizer step on these samples of this rank, and measures its time."""
         if not self._stepped and self._learner.first_step is not None:
             self._reporter.note(self._learner.first_step)
         self._stepped = True
@@ -322,11 +327,11 @@ class Run:
 
     @property
     def _watched(self) -> str:
-        """The part of the data that is evaluated during the run: validation, or else test."""
+        """The part of the data that is evaluated during the run: validation if it exists, otherwise test."""
         return "test" if self._data.validation is None else "validation"
 
     def _evaluate(self) -> dict[str, float]:
-        """The quality of the present weights on the watched part; notes whether it reaches the target."""
+        """Evaluates the current weights on the watched part, and records whether they reach the target."""
         if self._evaluated_at == self._step:
             return self._quality
         with self._compression.paused():
@@ -344,7 +349,7 @@ class Run:
         }
         if self._writer is not None:
             self._writer.evaluation(record)
-        # Rank 0's own seconds are in the record, and no rank decides by them.
+        # The record has the seconds of rank 0. No decision depends on them.
         if self._target is not None and self._reached is None and self._target.is_reached(quality):
             self._reached = record
         return quality
@@ -356,21 +361,24 @@ class Run:
         return {"trained_seconds_on_links": seconds} if seconds else {}
 
     def _final_quality(self, status: str) -> dict[str, Any]:
-        """The quality on the test part, which is evaluated once if there is a validation part and the run finished."""
+        """The quality on the test part. If there is a validation part, the test part is evaluated only once, after the
+        run has finished."""
         if self._data.validation is not None:
             return self._quality_on(self._data.test) if status == "finished" else {}
         last = self._epochs[-1] if self._epochs else {}
         return {"loss": last.get("test_loss"), self._metric: last.get(self._metric)}
 
     def _average_buffers(self) -> None:
-        """Average the running statistics of normalization layers over the ranks, which have different shards."""
+        """Averages the running statistics of normalization layers over the ranks, because the ranks have different
+        data."""
         everywhere = self._ranks.gather(self._learner.buffers(), "buffers")
         means = {name: np.mean([state[name] for state in everywhere], axis=0) for name in everywhere[0]}
         self._learner.set_buffers(means)
 
     def _quality_on(self, part: Part) -> dict[str, float]:
-        """Mean loss (of tokens: per token), and the metric, on a part of the data, shared by the ranks."""
-        totals = np.zeros(3)  # loss, right answers, answers
+        """The mean loss (for text, per token) and the metric on a part of the data. Each rank evaluates a share of this
+        part."""
+        totals = np.zeros(3)  # loss, correct answers, answers
         shard = evaluation_shard(len(part.x), self._ranks.size, self._ranks.rank)
         with self._learner.common_weights():
             for first in range(0, len(shard), _EVALUATION_BATCH):
@@ -436,7 +444,7 @@ class Run:
 
     @property
     def _totals(self) -> Any:
-        """Totals of the sent bytes so far, for layers and tables."""
+        """The totals of the bytes that were sent so far, for layers and tables."""
         totals, rows = replace(self._compression.ledger.totals), self._learner.row_ledger
         if rows is not None:
             totals.add(rows.totals)
@@ -449,7 +457,7 @@ class Run:
         return None if rows is None else {name: getattr(rows.totals, name) for name in names}
 
     def _until(self) -> dict[str, Any] | None:
-        """The target with its cost, or the note that it was not reached; None without a target."""
+        """The target with its cost, or a note that it was not reached; None if there is no target."""
         if self._target is None:
             return None
         if self._reached is None:
@@ -458,7 +466,8 @@ class Run:
         return {"target": str(self._target), "reached": True, **{key: self._reached[key] for key in stored}}
 
     def _time_per_step(self) -> tuple[float | None, str]:
-        """Median step time in ms, and the counted steps in words; the slower first steps are left out."""
+        """The median step time in ms, and a text that says which steps count. The first steps are slower, and are left
+        out."""
         skipped = self._steps_per_epoch if self._step > self._steps_per_epoch else _FIRST_STEPS
         if self._step <= skipped:
             return None, f"no more than {skipped} steps were made"
@@ -467,7 +476,7 @@ class Run:
 
 
 def _digest(parameters: Arrays) -> str:
-    """SHA-256 over the names and the bytes of all parameters."""
+    """The SHA-256 digest of the names and the bytes of all parameters."""
     digest = hashlib.sha256()
     for name, parameter in sorted(parameters.items()):
         digest.update(name.encode())
@@ -479,8 +488,9 @@ def _cost(spent: Any, last: Any) -> dict[str, float | None]:
     """The bytes and times of a step, from the ledgers.
 
     Args:
-        spent: in it, as a difference of sums.
-        last: the latest entry of layers, which has the times; None with one rank: Horovod then compresses nothing.
+        spent: the bytes of the step, as a difference of totals.
+        last: the latest entry of layers, which has the times. None if there is only one rank, because Horovod then
+            compresses nothing.
     """
     counts = ("bytes_sent", "bytes_in_node", "dense_bytes", "floats_sent")
     cost: dict[str, float | None] = {name: round(getattr(spent, name), 6) for name in counts}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import cast
 
-from hvdcomp.tools.train.keras_learner import KerasLearner  # first: it configures TensorFlow's logging
+from hvdcomp.tools.train.keras_learner import KerasLearner  # imported first, because it configures TensorFlow's logging
 
 import numpy as np  # isort: skip
 import tensorflow as tf
@@ -19,7 +19,8 @@ from hvdcomp.tools.train.simulation import SimulatedRanks
 
 
 class SimulatedKerasLearner(KerasLearner):
-    """See `Learner`. A step is two TensorFlow functions, with the exchange in Python between them."""
+    """See `Learner`. A step consists of two TensorFlow functions. The exchange happens between the two functions, in
+    Python."""
 
     def __init__(self, options: TrainingOptions, data: DataSet, ranks: Ranks) -> None:
         super().__init__(options, data, ranks)
@@ -27,7 +28,7 @@ class SimulatedKerasLearner(KerasLearner):
 
     @staticmethod
     def prepare(local_rank: int, local_size: int) -> None:
-        KerasLearner.prepare(local_rank, os.cpu_count() or 1)  # one thread, as for real ranks
+        KerasLearner.prepare(local_rank, os.cpu_count() or 1)  # this gives one thread, as for real ranks
 
     def broadcast(self) -> None:
         self._begin()  # all ranks have the same initial weights
@@ -36,7 +37,7 @@ class SimulatedKerasLearner(KerasLearner):
         self._compression = compression
         variables = self._model.trainable_variables
         self._exchange = serve_simulated(compression, variables, self._communicator, self._optimizer)
-        # Traced now: dropout uses TensorFlow's global seed, which the next rank sets again.
+        # Functions are traced now, because dropout uses TensorFlow's global seed, and the next rank sets another seed.
         tf.random.set_seed(self._options.seed + self._rank * 2**31)
         self._gradients = tf.function(self._gradients_of_step, input_signature=self._batch).get_concrete_function()
         self._update = tf.function(

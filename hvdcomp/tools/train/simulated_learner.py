@@ -17,7 +17,7 @@ from hvdcomp.torch import serve_simulated
 
 
 class SimulatedLearner(TorchLearner):
-    """See `Learner`. On a GPU if there is one, which all ranks share."""
+    """See `Learner`. If there is a GPU, all ranks share it."""
 
     def __init__(self, options: TrainingOptions, data: DataSet, ranks: Ranks) -> None:
         super().__init__(options, data, ranks)
@@ -25,7 +25,7 @@ class SimulatedLearner(TorchLearner):
 
     @staticmethod
     def prepare(local_rank: int, local_size: int) -> None:
-        torch.set_num_threads(1)  # as for real ranks; a rank's clock counts no other thread
+        torch.set_num_threads(1)  # as for real ranks, and because the clock of a rank does not count other threads
 
     def broadcast(self) -> None:
         self._begin()  # all ranks have the same initial weights
@@ -41,7 +41,7 @@ class SimulatedLearner(TorchLearner):
             self._exchange = serve_simulated(compression, self._model, self._communicator, self._optimizer)
 
     def _backward(self, inputs: Tensor, targets: Tensor, passes: int, last: bool) -> Tensor:
-        # All ranks share PyTorch's generators, so each restores its own state.
+        # All ranks share PyTorch's random generators, so each rank restores its own state.
         torch.set_rng_state(self._random[0])
         if self._device.type == "cuda":
             torch.cuda.set_rng_state(self._random[1], self._device)
@@ -51,7 +51,7 @@ class SimulatedLearner(TorchLearner):
         return loss.detach()
 
     def _random_state(self) -> list[Tensor]:
-        """The states of PyTorch's generators: of the CPU, and of the GPU if there is one."""
+        """The states of PyTorch's random generators, for the CPU and, if there is one, for the GPU."""
         of_gpu = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
         return [torch.get_rng_state(), *of_gpu]
 

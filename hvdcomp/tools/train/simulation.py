@@ -1,4 +1,4 @@
-"""Simulated ranks, which are threads of a process: `hvdcomp train --simulate-ranks`."""
+"""Simulated ranks (`hvdcomp train --simulate-ranks`). The ranks are threads of one process."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class SimulatedRanks(Ranks):
 
 
 def on_simulated_ranks(options: TrainingOptions, run: Callable[[Ranks], Any]) -> Any:
-    """Calls a function on each of the simulated ranks; returns the result of rank 0.
+    """Calls a function on each of the simulated ranks, and returns the result of rank 0.
 
     Raises:
-        ConfigurationError: the environment sets a wrong number of ranks per node.
+        ConfigurationError: if an environment variable sets a wrong number of ranks per node.
     """
     assert options.simulate_ranks is not None
     links = links_of(options.link)
@@ -73,9 +73,10 @@ def on_simulated_ranks(options: TrainingOptions, run: Callable[[Ranks], Any]) ->
 
 
 def _clock(framework: str) -> tuple[Callable[[], float], Callable[[], None]]:
-    """The clock of the ranks, which compute one after the other, and a function that waits for their device."""
+    """The clock of the ranks, and a function that waits for their device. The ranks compute one after the other."""
     if framework != "torch":
-        return time.perf_counter, lambda: None  # TensorFlow computes in threads of its own
+        # not the time of this thread, because TensorFlow computes in its own threads
+        return time.perf_counter, lambda: None
     import torch
 
     if torch.cuda.is_available():

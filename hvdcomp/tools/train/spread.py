@@ -1,4 +1,4 @@
-"""Means over seeds, with their intervals."""
+"""Means over seeds, with their confidence intervals."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# The quantile 0.975 of Student's t for 1 to 29 degrees of freedom: NIST/SEMATECH e-Handbook of Statistical Methods,
-# section 1.3.6.7.2.
+# The 0.975 quantiles of Student's t distribution for 1 to 29 degrees of freedom, from the NIST/SEMATECH e-Handbook of
+# Statistical Methods, section 1.3.6.7.2.
 _T_QUANTILES = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
     2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045,
@@ -17,16 +17,16 @@ _T_QUANTILES = (
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds, and half the width of its 95% interval; None for a single value."""
+    """A mean over seeds, and half the width of its 95% confidence interval (None for a single value)."""
 
     mean: float
     half: float | None
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
-    """The mean of some values with its interval by Student's t; None without a value.
+    """The mean of some values, with its confidence interval from Student's t distribution; None if there are no values.
 
-    More than 30 values use the quantile of 30, so that the interval is a little too wide.
+    For more than 30 values, the quantile for 30 values is used, so the interval is a little too wide.
     """
     if not values:
         return None

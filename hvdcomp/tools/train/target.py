@@ -1,4 +1,5 @@
-"""The quality on the validation part at which a run ends, such as `--until accuracy=0.93`."""
+"""The target of a run, such as `--until accuracy=0.93`. The run ends when the run reaches this quality on the
+validation part."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ _KNOWN = sorted((*METRICS, "loss"))
 
 @dataclass(frozen=True)
 class Target:
-    """A value of a metric to reach: an accuracy from below, the others from above.
+    """A value of a metric that a run should reach. An accuracy must be at least this value, and other metrics at most.
 
     Example:
         >>> Target.parse("accuracy=0.93").is_reached({"loss": 0.2, "accuracy": 0.94})
@@ -25,10 +26,10 @@ class Target:
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """A target from its text, such as "loss=2.2".
+        """Reads a target from a text such as "loss=2.2".
 
         Raises:
-            ValueError: the text is not a metric, "=" and a number; the message names the allowed form.
+            ValueError: if the text is not a metric, "=" and a number. The message names the allowed form.
         """
         metric, _, number = text.partition("=")
         try:
@@ -44,7 +45,7 @@ class Target:
         return cls(metric, value)
 
     def is_reached(self, quality: dict[str, Any]) -> bool:
-        """Whether the metrics of an evaluation are as good as the target, or better."""
+        """Whether the result of an evaluation is at least as good as the target."""
         reached = quality[self.metric]
         return bool(reached >= self.value if self.metric == "accuracy" else reached <= self.value)
 

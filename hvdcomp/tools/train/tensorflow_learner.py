@@ -1,4 +1,5 @@
-"""Trains in TensorFlow under Horovod: stock `hvd.DistributedGradientTape` with `compression=hvdcomp.Compression`.
+"""Trains in TensorFlow with Horovod, using the unmodified `hvd.DistributedGradientTape` with
+`compression=hvdcomp.Compression`.
 
 A step is a tf.function.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from hvdcomp.tools.train.keras_learner import KerasLearner  # first: it configures TensorFlow's logging
+from hvdcomp.tools.train.keras_learner import KerasLearner  # imported first, because it configures TensorFlow's logging
 
 import horovod.tensorflow as hvd  # isort: skip
 import numpy as np
@@ -49,7 +50,8 @@ class TensorFlowLearner(KerasLearner):
 
 
 def _cause(error: tf.errors.OpError) -> Exception | None:
-    """The error that hvdcomp raised in a callback of the graph, from its text, which is all that TensorFlow keeps."""
+    """The error that hvdcomp has raised in a callback of the graph. The error is made from the text of TensorFlow's
+    error, because TensorFlow keeps only the text."""
     for kind in (ConfigurationError, RankMismatchError):
         match = re.search(rf"\b{kind.__name__}: (.*?)\s*Traceback", error.message, re.DOTALL)
         if match:

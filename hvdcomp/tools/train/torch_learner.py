@@ -1,6 +1,6 @@
-"""Trains in PyTorch; subclasses connect the ranks.
+"""Trains in PyTorch. Subclasses connect the ranks.
 
-On a CPU with two ranks the same seed gives the same weights, bit for bit; with more ranks the order of additions in a
+On a CPU with two ranks, the same seed gives the same weights, bit for bit. With more ranks, the order of additions in a
 fused allreduce may change the last bits.
 """
 
@@ -32,11 +32,11 @@ from hvdcomp.tools.train.ranks import Ranks
 from hvdcomp.torch import CompressedAdam, LocalSteps, MuonWithAdamW, RowExchange
 
 _SHARED, OWN = "model.pt", "rank-{}.pt"  # the files of a checkpoint
-OWN_ENTRIES = ("buffers", "random", "cuda_random")  # of `_own_state`
+OWN_ENTRIES = ("buffers", "random", "cuda_random")  # the keys of `_own_state`
 
 
 class TorchLearner(Learner):
-    """See `Learner`. On a GPU if there is one; each rank of a host uses another GPU."""
+    """See `Learner`. If there are GPUs, each rank of a host uses a different GPU."""
 
     def __init__(self, options: TrainingOptions, data: DataSet, ranks: Ranks) -> None:
         if options.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
@@ -62,12 +62,13 @@ class TorchLearner(Learner):
         environment.use_device("auto", local_rank)
 
     def _begin(self) -> None:
-        """Creates the optimizer; call it at the end of `broadcast`."""
+        """Creates the optimizer. Call it at the end of `broadcast`."""
         self._optimizer = self._new_optimizer()
         torch.manual_seed(self._options.seed + self._rank * 2**31)
 
     def _new_optimizer(self) -> torch.optim.Optimizer:
-        """An optimizer of all parameters, without state; its learning rate is set before each step."""
+        """An optimizer for all parameters, without state. The learning rate of the optimizer is set before each
+        step."""
         options, model = self._options, self._model
         decay = options.weight_decay or 0.0
         if options.optimizer == "sgd":
@@ -102,13 +103,14 @@ class TorchLearner(Learner):
         return Compression.from_spec(spec, named_parameters=layers, **options)
 
     def _serve_tables(self, **options: Any) -> None:
-        """Exchanges the rows of the model's tables, if it has any; options as of `RowExchange`."""
+        """Exchanges the rows of the model's tables, if it has any. options: as in `RowExchange`."""
         if self._tables:
             self._rows = RowExchange(self._model, self._tables, **options)
 
     @contextmanager
     def _without_tables(self) -> Iterator[None]:
-        """A context in which the tables require no gradients, so that the compression does not exchange them."""
+        """A context manager in which the tables require no gradients, so that the compression does not exchange
+        them."""
         tables = [self._model.get_parameter(name) for name in self._tables]
         for table in tables:
             table.requires_grad_(False)
@@ -137,20 +139,20 @@ class TorchLearner(Learner):
         if self._rows is not None:
             self._rows.exchange()
         self._update()
-        return total.item()  # on an accelerator this waits for the step
+        return total.item()  # on an accelerator, this waits for the step
 
     @abstractmethod
     def _backward(self, inputs: Tensor, targets: Tensor, passes: int, last: bool) -> Tensor:
-        """A forward and backward pass, which accumulates gradients; returns its share of the loss.
+        """Makes a forward and a backward pass, which accumulates gradients. Returns the share of the loss of this pass.
 
         Args:
-            inputs, targets: of the pass.
+            inputs, targets: the samples of the pass.
             passes: the number of passes of the step.
             last: whether this is the last pass, after which the gradients are exchanged.
         """
 
     def _update(self) -> None:
-        """The optimizer's step with the averaged gradients, clipped if `clip_norm` is set."""
+        """Makes the optimizer's step with the averaged gradients, which are clipped if `clip_norm` is set."""
         if self._clips:
             self._clip()
         self._optimizer.step()
@@ -161,7 +163,7 @@ class TorchLearner(Learner):
         return self._options.steps_alone and self._options.optimizer != "compressed-adam"
 
     def _distribute_steps(self, compression: Compression, **options: Any) -> None:
-        """`distribute` for local steps; options as of `LocalSteps`."""
+        """`distribute` for local steps. options: as in `LocalSteps`."""
         self._compression = compression
         own = self._options
         for name in ("outer_lr", "outer_momentum"):
@@ -179,7 +181,8 @@ class TorchLearner(Learner):
 
     @property
     def _clips(self) -> bool:
-        """Whether the norm of the averaged gradient is limited: not if compressed momenta have added noise to it."""
+        """Whether the norm of the averaged gradient is limited. The norm is not limited if compressed momenta have
+        added noise."""
         optimizer = self._optimizer
         noisy = isinstance(optimizer, CompressedAdam) and optimizer.frozen and not optimizer.refreshes
         return bool(self._options.clip_norm) and not noisy
@@ -213,7 +216,7 @@ class TorchLearner(Learner):
     def save(self, folder: Path) -> list[Path]:
         assert self._compression is not None
         contents: dict[Path, Any] = {}
-        if not self._steps_alone:  # else they differ between ranks
+        if not self._steps_alone:  # otherwise weights differ between ranks
             shared = self._shared_state()
             if self._rank == 0:
                 contents[folder / _SHARED] = shared
@@ -224,7 +227,7 @@ class TorchLearner(Learner):
         }
         if self._steps_alone:
             rank_content |= self._shared_state()
-            rank_content["optimizer"].get("local_steps", {}).pop("compression", None)  # kept above, by itself
+            rank_content["optimizer"].get("local_steps", {}).pop("compression", None)  # it is saved separately above
         contents[folder / OWN.format(self._rank)] = rank_content
         for file, content in contents.items():
             write_content(file, content)
@@ -261,7 +264,7 @@ class TorchLearner(Learner):
         }
 
     def _load_own(self, state: dict[str, Any], of_this_rank: bool) -> None:
-        """Loads what `_own_state` returned; of another rank, its buffers only."""
+        """Loads the result of `_own_state`. If the result belongs to another rank, only the buffers are loaded."""
         self._model.load_state_dict(state["buffers"], strict=False)
         if of_this_rank:
             torch.set_rng_state(state["random"].cpu())
@@ -281,7 +284,7 @@ class TorchLearner(Learner):
         return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
 
     def _load_shared(self, state: dict[str, Any]) -> None:
-        """Loads what `_shared_state` returned."""
+        """Loads the result of `_shared_state`."""
         self._model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
 
@@ -290,7 +293,7 @@ class TorchLearner(Learner):
 
 
 def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross entropy; of a regression, whose targets are floats, the mean squared error."""
+    """The mean cross entropy. For a regression, whose targets are floats, the mean squared error."""
     if targets.is_floating_point():
         return nn.functional.mse_loss(outputs.flatten(), targets)
     return nn.functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
@@ -301,7 +304,7 @@ def as_array(tensor: Tensor) -> np.ndarray:
 
 
 def write_content(file: Path, content: Any) -> None:
-    """Writes a file for `torch.load`; PyTorch's own writer drops the reason of a failure."""
+    """Writes a file for `torch.load`. PyTorch's own writer is not used, because it drops the reason of a failure."""
     buffer = io.BytesIO()
     torch.save(content, buffer)
     write_file(file, buffer.getbuffer())

@@ -1,4 +1,4 @@
-"""The setup of a run on all ranks: an error on one rank is raised on all of them, before any rank waits."""
+"""Sets up a run on all ranks. If an error occurs on one rank, all ranks raise it before any rank waits for another."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from hvdcomp.tools.train.run import Run
 
 
 def train(options: TrainingOptions, ranks: Ranks | None = None, warnings: Warnings | None = None) -> dict[str, Any]:
-    """Train with these options. Call it on every rank.
+    """Trains with these options. Call it on every rank.
 
     Args:
         options: options of the run.
         ranks: the ranks from `backends.reach`; None to connect here.
-        warnings: the object that notes signals to stop; None to note signals here, if the options name a folder for
+        warnings: the object that records signals to stop. None to record signals here, if the options name a folder for
             checkpoints.
 
     Returns:
-        The summary, as in summary.json; the same on every rank, except for a rank's own loss and times. Its status is
-        "finished", "diverged", or "stopped" if a rank was told to save and stop.
+        The summary, as in summary.json. The summary is the same on every rank, except for the loss and the times of the
+        rank. The status in the summary is "finished", "diverged", or "stopped" (if a rank was told to save and stop).
 
     Raises:
         RunRefused: on every rank, if the run cannot start.
-        SetupError: the ranks cannot be connected.
-        ImportError: the framework, or Horovod for it, is not installed.
+        SetupError: if the ranks cannot be connected.
+        ImportError: if the framework, or Horovod for this framework, is not installed.
     """
     with ExitStack() as stack:
         if warnings is None and options.checkpoint_folder is not None:
@@ -51,7 +51,7 @@ def _set_up(options: TrainingOptions, ranks: Ranks | None, warnings: Warnings | 
     make_learner = learner_class(options.framework, ranks.backend, options.fsdp)
     make_learner.prepare(ranks.local_rank, ranks.local_size)
     options = ranks.together(lambda: _checked(options, ranks))
-    # Now, because otherwise only some ranks might look for a checkpoint.
+    # Checked now, because otherwise only some ranks might look for a checkpoint.
     folder = None if options.checkpoint_folder is None else "given"
     facts = _comparable(options)
     ranks.check_same({**facts, "checkpoint_folder": folder})
@@ -78,7 +78,7 @@ def _set_up(options: TrainingOptions, ranks: Ranks | None, warnings: Warnings | 
 
 
 def _checked(options: TrainingOptions, ranks: Ranks) -> TrainingOptions:
-    if not ranks.elastic:  # an elastic launcher's variables are those of the start
+    if not ranks.elastic:  # the variables of an elastic launcher describe the ranks at the start
         environment.check_world_size(ranks.size)
     return options.resolved()
 
@@ -90,14 +90,15 @@ def _check_outputs(options: TrainingOptions, ranks: Ranks, saved: dict[str, Any]
                 "--output cannot be added now: the run in --checkpoint-folder was started without it, so the output "
                 "would lack the first steps; leave --output out, or name another --checkpoint-folder"
             )
-        overwrite = options.overwrite or ranks.restarts > 0  # of the time before the first checkpoint
+        # a restart may overwrite the output of the time before the first checkpoint
+        overwrite = options.overwrite or ranks.restarts > 0
         outputs.check_output(options.output, overwrite, None if saved is None else saved["sizes"])
     if options.tensorboard:
         outputs.check_tensorboard()
 
 
 def _data(options: TrainingOptions, ranks: Ranks) -> tuple[DataSet, int]:
-    """The data, and the steps of an epoch."""
+    """The data, and the number of steps of an epoch."""
     assert options.batch_size is not None
     data = load_data(options)
     if data.validation is None and not (options.until is None and options.evaluate_every is None):
@@ -109,7 +110,8 @@ def _data(options: TrainingOptions, ranks: Ranks) -> tuple[DataSet, int]:
 
 
 def _comparable(options: TrainingOptions) -> dict[str, Any]:
-    """The options in which all ranks must agree: all except paths, which may differ between hosts."""
+    """The options that must be the same on all ranks. The result has all options except paths, which may differ between
+    hosts."""
     places = ("data_dir", "output", "checkpoint_folder")
     return {key: value for key, value in options.as_json().items() if key not in places}
 

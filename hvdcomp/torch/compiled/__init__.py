@@ -1,1 +1,1 @@
-"""The operators of compiled graphs, and the pass that puts them in place of all-reduces."""
+"""The operators of compiled graphs, and the pass that replaces all-reduces by these operators."""

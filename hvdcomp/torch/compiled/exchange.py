@@ -1,8 +1,9 @@
-"""The exchange behind the operators of compiled graphs (`hvdcomp.torch.compiled.operators`).
+"""The exchange that the operators of compiled graphs run (`hvdcomp.torch.compiled.operators`).
 
-A node of a graph gets all inputs of a step as its arguments, and keeps nothing from step to step. So an engine is made
-once for each node, when the node first runs, and is told the step and the residuals in each step. The node then
-computes what the engine of a training with the same method, seed and names computes in the same step, bit for bit.
+A node of a graph gets all inputs of a step as its arguments, and keeps nothing between steps. Each node has an engine,
+which is created when the node runs for the first time. In each step, the engine gets the step number and the residuals.
+The node then gives the same result, bit for bit, as the engine of a training with the same method, seed and names in
+the same step.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ def method_of(spec: str, residuals: bool) -> Compressor:
 
     Args:
         spec: spec string of a compressor.
-        residuals: whether the node is given residuals.
+        residuals: whether the node gets residuals.
 
     Raises:
-        SpecError: for an invalid spec, or a method that a node cannot run.
+        SpecError: if the spec is invalid, or a node cannot run the method.
     """
     if spec.partition(":")[0].strip() in POLICIES:
         raise SpecError(
@@ -110,7 +111,8 @@ def check_scattered(tensor: torch.Tensor, name: str, group: dist.ProcessGroup) -
 def check(
     tensors: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor] | None, names: Sequence[str], step: torch.Tensor
 ) -> None:
-    """Raises ConfigurationError for arguments of a node that cannot be exchanged. It reads no values of tensors."""
+    """Raises ConfigurationError if the arguments of a node cannot be exchanged. The check does not read the values of
+    tensors."""
     if not len(set(names)) == len(names) == len(tensors):
         raise ConfigurationError(
             f"{len(tensors)} tensors were given with the names {', '.join(names)}; give each tensor a name of its own"
@@ -148,11 +150,12 @@ def exchange(
     names: Sequence[str],
     seed: int,
 ) -> list[torch.Tensor]:
-    """The means of tensors over the ranks of a process group, in new tensors; changes the residuals.
+    """Computes the means of tensors over the ranks of a process group, in new tensors. Changes the residuals in place.
 
     Raises:
-        SpecError, ConfigurationError: for invalid arguments.
-        RankMismatchError: on every rank, if ranks give different arguments when this node of the graph first runs.
+        SpecError, ConfigurationError: if arguments are invalid.
+        RankMismatchError: on every rank, if ranks pass different arguments when this node of the graph runs for the
+            first time.
     """
     check(tensors, residuals, names, step)
     refuse_capture()
@@ -191,9 +194,10 @@ def group_of(name: str) -> dist.ProcessGroup:
     """The process group of this name.
 
     Raises:
-        ConfigurationError: if torch.distributed has none.
+        ConfigurationError: if torch.distributed has no process group of this name.
     """
-    resolve: Any = dist.distributed_c10d._resolve_process_group  # whose argument is a type of its own in PyTorch 2.13
+    # the type of its argument is a new type in PyTorch 2.13
+    resolve: Any = dist.distributed_c10d._resolve_process_group
     try:
         group: dist.ProcessGroup = resolve(name)
     except RuntimeError as error:
@@ -270,8 +274,8 @@ class _Means(_Node):
         return self._engine.planner.memory_for(self._engine.plan[name])
 
     def _give(self, name: str, residual: torch.Tensor) -> None:
-        """Replaces what the engine keeps of a tensor. The storage stays, because the engine makes the descriptions of
-        its buckets again if it changes."""
+        """Replaces the residual that the engine keeps for a tensor. The storage stays the same, because with a new
+        storage the engine would have to describe its buckets again."""
         state = self._engine.states[name]
         if state.has_residual:
             state.memory[0].copy_(residual.view(state.memory[0].shape))

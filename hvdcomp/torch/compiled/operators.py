@@ -1,9 +1,9 @@
 """The operators of compiled graphs: `torch.ops.hvdcomp.allreduce_mean`, its forms for several tensors, and
 `reduce_scatter_mean`.
 
-An operator is opaque to the compiler. Its fake kernel tells the compiler the shapes of the results, and refuses invalid
-arguments when the graph is made. Its effect keeps the operators of a graph in the order of the program, and so in the
-same order on all ranks.
+An operator is opaque to the compiler. The fake kernel of an operator tells the compiler the shapes of the results, and
+refuses invalid arguments when the graph is made. An operator is registered with an effect, so that the compiler keeps
+the operators in the order of the program. This order is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _COMMON = "str spec, Tensor step, str group_name"
 
 
 def _operator(name: str, schema: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a function the operator `hvdcomp::NAME`."""
+    """A decorator that registers a function as the operator `hvdcomp::NAME`."""
 
     def register(function: Callable[..., Any]) -> Any:
         made = torch.library.custom_op(f"hvdcomp::{name}", function, mutates_args=mutates, schema=schema)
@@ -42,7 +42,8 @@ def _operator(name: str, schema: str, mutates: Sequence[str] = ()) -> Callable[[
 
 @_operator("allreduce_mean", f"(Tensor tensor, {_COMMON}, str name, int seed) -> Tensor")
 def allreduce_mean(tensor: Tensor, spec: str, step: Tensor, group_name: str, name: str, seed: int) -> Tensor:
-    """The mean of a tensor over the ranks of a process group; arguments as in `hvdcomp.compiled.allreduce_mean`."""
+    """The mean of a tensor over the ranks of a process group. The arguments are those of
+    `hvdcomp.compiled.allreduce_mean`."""
     return _apart(exchange([tensor], None, spec, step, group_name, [name], seed), [tensor])[0]
 
 
@@ -81,9 +82,11 @@ def allreduce_means_with_residuals(
     names: Sequence[str],
     seed: int,
 ) -> None:
-    """The means of several tensors by methods with error feedback, written to `means`. It replaces the residuals.
+    """Computes the means of several tensors with error feedback, and writes them to `means`. The operator replaces the
+    values of the residuals.
 
-    PyTorch does not functionalize an operator that changes a list of tensors and returns a list.
+    The means are an argument because PyTorch does not functionalize an operator that changes a list of tensors and also
+    returns a list.
     """
     for mean, result in zip(means, exchange(tensors, residuals, spec, step, group_name, names, seed), strict=True):
         mean.copy_(result)
@@ -119,8 +122,8 @@ def _(tensor: Tensor, spec: str, step: Tensor, group_name: str, name: str, seed:
 
 
 def _apart(means: list[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The means, each in a storage of its own: PyTorch allows nothing else of an operator. The means of one fused
-    all-reduce share a storage."""
+    """Copies the means so that each has its own storage, as PyTorch requires of an operator. The means of one fused
+    all-reduce would share a storage."""
     own = {mean.untyped_storage().data_ptr() for mean in means}
     given = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     return means if len(own) == len(means) and own.isdisjoint(given) else [mean.clone() for mean in means]

@@ -33,7 +33,7 @@ _REDUCE_SCATTERS = ("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced")
 _STEP = "hvdcomp_step"  # the buffer with the step
 _DIVISIONS = ("div", "true_divide", "truediv")
 _FACTORS = ("mul", "multiply")
-_FOUND_BY = ("val", "example_value")  # what tracers call the example of a node's result
+_FOUND_BY = ("val", "example_value")  # the names under which tracers store an example of a node's result
 
 
 @dataclass
@@ -45,8 +45,8 @@ class _Reduction:
         begun: the node whose result is waited for: `start`, or the node that picks this tensor's from several.
         divides: whether `summand` divides by the number of ranks.
         result: the node whose value is replaced.
-        factor: the number by which the mean is multiplied to get that value.
-        name: name of the tensor.
+        factor: the mean times this number is the value of `result`.
+        name: the name of the tensor.
     """
 
     start: Node
@@ -117,7 +117,7 @@ def replace_reductions(
 
 
 def compile_by(backend: str, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Compiles a graph from Dynamo with a backend of `torch.compile`, for the given example inputs."""
+    """Compiles a graph from Dynamo with a backend of `torch.compile`. inputs: example inputs."""
     compiled: Callable[..., Any] = torch._dynamo.lookup_backend(backend)(module, list(inputs))
     return compiled
 
@@ -156,7 +156,7 @@ def _reduction(start: Node, begun: Node, name: str, size: int, results: Set[Node
     """The reduction of a tensor.
 
     Args:
-        results: results of others, which may divide their own sums.
+        results: the results of other all-reduces. Such a node may be the division of another sum.
     """
     (wait,), summand = begun.users, _summand(start, begun)
     if start.args[1] == "avg":
@@ -259,7 +259,7 @@ def _keep_used(start: Node) -> None:
 
 
 def _node_of(module: GraphModule, step: torch.Tensor) -> Node:
-    """A node that reads the step, which becomes a buffer of the module."""
+    """Registers the step number as a buffer of the module, and returns a node that reads the buffer."""
     if getattr(module, _STEP, step) is not step:
         raise ConfigurationError(
             "this graph has compressed reductions with another step; give the same tensor for all process groups"
@@ -270,7 +270,7 @@ def _node_of(module: GraphModule, step: torch.Tensor) -> Node:
         return module.graph.get_attr(_STEP)
 
 
-# What nodes are.
+# Functions that recognize nodes.
 
 
 def _calls(node: Node, *names: str) -> bool:
@@ -286,21 +286,21 @@ def _scatters(begun: Node) -> bool:
 
 
 def _is_division(node: Any, size: int) -> bool:
-    """Whether a node divides a tensor by this number, or multiplies it with its inverse."""
+    """Whether a node divides a tensor by this number, or multiplies it by the inverse of this number."""
     if not isinstance(node, Node) or node.op == "placeholder" or len(node.args) != 2 or node.kwargs:
         return False
     tensor, number = node.args
     if not isinstance(tensor, Node) or not isinstance(number, int | float):
         return False
     before, after = _example(tensor), _example(node)
-    if before is None or after is None or before.dtype != after.dtype:  # whole numbers become others
+    if before is None or after is None or before.dtype != after.dtype:  # a division of integers gives another type
         return False
     called = _called(node)
     return (called in _DIVISIONS and number == size) or (called in _FACTORS and number == 1 / size)
 
 
 def _called(node: Node) -> str:
-    """The name of the function, operator or method that a node calls, without its overload."""
+    """The name of the function, operator or method that a node calls, without the overload."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return str(target.overloadpacket.__name__)
@@ -308,7 +308,7 @@ def _called(node: Node) -> str:
 
 
 def _ends_a_run(node: Node) -> bool:
-    """Whether a node may change a tensor that a node before it has made, or is the last."""
+    """Whether a node may change a tensor that an earlier node has computed, or is the last node."""
     if node.op in ("placeholder", "get_attr") or node.target is operator.getitem:
         return False
     if _calls(node, *_ALL_REDUCES, *_REDUCE_SCATTERS, "wait_tensor"):
@@ -317,6 +317,6 @@ def _ends_a_run(node: Node) -> bool:
 
 
 def _example(node: Node) -> torch.Tensor | None:
-    """A tensor with the shape and type of the node's result; None if the tracer left none."""
+    """A tensor with the shape and type of the node's result; None if the tracer has not stored one."""
     examples = (node.meta.get(key) for key in _FOUND_BY)
     return next((example for example in examples if isinstance(example, torch.Tensor)), None)

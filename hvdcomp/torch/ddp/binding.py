@@ -1,14 +1,14 @@
-"""The binding of `torch.nn.parallel.DistributedDataParallel`, as its communication hook.
+"""The binding of `torch.nn.parallel.DistributedDataParallel` (DDP). The binding is a communication hook of DDP.
 
-DDP calls the hook with each of its buckets, in the same order on all ranks, when all gradients of the bucket are ready,
-and gets a future for each. A step ends when all trained parameters have come, not with the bucket that DDP calls the
-last: in the first pass of a static graph it calls each the first and none the last. A step goes one of two ways, the
-same on all ranks:
+When all gradients of a DDP bucket are ready, DDP calls the hook with the DDP bucket, and gets a future. The order of
+the DDP buckets is the same on all ranks. A step ends when DDP has passed all trained parameters. DDP also marks one DDP
+bucket as the last, but this mark is not reliable: in the first pass of a static graph, DDP marks every DDP bucket as
+the first and none as the last. There are two kinds of steps, and all ranks choose the same:
 
-- cast: if the plan only casts all gradients to one element type, and a policy has nothing to decide or to measure in
-  the step, each bucket is allreduced in place during the backward pass.
-- engine: the engine gets the gradients, and may start collectives. In the hook of the last bucket, at the end of the
-  backward pass, it finishes the step, and all futures get their results.
+- cast: the plan only casts all gradients to one element type, and the policy does not decide or measure anything in
+  this step. Each DDP bucket is allreduced in place during the backward pass.
+- engine: the engine gets the gradients, and may start collectives during the backward pass. When the hook is called
+  with the last DDP bucket, the engine finishes the step, and all futures get their results.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _DRIFTING = (
 
 
 class _DDPBucket(NamedTuple):
-    """A DDP bucket in the present step.
+    """A DDP bucket in the current step.
 
     Attributes:
-        names: names of its parameters.
-        buffer: storage of its gradients, and later of their means.
-        gradients: views of the buffer by name; empty if the gradient is sparse.
-        future: future of the means.
+        names: the names of its parameters.
+        buffer: the storage of its gradients, and later of their means.
+        gradients: views of the buffer, by name; empty if the gradient is sparse.
+        future: the future of the means.
         whole: whether the bucket is allreduced in place.
     """
 
@@ -68,12 +68,13 @@ class DDPBinding(TorchTraining):
     """Ties one `Compression` to one model in DistributedDataParallel.
 
     Args:
-        setup: the user's settings and objects. Its `optimizer` is the model's; None if unknown.
-        model: the model in DDP. The binding holds no strong reference to it, as DDP holds its hook.
+        setup: the user's settings and objects. `setup.optimizer` is the optimizer of the model; None if unknown.
+        model: the model in DDP. The binding has no strong reference to the model, because DDP has a reference to the
+            hook.
     """
 
     overlaps_with_policy = True
-    early_bytes = LEAST_BYTES  # DDP has put together what becomes ready at once
+    early_bytes = LEAST_BYTES  # DDP has already joined gradients that become ready at the same time
     broadcast = "DistributedDataParallel(..., init_sync=True)"
     optimizer_from = "hvdcomp.ddp.register(model, compression, optimizer=optimizer)"
     averaged_by = "DistributedDataParallel"
@@ -83,11 +84,12 @@ class DDPBinding(TorchTraining):
         self._of_model = communicator = TorchDistributedCommunicator(model.process_group)
         trained = _trained(model)
         # torch.distributed matches collectives by their order. On the host, a rank starts the engine's collectives as
-        # soon as it knows that all ranks make the step, so these collectives have a process group of their own. All
-        # ranks start the presence check and the all-reduces of whole DDP buckets at the same point. These collectives
-        # stay in the model's process group, and so reach a rank that makes no step. On a device, all collectives are in
-        # the model's process group. There the presence check waits for its result instead of polling it, so that all
-        # ranks start a bucket between the same two collectives. The device still has work to do in the meantime.
+        # soon as it knows that all ranks make the step, which may be at a different time on each rank. So the engine
+        # has its own process group. All ranks start the presence check and the all-reduces of whole DDP buckets at the
+        # same point. These collectives stay in the model's process group, and so they also meet a rank that does not
+        # make the step. On a device, the model's process group is used for everything. There, the presence check waits
+        # for its result instead of polling, so that all ranks start a bucket between the same two collectives. Waiting
+        # costs little, because the device still has work.
         on_device = any(parameter.is_cuda for parameter in trained.values())
         self._beside = None if on_device else GroupBeside.of(communicator, self)
         if self._beside is not None:
@@ -109,20 +111,22 @@ class DDPBinding(TorchTraining):
             "find_unused_parameters": model.find_unused_parameters,
             "static_graph": model.static_graph,
         }
-        # Of a model that may leave out parameters in a step.
+        # Only for a model that may leave out parameters in a step.
         self._uses = UsedParameters(model, parameters) if any(self._model_settings.values()) else None
         self._unused: Set[str] = frozenset()  # parameters without gradients in a static graph
-        self._flag_bytes = 0  # of the flags that tell, in the present step, which parameters were used
-        # By the identity of a parameter: a tensor's hash is a call of Python.
+        self._flag_bytes = 0  # bytes of the flags that say which parameters were used in the current step
+        # The key is the identity of a parameter, because the hash of a tensor is a call of Python.
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._wire: torch.dtype | None = None  # element type of a step that casts
-        self._wire_of: tuple[Plan | None, torch.dtype | None] = (None, None)  # the latest plan and its element type
+        self._wire: torch.dtype | None = None  # the element type of a step that only casts
+        # the latest plan, and the element type to which it casts
+        self._wire_of: tuple[Plan | None, torch.dtype | None] = (None, None)
         self._checks_presence = True
-        self._awaited: set[str] = set()  # tensors of the step whose buckets have not come; none between two steps
-        self._kept: set[str] | None = None  # tensors of a step without an exchange; None in other steps
+        # tensors of the step whose DDP buckets DDP has not passed yet; empty between two steps
+        self._awaited: set[str] = set()
+        self._kept: set[str] | None = None  # tensors of a step that has no exchange; None in other steps
         self._step: list[_DDPBucket] = []
         self._pending: dict[str, torch.Tensor] = {}
-        self._batches: list[Sequence[str]] = []  # names of the tensors of each DDP bucket in the latest step
+        self._batches: list[Sequence[str]] = []  # the names of the tensors in each DDP bucket of the latest step
         self.engine.overlap.follow([], self.early_bytes)
 
     def _register(self, model: DistributedDataParallel) -> None:
@@ -135,15 +139,15 @@ class DDPBinding(TorchTraining):
             ) from None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles as None: a copied or pickled model in DDP keeps the hook's state but not the hook, so that the copy's
-        gradients are averaged without compression."""
+        """Pickles as None. A copied or pickled model in DDP keeps the state of the hook, but not the hook, so DDP
+        averages the gradients of the copy without compression."""
         return type(None), ()
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Receives a DDP bucket whose gradients are ready.
 
         Returns:
-            A future of the means, in the bucket's storage.
+            A future of the means. The means are in the storage of the DDP bucket.
         """
         names = list(map(self._names.__getitem__, map(id, bucket.parameters())))
         if self._awaited.isdisjoint(names):
@@ -158,13 +162,13 @@ class DDPBinding(TorchTraining):
         gradients = {} if buffer.is_sparse else dict(zip(names, bucket.gradients(), strict=True))
         whole = self._wire is not None or buffer.is_sparse
         if whole:
-            self.observe("local", gradients)  # now, before means overwrite them
+            self.observe("local", gradients)  # now, because means will overwrite the gradients
         future = self._reduce_whole(buffer) if whole else _future(buffer)
         self._step.append(_DDPBucket(names, buffer, gradients, future, whole))
         if not whole:
             used = {name: gradients[name] for name in names if name not in self._unused} if self._unused else gradients
             self._pending.update(used)
-            if self._uses is None:  # else gradients that no rank has are to stay as they are
+            if self._uses is None:  # otherwise a gradient that no rank has must not change
                 self.add_momenta(used)
                 self.engine.overlap.ready(used)
         if not self._awaited:
@@ -174,7 +178,7 @@ class DDPBinding(TorchTraining):
         return future
 
     def _keep(self, buffer: torch.Tensor, names: set[str]) -> torch.futures.Future[torch.Tensor]:
-        """Keeps this rank's own gradients; `names` are those of the step so far."""
+        """Keeps this rank's own gradients. names: the names of the step so far."""
         self._kept = names
         if not self._awaited:
             self.engine.enter_alone(names)
@@ -183,14 +187,14 @@ class DDPBinding(TorchTraining):
         return future
 
     def begin(self) -> None:
-        """Begins a step as `Binding.begin` does, and chooses between casts and the engine."""
+        """Begins a step like `Binding.begin`, and chooses between casts and the engine."""
         self._step.clear()
         self._pending.clear()
         if self._beside is not None:
             self._beside.under_way = True
         super().begin()
         self._wire = self._wire_of_plan() if self.engine.passthrough and not self.needs_engine else None
-        # A training that only casts in all steps needs no presence check, which would cost a latency.
+        # If all steps of a training only cast, no presence check is needed. It would cost a latency.
         self._checks_presence = self._wire is None or self.plan_may_change
         if self._checks_presence:
             self._presence_check.start(self.presence, UNNAMED)
@@ -198,7 +202,7 @@ class DDPBinding(TorchTraining):
             self.expect(self._presence_check.agrees)
 
     def _wire_of_plan(self) -> torch.dtype | None:
-        """The element type to which all gradients are cast; None if they differ or are compressed."""
+        """The element type to which all gradients are cast; None if their types differ, or gradients are compressed."""
         plan = self.engine.plan
         if self._wire_of[0] is not plan:
             wires = {compressor.wire_dtype(self.engine.tensors[name].dtype) for name, compressor in plan.items()}
@@ -206,18 +210,20 @@ class DDPBinding(TorchTraining):
         return self._wire_of[1]
 
     def _reduce_whole(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """Starts the allreduce of a bucket, cast if the plan says so."""
+        """Starts the allreduce of a DDP bucket, which is first cast if the plan says so."""
         if buffer.is_sparse or self._wire in (None, buffer.dtype):
-            mean = buffer.div_(self.communicator.world_size)  # before the sum, for the same bits as DDP without a hook
+            # divided before the sum, because DDP without a hook does so, and the bits must be the same
+            mean = buffer.div_(self.communicator.world_size)
             started = self._of_model.start_allreduce(mean, "sum", UNNAMED)
             return started.work.get_future().then(lambda _: mean)
-        # Divided after the sum, as in the engine and Horovod: before it, small numbers would lose bits on every rank.
+        # Divided after the sum, as in the engine and in Horovod. A division before the sum would lose bits of small
+        # numbers on every rank.
         started = self._of_model.start_allreduce(half_precision.narrow(buffer, self._wire), "mean", UNNAMED)
         return started.work.get_future().then(lambda _: half_precision.widen(started.finish(started.result), buffer))
 
     @torch.no_grad()
     def _end(self) -> None:
-        """Ends a step, in the hook of its last bucket."""
+        """Ends a step. The method is called in the hook of the last DDP bucket."""
         if self._checks_presence:
             self.check_presence(self._presence_check.end())
         self.refuse()
@@ -237,7 +243,7 @@ class DDPBinding(TorchTraining):
 
     def _end_casts(self) -> None:
         if self.coordinator is not None:
-            # The coordinator's clock and observers of means need the end of the step, for which DDP would wait now too.
+            # The coordinator's clock, and observers of means, need the end of the step. DDP would wait for it now, too.
             for bucket in self._step:
                 bucket.future.wait()
             for bucket in self._step:
@@ -252,21 +258,22 @@ class DDPBinding(TorchTraining):
         return super().presence_bytes(tensors) + self._flag_bytes
 
     def _used(self, gradients: Mapping[str, torch.Tensor], uses: UsedParameters) -> dict[str, torch.Tensor]:
-        """The gradients that any rank has. For the others DDP hands over zeros, and drops the results."""
+        """The gradients that at least one rank has. For all other parameters, DDP passes zeros and ignores the
+        results."""
         flags = torch.tensor([name in uses.names for name in gradients], dtype=torch.int32)
         uses.names.clear()
         self._flag_bytes = flags.nbytes
         anywhere = self.communicator.wait(self.communicator.start_allreduce(flags, "max", UNNAMED)).tolist()
         used = {name: gradients[name] for name, flag in zip(gradients, anywhere, strict=True) if flag}
-        if self._model_settings["static_graph"]:  # the same in every step
+        if self._model_settings["static_graph"]:  # the used parameters are the same in every step
             uses.stop()
             self._uses = None
             self._unused = gradients.keys() - used.keys()
         return used
 
     def _follow_ddp_buckets(self) -> None:
-        """Uses DDP's buckets, which change after its first step, for the engine. Tensors of DDP's last bucket are sent
-        at the end of the step."""
+        """Makes the engine use DDP's buckets, which change after DDP's first step. Tensors of the last DDP bucket are
+        sent at the end of the step."""
         batches = [bucket.names for bucket in self._step]
         if batches != self._batches:
             self._batches = batches
@@ -293,7 +300,7 @@ class DDPBinding(TorchTraining):
 
 @not_compiled
 def compressed_hook(binding, bucket):
-    """The hook that DDP calls; without annotations, because DDP would compare them with types, and they are strings."""
+    """The hook that DDP calls. The hook has no annotations: DDP would compare them with types, but they are strings."""
     return binding.reduce(bucket)
 
 
@@ -350,7 +357,7 @@ def _check(setup: Setup, model: DistributedDataParallel) -> None:
 
 
 def _trained(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
-    """The parameters whose gradients DDP averages, by their names in its module."""
+    """The parameters whose gradients DDP averages, by their names in DDP's module."""
     ignored = model.parameters_to_ignore
     named = dict(model.module.named_parameters())
     return {
@@ -368,7 +375,7 @@ def _ignored(model: DistributedDataParallel) -> Iterator[torch.nn.Parameter]:
 
 
 def _by_users_names(setup: Setup, trained: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
-    """The parameters by the names that the user gave."""
+    """The parameters, by the names that the user gave."""
     named = _named_parameters(setup)
     names = {parameter: name for name, parameter in named.items()}
     missing = [name for name, parameter in trained.items() if parameter not in names]

@@ -2,7 +2,7 @@
 
 torch.distributed matches the collectives of a process group by their order. Some collectives start in the backward
 pass, as soon as a rank knows that all ranks take part. In the user's process group, such a collective could be matched
-with a collective of another model in the same backward pass.
+with a wrong collective, for example of another model in the same backward pass.
 """
 
 from __future__ import annotations
@@ -15,20 +15,23 @@ import torch.distributed as dist
 
 from hvdcomp.communicators.torch_distributed import UNNAMED, TorchDistributedCommunicator
 
-_made: WeakKeyDictionary[dist.ProcessGroup, list[GroupBeside]] = WeakKeyDictionary()  # by the user's
+# the additional process groups, by the user's process group
+_made: WeakKeyDictionary[dist.ProcessGroup, list[GroupBeside]] = WeakKeyDictionary()
 
 
 class GroupBeside:
-    """A second process group with the same ranks as the user's process group. Only one object uses it at a time.
+    """A second process group with the same ranks as the user's process group. Only one object uses the second process
+    group at a time.
 
-    A process group is never destroyed, so its threads, connections and memory stay as long as the process. The reason:
-    torch.distributed numbers process groups. If a number became free on one rank only, a later process group would have
-    two names. So a process group is used again when its user is freed.
+    A process group keeps its threads, connections and memory until the process ends. A process group is never
+    destroyed, because torch.distributed numbers process groups. If the number of a process group were free on only one
+    rank, a later process group would have different names on different ranks. Instead, a process group is used again
+    when the object that used it is freed.
 
     Attributes:
         ranks: the communicator of the process group.
-        under_way: whether its user has collectives under way. If the user is freed in this state, the process group is
-            not used again, because ranks may have started different numbers of collectives.
+        under_way: whether its user has unfinished collectives. If the user is freed with unfinished collectives, the
+            process group is not used again, because ranks may have started different numbers of collectives.
     """
 
     def __init__(self, ranks: TorchDistributedCommunicator, user: Any) -> None:
@@ -38,11 +41,11 @@ class GroupBeside:
 
     @classmethod
     def of(cls, ranks: TorchDistributedCommunicator, user: Any) -> GroupBeside:
-        """A process group that no other object uses on any rank. All ranks call this at the same point.
+        """A process group that no other object uses on any rank. All ranks must call this at the same point.
 
         Args:
             ranks: the communicator of the user's process group.
-            user: the object that uses the process group until it is freed.
+            user: the object that will use the process group. The process group is free again when this object is freed.
         """
         made = _made.setdefault(ranks.group, [])
         if made:

@@ -1,4 +1,4 @@
-"""The parameters that backward passes reach."""
+"""Finds out which parameters backward passes reach."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 class UsedParameters:
     """The parameters that this rank has used since the latest exchange.
 
-    Gradients do not show which parameters were used: the gradient of a used parameter may be zero on all ranks, for
-    example behind a factor that starts at zero.
+    The gradients do not show which parameters were used. The gradient of a used parameter may be zero on all ranks, for
+    example if the output is multiplied by a factor that starts at zero.
 
     Args:
-        model: the model; hooks are removed when it is freed.
-        parameters: the parameters by name.
+        model: the model. The hooks are removed when the model is freed.
+        parameters: the parameters, by name.
 
     Attributes:
-        names: names of the used parameters; to be cleared after an exchange.
+        names: the names of the used parameters. Clear this set after an exchange.
     """
 
     def __init__(self, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:

@@ -1,1 +1,2 @@
-"""The bindings of FSDP2, between the replicas of a model and in the reduce-scatter of its shards."""
+"""The bindings of FSDP2. One compresses between the replicas of a model, and the other compresses the reduce-scatter of
+its shards."""

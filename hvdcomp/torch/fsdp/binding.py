@@ -1,9 +1,10 @@
-"""The binding of models in FSDP2 (`fully_shard`, `replicate`) with replicas: hybrid sharding, HSDP.
+"""The binding of models in FSDP2 (`fully_shard`, `replicate`) that have replicas (hybrid sharding, HSDP).
 
 FSDP reduces the gradients of a module to this rank's shards, and calls hooks on its own stream. The engine exchanges
-the shards in place with the other replicas: so gradients are dense within a replica and compressed between
-replicas. Buckets start during the backward pass, and the remaining gradients are sent at its end. If the model's mesh
-has a dimension of replicas, FSDP leaves it to the engine from the end of `FSDPBinding.__init__` on.
+the shards with the other replicas, in place. So gradients are uncompressed within a replica and compressed between
+replicas. Buckets start during the backward pass, and the remaining gradients are sent at its end. If the mesh of the
+model has a dimension of replicas, FSDP itself averages over it. From the end of `FSDPBinding.__init__` on, the engine
+does this instead.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class FSDPBinding(TorchTraining):
     Args:
         setup: the user's settings and objects.
         model: a model sharded by `fully_shard`, or replicated by `replicate`.
-        group: the process group of the ranks with the same shards, one of each replica.
+        group: the process group of the ranks that have the same shards, one rank of each replica.
     """
 
     overlaps_with_policy = False
@@ -59,8 +60,8 @@ class FSDPBinding(TorchTraining):
     absence = WITHOUT_HOROVOD
 
     def __init__(self, setup: Setup, model: torch.nn.Module, group: dist.ProcessGroup) -> None:
-        # The engine has a process group of its own. Its buckets start at different times on each rank. In the user's
-        # process group, they could be matched with collectives of another model in the same backward pass.
+        # The engine has its own process group. Buckets start at different times on each rank. In the user's process
+        # group they could be matched with collectives of others, such as another model in the same backward pass.
         self._replicas = TorchDistributedCommunicator(group)
         communicator, like = self._replicas.duplicate(), torch.empty(0)
         if self._replicas.world_size == 1 and dist.get_rank() == 0:
@@ -71,7 +72,7 @@ class FSDPBinding(TorchTraining):
             )
         if dist.get_rank() != 0:  # every process group of replicas decides for itself, but only one writes the log
             setup.compression.decision_log = None
-        # On a device, all ranks must start a bucket between the same two of FSDP's collectives, as in `DDPBinding`.
+        # On a device, all ranks must start a bucket between the same two collectives of FSDP, as in `DDPBinding`.
         parameters = unique(model.named_parameters())
         on_device = any(parameter.is_cuda for parameter in parameters.values())
         self._presence_check = PresenceCheck(communicator, waits=on_device)
@@ -82,11 +83,11 @@ class FSDPBinding(TorchTraining):
             _require_one_root(model)
             check_divide_factors(model)
             _require_decisions_of_whole_gradients(setup, trained)
-        require_agreement(communicator, {}, like)  # meets an error of another rank
+        require_agreement(communicator, {}, like)  # raises an error if another rank has raised one
         require_same_shards(trained, communicator, like, REGISTER)
         self._trained = list(trained.values())
         self._registered = set(parameters.values())
-        # What FSDP divided the gradients by that residuals are left of; None for its mean.
+        # For each residual, the number by which FSDP divided the gradients; None if FSDP computed the mean.
         self._divided_by: dict[str, float | None] = {}
         # A rank may have no elements of a small parameter.
         self._sharded = {name: parameter for name, parameter in trained.items() if _local(parameter).numel()}
@@ -98,11 +99,11 @@ class FSDPBinding(TorchTraining):
             self._frozen = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
             self._register(model)
         self._model = ref(model)
-        # By name, because FSDP puts other parameters, whole ones, in their places during a pass.
+        # By name, because FSDP replaces the parameters by whole parameters during a pass.
         self._known = WeakKeyDictionary({module: _own_names(module) for module in model.modules()})
-        self._due = False  # whether gradients of this backward pass await the exchange
-        self._was_inner = False  # whether a backward pass within another has made a step, since the forward pass
-        self._ready: dict[str, torch.Tensor] = {}  # gradients of this backward pass, in the order in which they came
+        self._due = False  # whether gradients of this backward pass still wait for the exchange
+        self._was_inner = False  # whether, since the forward pass, a nested backward pass has made a step
+        self._ready: dict[str, torch.Tensor] = {}  # the gradients of this backward pass, in the order of their arrival
 
     def _register(self, model: torch.nn.Module) -> None:
         groups: dict[torch.Tensor, Any] = {}
@@ -115,10 +116,11 @@ class FSDPBinding(TorchTraining):
             parameter.register_post_accumulate_grad_hook(functools.partial(self._gradient_ready, name))
         before_forward_passes(model, self._forget)
 
-    @torch.compiler.disable  # for a training step that is compiled as a whole
+    @torch.compiler.disable  # in case the whole training step is compiled
     @torch.no_grad()
     def _group_reduced(self, group: Any, shard: torch.Tensor) -> None:
-        """The hook of each parameter group, called when its gradients are reduced to this rank's shard."""
+        """The hook of each parameter group. FSDP calls it when the gradients of the parameter group are reduced to
+        this rank's shard."""
         if any(one.sharded_param not in self._registered for one in group.fsdp_params):
             raise ConfigurationError(
                 "the model has other parameters than when hvdcomp.fsdp.register was called, so the replicas would not "
@@ -131,10 +133,10 @@ class FSDPBinding(TorchTraining):
                 "hvdcomp would not know where the step ends; train without pipeline parallelism, or leave out "
                 "hvdcomp.fsdp.register"
             )
-        cuda.let_go(shard)  # FSDP took it from another stream, and gives it back while this one may still read it
+        cuda.let_go(shard)  # FSDP allocated it on another stream, and frees it while this stream may still read it
         if group.gradient_divide_factor is not None:
-            # FSDP divides the sum by what the user said, and a mean over replicas would divide it once more. This is
-            # not left to `_gradient_ready`, as `grad` may hold means of earlier backward passes.
+            # FSDP divides the sum by the user's factor, and the mean over replicas would divide it a second time.
+            # `_gradient_ready` cannot correct this, because `grad` may contain means of earlier backward passes.
             shard *= self._replicas.world_size
         if group.all_reduce_grads and not self._due:
             if self._was_inner:
@@ -149,7 +151,7 @@ class FSDPBinding(TorchTraining):
             # Runs after FSDP's own callback of the backward pass, which was queued before.
             torch.autograd.Variable._execution_engine.queue_callback(self._exchange)
 
-    @torch.compiler.disable  # for a training step that is compiled as a whole
+    @torch.compiler.disable  # in case the whole training step is compiled
     @torch.no_grad()
     def _gradient_ready(self, name: str, parameter: torch.nn.Parameter) -> None:
         if not self._groups[name].all_reduce_grads:
@@ -165,7 +167,7 @@ class FSDPBinding(TorchTraining):
             self.engine.overlap.ready({name: self._ready[name]})
 
     def _follow(self, name: str) -> None:
-        """Gives the residual of a parameter the scale of its gradient, if that is divided by another factor now."""
+        """Rescales the residual of a parameter if FSDP now divides the gradient by another factor."""
         factor = self._groups[name].gradient_divide_factor
         before = self._divided_by.setdefault(name, factor)
         if before != factor:
@@ -174,7 +176,7 @@ class FSDPBinding(TorchTraining):
             divisor, new_divisor = (ranks if one is None else one for one in (before, factor))
             self.engine.states[name].scale_residual(divisor / new_divisor, momentum=True)
 
-    @torch.compiler.disable  # for a training step that is compiled as a whole
+    @torch.compiler.disable  # in case the whole training step is compiled
     @torch.no_grad()
     def _exchange(self) -> None:
         self._due = False
@@ -184,22 +186,22 @@ class FSDPBinding(TorchTraining):
         gradients = {
             name: _local(parameter.grad)
             for name, parameter in self._sharded.items()
-            # After `set_requires_all_reduce(False)`, `grad` adds up what a later pass exchanges.
+            # After `set_requires_all_reduce(False)`, `grad` accumulates gradients that a later pass exchanges.
             if parameter.grad is not None and self._groups[name].all_reduce_grads
         }
         self._require_same(gradients)
-        self.run_in_place({**ready, **gradients})  # in this order, which the ranks take from rank 0
+        self.run_in_place({**ready, **gradients})  # in this order, because all ranks use the order of rank 0
 
     def _require_same(self, names: Collection[str]) -> None:
         """Raises RankMismatchError on every rank if not all replicas have gradients of these names.
 
-        The ranks exchange the names in the user's process group: in the engine's process group, they may have started
-        different numbers of buckets.
+        The comparison uses the user's process group. In the engine's process group, ranks may have started different
+        numbers of buckets.
         """
         flags = gather_rows(self._replicas, bytes(name in names for name in self._sharded), self.like, "hvdcomp.names")
         differing = [name for name, *of_rank in zip(self._sharded, *flags, strict=True) if len(set(of_rank)) > 1]
         if differing:
-            self._due = True  # as in a pass that has raised
+            self._due = True  # as in a backward pass that has raised an error
             raise RankMismatchError(
                 f"only some replicas have gradients of {listed(differing)} in this step, but hvdcomp averages the "
                 "gradients of all replicas. Let all replicas use the same modules in each step. To give an unused "
@@ -207,15 +209,17 @@ class FSDPBinding(TorchTraining):
             )
 
     def _forget(self) -> None:
-        """Drops the state left by a backward pass that has raised."""
+        """Drops the state of a backward pass that has raised an error."""
         self._was_inner = False
         frozen = torch.is_grad_enabled() and not any(parameter.requires_grad for parameter in self._trained)
-        if frozen and (reason := self.reason_to_refuse()):  # without a gradient of these, no step would refuse it
+        # if frozen parameters get no gradient, no step would refuse them
+        if frozen and (reason := self.reason_to_refuse()):
             raise ConfigurationError(reason)
         if not self._due:
             return
-        # On the host a bucket starts where the ranks are known to agree, which one may know before another. So some may
-        # have started more of them than others, and torch.distributed matches collectives by their order.
+        # On the host, a rank starts a bucket as soon as it knows that all ranks agree. One rank may know this earlier
+        # than another. So ranks may have started different numbers of buckets, but torch.distributed matches
+        # collectives by their order.
         if self.engine.overlap.era and not self._presence_check.waits:
             raise ConfigurationError(
                 "a backward pass has raised an error, and some ranks may have begun an exchange that other ranks have "
@@ -259,7 +263,8 @@ class FSDPBinding(TorchTraining):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """`Compression.load_state_dict`. For another mesh, `hvdcomp.dcp.load` passes the states of all ranks."""
+        """See `Compression.load_state_dict`. If the mesh has changed, `hvdcomp.dcp.load` passes the states of all
+        ranks."""
         _, own = parts_of(state)
         rank, ranks, boxes, saved = self._replicas.rank, self._replicas.world_size, self._boxes, boxes_in(own)
         common = [(saved[name], boxes[name]) for name in saved.keys() & boxes.keys()]
@@ -275,7 +280,7 @@ class FSDPBinding(TorchTraining):
         self._divided_by = dict(state["own"].get("divided_by", {}))
 
     def _added(self) -> list[str]:
-        """Names of trained parameters that have come into the model since the start."""
+        """The names of trained parameters that were added to the model since the start."""
         model = self._model()
         if model is None:
             return []
@@ -288,9 +293,9 @@ class FSDPBinding(TorchTraining):
 
 
 def _require_one_root(model: torch.nn.Module) -> None:
-    """Raises ConfigurationError if several modules are sharded that no sharded module has inside."""
+    """Raises ConfigurationError if the model has several outermost sharded modules."""
     roots: list[str] = []
-    for name in modules_of(model):  # the outer before the inner
+    for name in modules_of(model):  # outer modules come before inner modules
         if not any(name.startswith(f"{root}.") or not root for root in roots):
             roots.append(name)
     if len(roots) > 1:
@@ -302,8 +307,8 @@ def _require_one_root(model: torch.nn.Module) -> None:
 
 
 def _require_decisions_of_whole_gradients(setup: Setup, trained: Mapping[str, DTensor]) -> None:
-    """Raises ConfigurationError for settings by which the ranks of a shard would decide by their own shard what all
-    ranks of the model are to do."""
+    """Raises ConfigurationError if a setting would let the ranks of one shard decide, from this shard alone, for all
+    ranks of the model."""
     policy: Any = setup.compression.settings.policy
     if all(number_of_boxes(parameter) == 1 for parameter in trained.values()):
         return

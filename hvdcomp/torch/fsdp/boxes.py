@@ -1,9 +1,9 @@
-"""The boxes (parts of parameters) that ranks have on a mesh, and how residuals move to another mesh.
+"""Boxes, and how residuals move to another mesh. A box is the part of a parameter that a rank has on a mesh.
 
 The part of a mean that was not sent yet is the sum of the replicas' residuals, divided by the number of replicas. This
-part must stay the same on another mesh: replica j of M takes over the residuals of the old replicas j, j + M, j + 2M,
-and so on, of N, times M / N; of these, each rank takes the elements of its box. `hvdcomp.state_for` shares whole
-residuals in the same way.
+part must stay the same on another mesh. Let there be N old and M new replicas. The new replica j gets the sum of the
+residuals of the old replicas j, j + M, j + 2M, and so on, times M / N. Each rank takes the elements of its box.
+`hvdcomp.state_for` shares whole residuals in the same way.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hvdcomp.errors import ConfigurationError, listed
 
 
 class Cut(NamedTuple):
-    """How a dimension of the mesh cuts a parameter.
+    """How one dimension of the mesh cuts a parameter.
 
     Attributes:
         place: the number of the piece that this rank has.
@@ -34,9 +34,9 @@ class Box(NamedTuple):
     """The elements of a parameter that a rank has.
 
     Attributes:
-        whole: shape of the parameter.
-        start: place of the first element, in each dimension.
-        shape: number of elements, in each dimension.
+        whole: the shape of the parameter.
+        start: the index of the first element, in each dimension.
+        shape: the number of elements, in each dimension.
     """
 
     whole: tuple[int, ...]
@@ -44,7 +44,8 @@ class Box(NamedTuple):
     shape: tuple[int, ...]
 
     def place_of(self, other: Box) -> tuple[slice, ...]:
-        """The place in this box of the elements that another box of the same parameter has too."""
+        """The slices of this box that contain the elements that it has in common with another box of the same
+        parameter."""
         places = []
         for start, size, other_start, other_size in zip(self.start, self.shape, other.start, other.shape, strict=True):
             first = max(start, other_start)
@@ -54,7 +55,7 @@ class Box(NamedTuple):
 
 
 def cuts_of(parameter: DTensor) -> list[Cut]:
-    """How each dimension of its mesh cuts a parameter."""
+    """How each dimension of the parameter's mesh cuts the parameter."""
     places, sizes = parameter.device_mesh.get_coordinate(), parameter.device_mesh.mesh.shape
     assert places is not None  # this rank is in the mesh
     dimensions = zip(places, sizes, parameter.placements, strict=True)
@@ -67,10 +68,10 @@ def number_of_boxes(parameter: DTensor) -> int:
 
 
 def shared_in_replica(parameters: Mapping[str, DTensor]) -> set[str]:
-    """Names of the parameters of which several ranks of a replica have the same box, as with tensor parallelism.
+    """The names of the parameters for which several ranks of a replica have the same box, as with tensor parallelism.
 
-    Each of these ranks exchanges with ranks of its own. The means must be the same, though the ranks have different
-    boxes of other parameters.
+    Each of these ranks exchanges with a different group of ranks. The means must be the same on all of them, although
+    these ranks have different boxes of other parameters.
     """
     most = max(map(number_of_boxes, parameters.values()), default=1)
     return {name for name, parameter in parameters.items() if number_of_boxes(parameter) < most}
@@ -78,30 +79,31 @@ def shared_in_replica(parameters: Mapping[str, DTensor]) -> set[str]:
 
 def box_of(parameter: DTensor) -> Box:
     """The box of a parameter that this rank has."""
-    (chunk,) = parameter.__create_chunk_list__()  # as torch.distributed.checkpoint asks for it
+    (chunk,) = parameter.__create_chunk_list__()  # torch.distributed.checkpoint uses the same method
     return Box(tuple(parameter.shape), tuple(chunk.offsets), tuple(chunk.sizes))
 
 
 def boxes_in(own: Mapping[str, Any]) -> dict[str, Box]:
-    """The boxes in a rank's own part of a state, by the parameter's name; none in states of earlier versions."""
+    """The boxes in a rank's own part of a state, by parameter name. States of earlier versions have no boxes."""
     return {name: Box(*map(tuple, box)) for name, box in own.get("boxes", {}).items()}
 
 
 def on_other_mesh(
     states: Iterable[Mapping[str, Any]], own: Mapping[str, Any], boxes: Mapping[str, Box], rank: int, ranks: int
 ) -> dict[str, Any]:
-    """Makes the state of a rank that has other boxes than before, or exchanges with another number of replicas.
+    """Makes the state of a rank whose boxes, or whose number of replicas, have changed.
 
-    Warm starts begin again. A policy continues, but loses its measurements since its latest decision.
+    Methods with warm starts begin without a start value. A policy continues, but loses its measurements since its
+    latest decision.
 
     Args:
         states: the states that all ranks saved, read one by one.
-        own: the own part of any of them, whose counts continue.
-        boxes: the boxes that this rank has now, by the parameter's name.
-        rank, ranks: this rank and the number of ranks among the replicas.
+        own: the own part of any of these states. The counts in this part continue.
+        boxes: the boxes that this rank has now, by parameter name.
+        rank, ranks: this rank's number among the replicas, and the number of replicas.
 
     Raises:
-        ConfigurationError: if the states are of other parameters, or of several memories.
+        ConfigurationError: if the states belong to other parameters, or have different memories.
     """
     shared: Mapping[str, Any] = {}
     known: set[str] = set()
@@ -145,6 +147,6 @@ def on_other_mesh(
 
 
 def _nothing_left(kept: Mapping[str, Any], box: Box) -> dict[str, Any]:
-    """A residual of zeros like another one, of a box. All ranks must have one, as the exchange of a step depends on
-    whether there are residuals."""
+    """A residual of zeros for a box, with the same kinds of arrays as another residual. All ranks must have a residual,
+    because the exchange of a step depends on whether there are residuals."""
     return {"memory": kept["memory"], "arrays": [array.new_zeros(box.shape) for array in kept["arrays"]]}

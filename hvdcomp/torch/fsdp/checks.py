@@ -15,24 +15,27 @@ from hvdcomp.torch.optimizers.compressed_adam import CompressedAdam
 
 
 def modules_of(model: torch.nn.Module) -> dict[str, FSDPModule]:
-    """The FSDP modules of a model by name, the model itself included."""
+    """The FSDP modules of a model, by name. The model itself may be one of them."""
     return {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
 
 
 def parameter_groups(module: FSDPModule) -> list[Any]:
-    """FSDP's own records of the parameters that a module gathers and reduces together; several if its parameters are
-    sharded over several meshes.
+    """FSDP's own records of the parameters that a module gathers and reduces together. There are several records if the
+    module's parameters are sharded over several meshes.
 
-    No public name leads to the factor of `set_gradient_divide_factor`, nor to the modules of one `fully_shard`.
+    These private records are needed because there is no public way to read the factor of `set_gradient_divide_factor`,
+    or the modules of one `fully_shard`.
     """
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # older versions have one at most
+    # older versions have at most one record
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def all_parameter_groups(model: torch.nn.Module) -> dict[str, list[Any]]:
-    """The `parameter_groups` of a model, each once, by the name of the first of its modules."""
+    """The `parameter_groups` of all modules of a model, without duplicates, by the name of the first module of a
+    parameter group."""
     seen: set[int] = set()
     found: dict[str, list[Any]] = {}
     for name, module in modules_of(model).items():
@@ -42,7 +45,8 @@ def all_parameter_groups(model: torch.nn.Module) -> dict[str, list[Any]]:
 
 
 def check_divide_factors(model: torch.nn.Module) -> None:
-    """Raises ConfigurationError if this PyTorch does not let us read the factors of `set_gradient_divide_factor`."""
+    """Raises ConfigurationError if this version of PyTorch does not allow hvdcomp to read the factors of
+    `set_gradient_divide_factor`."""
     groups = all_parameter_groups(model).values()
     if not all(hasattr(group, "gradient_divide_factor") for of_module in groups for group in of_module):
         raise ConfigurationError(
@@ -52,7 +56,7 @@ def check_divide_factors(model: torch.nn.Module) -> None:
 
 
 def check_settings(setup: Setup) -> None:
-    """Raises ConfigurationError for settings that do not work with FSDP."""
+    """Raises ConfigurationError if a setting does not work with FSDP."""
     if setup.process_set is not None:
         raise ConfigurationError("process_set works only with Horovod; pass a mesh to hvdcomp.fsdp.register instead")
     if isinstance(setup.optimizer, CompressedAdam):
@@ -64,7 +68,7 @@ def check_settings(setup: Setup) -> None:
 
 
 def check_sharding(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> dict[str, DTensor]:
-    """The trained parameters, all sharded, by name.
+    """The trained parameters, by name. All trained parameters must be sharded.
 
     Raises:
         ConfigurationError: if a parameter is not sharded, or has no weights yet.
@@ -88,13 +92,13 @@ def check_sharding(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> dict
 
 
 def before_forward_passes(model: torch.nn.Module, forget: Callable[[], None]) -> None:
-    """Calls `forget` before each forward pass outside of a backward pass. State that still waits for the end of a
-    backward pass then belongs to a backward pass that raised an error. (Activation checkpoints make forward passes
-    inside of a backward pass.)"""
+    """Calls `forget` before each forward pass that is not part of a backward pass. If some state still waits for the
+    end of a backward pass at this time, that backward pass has raised an error. (Activation checkpointing runs forward
+    passes within a backward pass.)"""
 
     @torch.compiler.disable
     def begin(*_: Any) -> None:
         if torch._C._current_graph_task_id() == -1:
             forget()
 
-    model.register_forward_pre_hook(begin, prepend=True)  # before FSDP's own, which gathers weights
+    model.register_forward_pre_hook(begin, prepend=True)  # before FSDP's own hook, which gathers weights

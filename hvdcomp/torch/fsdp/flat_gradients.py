@@ -1,8 +1,8 @@
 """Finds out which parameters are in the flat gradients of FSDP, so that each parameter keeps its own residual.
 
-FSDP joins the gradients of those parameters of a module that have a gradient in this step, and does not say which
-parameters these are. The length of the flat gradient does not tell, because two experts of the same shape may train in
-turn. So each parameter has a hook.
+Not all parameters of a module need have a gradient in a step. FSDP joins the gradients that exist, and does not say
+which parameters have one. The length of the flat gradient is not enough to find out, because two experts of the same
+shape may be trained in different steps. So each parameter has a hook.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ class _Parameter(NamedTuple):
     """A parameter of a flat gradient.
 
     Attributes:
-        owner, attribute: the module and its attribute that hold the parameter, or during a pass its whole.
-        shape: the whole shape.
-        length: elements of a row of the flat gradient.
-        cut_first: whether the first dimension is cut, as resharding needs.
+        owner, attribute: the module and its attribute that contain the parameter. During a pass, the attribute contains
+            the whole parameter.
+        shape: the shape of the whole parameter.
+        length: the number of elements of this parameter in a row of the flat gradient.
+        cut_first: whether the first dimension is cut. Resharding requires this.
     """
 
     owner: torch.nn.Module
@@ -41,18 +42,18 @@ class _Parameter(NamedTuple):
 
 
 class FlatGradient:
-    """The flat gradient of modules that FSDP reduces together.
+    """The joined gradient of modules that FSDP reduces together.
 
     Args:
         name: name of the flat gradient.
-        modules: the modules of one `fully_shard`, in its order, by the prefix of their parameters' names.
-        ranks: number of ranks over which each parameter is sharded.
+        modules: the modules of one `fully_shard`, in the same order, by the prefix of the names of their parameters.
+        ranks: the number of ranks over which each parameter is sharded.
 
     Attributes:
         name: name of the flat gradient.
         modules: the modules.
-        held: the names of the parameters that a residual has, in order: those that are trained at the start, or have
-            had a gradient since then.
+        held: the names of the parameters in a residual, in order. The names are those of the parameters that are
+            trained at the start, or have had a gradient since then.
     """
 
     def __init__(self, name: str, modules: Mapping[str, Any], ranks: int) -> None:
@@ -68,50 +69,51 @@ class FlatGradient:
             for own_name, (parameter, (_, owner, attribute)) in zip(names, found.items(), strict=True)
         }
         self.held = self._trained()
-        self._with_gradient: set[str] = set()  # since the last exchange
+        self._with_gradient: set[str] = set()  # the parameters that got a gradient since the last exchange
 
     @property
     def layout(self) -> FlatLayout | None:
-        """The parameters of the residual; None if one is cut along another dimension than the first."""
+        """The parameters of the residual; None if a parameter is cut along another dimension than the first."""
         parameters = [(name, self._parameters[name]) for name in self.held]
         if not all(parameter.cut_first for _, parameter in parameters):
             return None
         return [(name, list(parameter.shape)) for name, parameter in parameters]
 
     def watch(self) -> None:
-        """Notes from now on which parameters get gradients."""
+        """Registers hooks that record which parameters get gradients."""
         unwatched = dict(self._parameters)
 
         @torch.compiler.disable
         def look(*_: Any) -> None:
             for name, parameter in list(unwatched.items()):
-                whole = parameter.present  # FSDP makes it in the first pass, and keeps it
+                whole = parameter.present  # FSDP creates the whole parameter in the first pass, and keeps it
                 if whole.requires_grad and not isinstance(whole, DTensor):
                     whole.register_post_accumulate_grad_hook(functools.partial(self._note, name))
                     del unwatched[name]
 
         for module in self.modules:
-            module.register_forward_pre_hook(look)  # after FSDP's own
+            module.register_forward_pre_hook(look)  # after FSDP's own hook
 
     @torch.compiler.disable
     def _note(self, name: str, _: torch.Tensor) -> None:
         self._with_gradient.add(name)
 
     def take_names(self, length: int) -> list[str] | None:
-        """The names of the parameters in the flat gradient that FSDP passes now; None if the names are not known.
+        """The names of the parameters in the flat gradient that FSDP is passing; None if the names are not known.
 
         Args:
-            length: elements of a row.
+            length: the number of elements of a row.
         """
         noted, self._with_gradient = self._with_gradient, set()
-        # All trained ones, after `set_reduce_scatter_unused_params`, or in a pass without the module's forward().
+        # All trained parameters are in it after `set_reduce_scatter_unused_params`, or in a pass that does not call the
+        # module's forward().
         for names in ([name for name in self._parameters if name in noted], self._trained()):
             if self._length(names) == length:
                 return names
         return None
 
     def hold(self, names: Iterable[str], arrays: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Adds parameters to `held`; the residual (rows, length), which is zero for them."""
+        """Adds parameters to `held`. Returns the residual (rows, length), which is zero for the added parameters."""
         before, wanted = self.held, {*self.held, *names}
         self.held = [name for name in self._parameters if name in wanted]
         return tuple(arrays) if self.held == before else self.moved(arrays, before, self.held)
@@ -119,10 +121,12 @@ class FlatGradient:
     def moved(
         self, arrays: Iterable[torch.Tensor], names: Sequence[str], new_names: Sequence[str], into: Any = None
     ) -> tuple[torch.Tensor, ...]:
-        """Rearranges arrays (rows, length) of some parameters for other parameters, with zeros for missing parameters.
+        """Rearranges arrays (rows, length) from the parameters `names` to the parameters `new_names`. Missing
+        parameters become zero.
 
         Args:
-            into: arrays of the others that keep what these lack, and are changed; None for new ones.
+            into: arrays for `new_names` to write into; missing parameters then keep their values. None to create new
+                arrays.
         """
         old, new, results = self._places(names), self._places(new_names), []
         for number, array in enumerate(arrays):
@@ -133,10 +137,10 @@ class FlatGradient:
         return tuple(results)
 
     def restored(self, arrays: Sequence[torch.Tensor], layout: FlatLayout | None) -> tuple[torch.Tensor, ...] | None:
-        """A residual (rows, length) from a checkpoint; None if its parameters are not those of this flat gradient.
+        """A residual (rows, length) from a checkpoint; None if its parameters do not belong to this flat gradient.
 
         Args:
-            layout: the saved layout; None for a residual without one, which must be of `held`.
+            layout: the saved layout; None if there is none. The residual must then have exactly the parameters `held`.
         """
         known = self._parameters
         shapes = {name: known[name].shape for name in self.held} if layout is None else dict(layout)
@@ -164,14 +168,15 @@ class FlatGradient:
 def _in_order(
     module: torch.nn.Module, prefix: str, visited: set[torch.nn.Module]
 ) -> Iterator[tuple[str, torch.nn.Module, str, Any]]:
-    """The parameters in FSDP's order, those of child modules before the module's own: name, module, attribute, itself.
+    """The parameters in FSDP's order, in which child modules come before the module itself. Each is given as (name,
+    module, attribute, parameter).
     """
     visited.add(module)
     for inside, child in module.named_children():
         if child not in visited and not isinstance(child, FSDPModule):
             yield from _in_order(child, f"{prefix}{inside}.", visited)
     for attribute, parameter in module.named_parameters(recurse=False):
-        if isinstance(parameter, DTensor):  # not of `ignored_params`
+        if isinstance(parameter, DTensor):  # not a parameter of `ignored_params`
             yield f"{prefix}{attribute}", module, attribute, parameter
 
 
@@ -179,4 +184,4 @@ def _cut(parameter: DTensor, ranks: int) -> tuple[int, bool]:
     """The length of a parameter's part, and whether its first dimension is cut."""
     if Shard(0) in parameter.placements:
         return part_of(parameter.shape, ranks), True
-    return parameter.numel() // ranks, False  # FSDP takes no other dimension that the ranks do not divide
+    return parameter.numel() // ranks, False  # FSDP cuts another dimension only if the ranks divide it evenly

@@ -1,9 +1,9 @@
-"""The replicas of a model in FSDP2: which ranks have the same shards, and who averages their gradients.
+"""The replicas of a model in FSDP2: which ranks have the same shards, and what averages their gradients.
 
 On a mesh of two dimensions, FSDP itself allreduces uncompressed gradients between replicas before it calls any hook.
-`leave_to_hook` lets FSDP end at this rank's shards, as on a mesh of one dimension. Parameters and their places on the
-mesh stay as they are: optimizers, clipping and checkpoints see the same model as before. `hvdcomp.fsdp.register`
-exchanges the gradients in a hook. `LocalSteps` has no hook, because it exchanges weights.
+`leave_to_hook` makes FSDP stop after the reduction to this rank's shards, as on a mesh of one dimension. Parameters and
+their places on the mesh do not change, so optimizers, clipping and checkpoints see the same model as before.
+`hvdcomp.fsdp.register` exchanges the gradients in a hook. `LocalSteps` has no hook, because it exchanges weights.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ REGISTER = "hvdcomp.fsdp.register"
 LOCAL_STEPS = "LocalSteps"
 """The two that FSDP leaves replicas to, by their names in messages."""
 
-_PLACES_BYTES = 64  # of the words in which a rank says which boxes it has
+_PLACES_BYTES = 64  # bytes of the text in which a rank says which boxes it has
 
 
 def group_of_replicas(model: torch.nn.Module, mesh: DeviceMesh | None, caller: str) -> dist.ProcessGroup | None:
-    """The ranks that have the same shards as this rank, one of each replica; None for a model without replicas.
+    """The ranks that have the same shards as this rank, one rank of each replica; None if the model has no replicas.
 
     Args:
         model: a model in FSDP2.
-        mesh: the dimension of the replicas, of a model whose own mesh lacks it; or None.
+        mesh: the mesh dimension of the replicas, if the model's own mesh does not have this dimension; otherwise None.
         caller: `REGISTER` or `LOCAL_STEPS`.
 
     Raises:
-        ConfigurationError: if FSDP averages the gradients of only some modules, or between other ranks than `mesh` has;
-            or if this model was registered before. (`LocalSteps` may use a model again that `LocalSteps` used before.)
+        ConfigurationError: if FSDP averages the gradients of only some modules, or between other ranks than those of
+            `mesh`; or if this model was registered before. (If only `LocalSteps` has used a model before, it may use
+            the model again.)
     """
     own = _group_of_fsdp(model, caller)
     if mesh is None:
@@ -82,7 +83,7 @@ def group_of_shards(model: torch.nn.Module) -> dist.ProcessGroup:
 
 
 def leave_to_nobody(model: torch.nn.Module) -> None:
-    """Makes FSDP reduce the gradients of a model to this rank's shards only; replicas have different gradients then."""
+    """Makes FSDP only reduce the gradients of a model to this rank's shards. Replicas then have different gradients."""
     for groups in all_parameter_groups(model).values():
         for group in groups:
             if isinstance(group.mesh_info, DDPMeshInfo):
@@ -90,21 +91,23 @@ def leave_to_nobody(model: torch.nn.Module) -> None:
 
 
 def leave_to_hook(group: Any, hook: Callable[[torch.Tensor], None] | None) -> None:
-    """Makes FSDP reduce the gradients of a parameter group to this rank's shards only, and call a hook with them.
+    """Makes FSDP only reduce the gradients of a parameter group to this rank's shards, and call a hook with the result.
 
-    The hook is that of `set_all_reduce_hook`, which accepts no module with several parameter groups. There is no public
-    way to leave out FSDP's own allreduce: `set_requires_all_reduce(False)` hides the gradients of such backward passes.
+    The function sets the hook directly, because `set_all_reduce_hook` refuses modules with several parameter groups.
+    There is no public way to leave out FSDP's own allreduce: `set_requires_all_reduce(False)` hides the gradients of
+    the backward pass.
     """
     group._all_reduce_hook = hook
     info = group.mesh_info
-    if not isinstance(info, DDPMeshInfo):  # the class says which collectives FSDP starts
+    if not isinstance(info, DDPMeshInfo):  # the class determines which collectives FSDP starts
         return
     is_sharded = isinstance(info, FSDPMeshInfo)
     arguments = {field.name: getattr(info, field.name) for field in dataclasses.fields(info) if field.init}
     group.mesh_info = (FSDPMeshInfo if is_sharded else DataParallelMeshInfo)(**arguments)
-    if hasattr(info, "reduce_scatter_process_group"):  # of `set_separate_reduce_scatter_group`
+    if hasattr(info, "reduce_scatter_process_group"):  # set by `set_separate_reduce_scatter_group`
         group.mesh_info.reduce_scatter_process_group = info.reduce_scatter_process_group
-    if group.post_forward_mesh_info is info:  # FSDP compares them, to know whether it reshards to other ranks
+    # FSDP compares the two objects to decide whether it reshards to other ranks
+    if group.post_forward_mesh_info is info:
         group.post_forward_mesh_info = group.mesh_info
 
 
@@ -144,8 +147,8 @@ def require_same_shards(
 
 
 def _group_of_fsdp(model: torch.nn.Module, caller: str) -> dist.ProcessGroup | None:
-    """The ranks between which FSDP itself averages gradients, or did until it left them to `caller`; None if there are
-    none."""
+    """The ranks between which FSDP itself averages gradients, or averaged them before `caller` replaced this. None if
+    there are no such ranks."""
     found: dict[tuple[int, ...], tuple[str, dist.ProcessGroup | None]] = {}
     for name, groups in all_parameter_groups(model).items():
         for group in groups:
@@ -165,7 +168,7 @@ def _group_of_fsdp(model: torch.nn.Module, caller: str) -> dist.ProcessGroup | N
 
 
 def _require_not_left(group: Any, caller: str) -> None:
-    """Raises ConfigurationError if FSDP has left the gradients of a parameter group to another caller, or to a hook."""
+    """Raises ConfigurationError if another caller, or a hook, already averages the gradients of a parameter group."""
     if isinstance(group.mesh_info, DDPMeshInfo):
         return
     left_to = LOCAL_STEPS if group._all_reduce_hook is None else REGISTER
@@ -190,7 +193,7 @@ def _between(ranks: Sequence[int]) -> str:
 
 
 def _place(parameter: DTensor) -> str:
-    """This rank's box in words, such as "1 of 2", counted from 0."""
+    """A text that names this rank's box, such as "1 of 2". Boxes are counted from 0."""
     number = 0
     for cut in cuts_of(parameter):
         number = number * cut.pieces + cut.place

@@ -1,4 +1,4 @@
-"""Residuals of shards for another number of ranks or nodes.
+"""Converts residuals of shards to another number of ranks or nodes.
 
 With N nodes, the pending part of a row's mean is 1/N of the sum of its residuals on all nodes. This sum is cut by the
 new ranks' rows and shared equally by the ranks that send a row to its owner, one on each other node: with N' nodes
@@ -45,14 +45,15 @@ def replica_of(own: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def length_of(layout: FlatLayout, ranks: int) -> int:
-    """Elements of a row of a flat gradient; FSDP cuts the first dimension into parts of equal length."""
+    """The number of elements of a row of a flat gradient. FSDP cuts the first dimension of each parameter into parts of
+    equal length."""
     return sum(part_of(shape, ranks) for _, shape in layout)
 
 
 def resharded(
     states: Iterable[Mapping[str, Any]], layouts: Mapping[str, FlatLayout], new: OwnedRows
 ) -> dict[str, tuple[torch.Tensor, ...]]:
-    """The residual of a new rank for each flat gradient, float32 (rows, length).
+    """Makes the residual of a new rank for each flat gradient, float32 (rows, length).
 
     Args:
         states: the states of all old ranks, read one by one.
@@ -60,7 +61,7 @@ def resharded(
         new: the rows of the new rank.
 
     Raises:
-        ConfigurationError: if the states are of other flat gradients.
+        ConfigurationError: if the states belong to other flat gradients.
     """
     residuals: dict[str, torch.Tensor] = {}
     for state in states:
@@ -87,16 +88,17 @@ def resharded(
 
 
 def with_plain_names(layout: FlatLayout) -> list[tuple[str, list[int]]]:
-    """A saved layout; earlier versions saved names from wrappers."""
+    """A saved layout without the parts of names that come from wrappers. Earlier versions saved names with these
+    parts."""
     names = plain_names([name for name, _ in layout])
     return [(name, list(shape)) for name, (_, shape) in zip(names, layout, strict=True)]
 
 
-_Cut = tuple[int, slice]  # a row and its elements
+_Cut = tuple[int, slice]  # a row, and a slice of its elements
 
 
 def _overlaps(layout: FlatLayout, old: OwnedRows, new: OwnedRows) -> Iterator[tuple[_Cut, _Cut]]:
-    """The places of common elements in new rows and in old rows."""
+    """The elements that new rows and old rows have in common, as slices of both."""
     old_start = new_start = 0
     for _, shape in layout:
         size = torch.Size(shape).numel()
@@ -114,6 +116,6 @@ def _overlaps(layout: FlatLayout, old: OwnedRows, new: OwnedRows) -> Iterator[tu
 
 
 def part_of(shape: Sequence[int], ranks: int) -> int:
-    """Number of elements of a parameter on each rank, including padding."""
+    """The number of elements of a parameter on each rank, including padding."""
     first, *inner = shape
     return -(-first // ranks) * torch.Size(inner).numel()

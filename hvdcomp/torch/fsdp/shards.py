@@ -1,7 +1,8 @@
 """The binding of models in FSDP2 (`fully_shard`) in place of FSDP's reduce-scatter, over all ranks or in each replica.
 
-After the backward pass of a module, FSDP passes its flat gradient, with a row for each rank, and receives this rank's
-row of the mean. So the exchange overlaps with the rest of the backward pass, as FSDP's own reduce-scatter does.
+After the backward pass of a module, FSDP passes the module's flat gradient, which has one row for each rank, and gets
+this rank's row of the mean. So the exchange overlaps with the rest of the backward pass, like FSDP's own
+reduce-scatter.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _WITH_MEMORY = " with memory "
 
 
 class ShardsBinding:
-    """Ties one `Compression` to the reduce-scatters of one model; all ranks make it at the same point.
+    """Ties one `Compression` to the reduce-scatters of one model. All ranks must create it at the same point.
 
     Args:
         setup: the user's settings and objects.
@@ -57,7 +58,7 @@ class ShardsBinding:
         replica, replicas: the number of this rank's replica, from 0, and the number of replicas.
 
     Attributes:
-        engine: the reducer that compresses.
+        engine: the `ShardReducer` that compresses.
         coordinator, accumulation: as in a `Binding` without a policy.
     """
 
@@ -114,8 +115,9 @@ class ShardsBinding:
             )
         self._named = str(settings.compressor)
         self._method = f"{self._named}{_WITH_MEMORY}{self.engine.memory}"
-        self._due = False  # whether the end of the present step is pending
-        self._divided_by: dict[str, float | None] = {}  # what gradients in float16 were divided by, by flat gradient
+        self._due = False  # whether the current step has not ended yet
+        # for each flat gradient in float16, the number by which FSDP divides it
+        self._divided_by: dict[str, float | None] = {}
         self._flats: dict[str, FlatGradient] = {}
         try:
             for flat, group in _flat_gradients(model, communicator.world_size):
@@ -124,7 +126,7 @@ class ShardsBinding:
                 if weights is not None and self.engine.levels.across.size > 1:
                     gather = WeightChanges(self.engine, weights, flat.name, settings.min_numel)
                 for module in flat.modules:
-                    # FSDP uses these methods only, and its own class is private.
+                    # FSDP uses only these methods, and its own class is private.
                     module.set_custom_reduce_scatter(_ReduceScatter(self, flat, group))
                     if gather is not None:
                         module.set_custom_all_gather(gather)
@@ -135,16 +137,16 @@ class ShardsBinding:
             raise _several_meshes_error(error) from None
         before_forward_passes(model, self._forget)
 
-    @torch.compiler.disable  # for a training step that is compiled as a whole
+    @torch.compiler.disable  # in case the whole training step is compiled
     @torch.no_grad()
     def reduce(
         self, flat: FlatGradient, row: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, op: Any, factor: Any
     ) -> None:
-        """Writes this rank's row of the mean, of the sum, or of the sum divided by a factor.
+        """Computes this rank's row of the mean, of the sum, or of the sum divided by a factor, and writes it to `row`.
 
         Args:
             flat: the flat gradient.
-            row, rows, group, op: arguments of FSDP's own reduce-scatter.
+            row, rows, group, op: the arguments of FSDP's own reduce-scatter.
             factor: the factor of `set_gradient_divide_factor`; None for the mean.
         """
         if not self._due:
@@ -163,15 +165,15 @@ class ShardsBinding:
         mean = self._mean(flat, names, rows.view(ranks, -1), dense_bytes)
         if op == dist.ReduceOp.SUM:
             mean = mean * ranks
-        elif op != dist.ReduceOp.AVG:  # FSDP lets its own reduce-scatter multiply by 1 / factor
+        elif op != dist.ReduceOp.AVG:  # FSDP's own reduce-scatter would multiply by 1 / factor
             mean = mean * (ranks / factor)
         row.copy_(mean)
 
     def _require_same_divisor(self, name: str, factor: float | None) -> None:
         """Raises ConfigurationError if FSDP divides by another factor than before.
 
-        It divides gradients in float16 in two parts, of which one comes before the exchange: the residual would have
-        another scale. Other types are divided after the exchange.
+        FSDP divides gradients in float16 twice, once before and once after the exchange. If the first divisor changed,
+        the residual would have another scale. Other types are only divided after the exchange.
         """
         before, self._divided_by[name] = self._divided_by.get(name, factor), factor
         if before != factor and self.engine.states.get(name):
@@ -184,7 +186,7 @@ class ShardsBinding:
     def _mean(
         self, flat: FlatGradient, names: list[str] | None, rows: torch.Tensor, dense_bytes: int
     ) -> torch.Tensor:
-        """This rank's row of the mean. The residual in `states` has all parameters of `flat.held`.
+        """Computes this rank's row of the mean. The residual in `states` has all parameters of `flat.held`.
 
         Args:
             names: the parameters that have gradients in this step; None if they are not known.
@@ -214,7 +216,7 @@ class ShardsBinding:
         self.engine.end_step()
 
     def _forget(self) -> None:
-        """Counts the bytes of a backward pass that has raised to the step that follows."""
+        """After a backward pass that has raised an error: counts its bytes as part of the next step."""
         self._due = False
 
     # Methods that `Compression` calls.
@@ -283,8 +285,8 @@ class ShardsBinding:
 
     @property
     def _layouts(self) -> dict[str, FlatLayout]:
-        """The layout of each residual; without modules whose parameters are cut along another dimension than the
-        first."""
+        """The layout of each residual. Modules whose parameters are cut along another dimension than the first are left
+        out."""
         return {name: layout for name, flat in self._flats.items() if (layout := flat.layout) is not None}
 
     @property
@@ -292,13 +294,13 @@ class ShardsBinding:
         return f"{self.engine.communicator.world_size} ranks on {self.engine.levels.across.size} nodes"
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """`Compression.load_state_dict`.
+        """See `Compression.load_state_dict`.
 
-        For other numbers of ranks or nodes, `hvdcomp.dcp.load` passes the states of all ranks.
+        If the number of ranks or nodes has changed, `hvdcomp.dcp.load` passes the states of all ranks.
 
         Raises:
-            ConfigurationError: if the state is of another compressor; or of another rank without the states of all
-                ranks, as rows depend on the ranks.
+            ConfigurationError: if the state belongs to another compressor; or if it belongs to another rank and the
+                states of all ranks are not given, because rows depend on the rank.
         """
         shared, own = parts_of(state)
         engine = self.engine
@@ -337,7 +339,7 @@ class ShardsBinding:
     def _by_name(
         self, states: Mapping[str, tuple[torch.Tensor, ...]], layouts: Mapping[str, FlatLayout]
     ) -> dict[str, tuple[torch.Tensor, ...]]:
-        """Residuals of the same rank with the parameters that this model's residuals have, and all that were saved.
+        """The saved residuals of this rank, extended so that they have all parameters of this model's residuals.
 
         Raises:
             ConfigurationError: if a module or parameter is not in the model.
@@ -359,7 +361,7 @@ class ShardsBinding:
 
 
 class _ReduceScatter:
-    """The reduce-scatter of a module's flat gradient that FSDP calls in place of its own."""
+    """The reduce-scatter of a module's flat gradient, which FSDP calls in place of its own."""
 
     def __init__(self, binding: ShardsBinding, flat: FlatGradient, group: Any) -> None:
         self._binding, self._flat, self._parameters = binding, flat, group
@@ -380,7 +382,7 @@ class _ReduceScatter:
 
 
 def _check(setup: Setup) -> None:
-    """Raises ConfigurationError for settings that a reduce-scatter cannot follow."""
+    """Raises ConfigurationError if a setting is not possible with a reduce-scatter."""
     settings = setup.compression.settings
     method, memory = settings.compressor, settings.memory
     if not averages_vectors(method):
@@ -472,12 +474,13 @@ def _trained(model: torch.nn.Module, ranks: list[int], in_replica: bool) -> dict
 
 
 def _flat_gradients(model: torch.nn.Module, ranks: int) -> list[tuple[FlatGradient, Any]]:
-    """The flat gradient of each `fully_shard`, by the name of the last of its modules, and its parameter group."""
+    """The flat gradient and the parameter group of each `fully_shard`. The last module of a `fully_shard` gives the
+    name."""
     modules: dict[str, Any] = modules_of(model)
     names = {module: name for name, module in zip(plain_names(modules), modules.values(), strict=True)}
     groups, flats = {}, []
     for module, name in names.items():
-        for group in parameter_groups(module)[:1]:  # modules with several are refused
+        for group in parameter_groups(module)[:1]:  # modules with several groups are refused
             groups[id(group)] = name or "model", group
     for name, group in groups.values():
         several = len(group.modules) > 1
@@ -487,7 +490,7 @@ def _flat_gradients(model: torch.nn.Module, ranks: int) -> list[tuple[FlatGradie
 
 
 def _several_meshes_error(error: ValueError) -> ConfigurationError:
-    """The error for FSDP's refusal of a hook, which is the same on every rank."""
+    """The error to raise if FSDP refuses a hook. FSDP refuses the hook on every rank."""
     return ConfigurationError(
         "FSDP cannot use the reduce-scatter of hvdcomp for a module whose parameters are sharded over several meshes: "
         f"{error} Let shard_placement_fn return no meshes, or call fully_shard on modules that have one mesh each"

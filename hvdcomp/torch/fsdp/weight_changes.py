@@ -1,9 +1,11 @@
-"""Replaces FSDP's all-gather of weights: only the quantized change of the weights since the last all-gather is sent.
+"""Replaces FSDP's all-gather of weights. This object sends only the quantized change of the weights since the last
+all-gather.
 
 Every rank keeps the result of the last all-gather. The owner of a row quantizes the difference between its weights and
-this result, and all ranks, including the owner, add the decoded difference. So all ranks compute with the same bits. An
-error of one gather is part of the next difference, so errors do not accumulate. The owner's shard, which the optimizer
-updates, stays exact. These are the weight differences of SDP4Bit (Jia et al. 2024, arXiv:2410.15526, section 3.1).
+this result. All ranks, including the owner, add the decoded difference. So all ranks compute with the same bits. The
+rounding error of one gather is part of the next difference, so errors do not accumulate. The owner's shard, which the
+optimizer updates, is not rounded. The changes of the weights are the weight differences of SDP4Bit (Jia et al. 2024,
+arXiv:2410.15526, section 3.1).
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ from hvdcomp.torch.training import refuse_capture
 
 
 class WeightChanges:
-    """The all-gather of one module, which FSDP calls instead of its own all-gather.
+    """The all-gather of one module. FSDP calls it instead of its own all-gather.
 
     Args:
-        reducer: the reducer of the same ranks, with the seed, the step and the ledger.
-        compressor: a `Gathering` of the changes, or a lossless one.
+        reducer: the `ShardReducer` of the same ranks. The reducer has the seed, the step and the ledger.
+        compressor: the compressor for changes: a `Gathering`, or a lossless compressor.
         name: name of the module.
         min_numel: modules with fewer elements are gathered uncompressed.
     """
@@ -48,23 +50,23 @@ class WeightChanges:
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
         dense_bytes = input_tensor.numel() * input_tensor.element_size()
-        # Some of the ranks gather again what was resharded among them after the forward pass.
+        # After the forward pass, FSDP may reshard weights among some of the ranks, which then gather them again.
         in_part = group.size() != self._reducer.communicator.world_size
         small = output_tensor.numel() < self._min_numel
         if in_part or small or self._compressor.lossless or not input_tensor.is_floating_point():
             self._reducer.enter(self._name, dense_bytes, Sent(dense_bytes), input_tensor.numel())
             return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         refuse_capture()
-        # A backward pass needs the weights of its forward pass, which each rank has.
+        # A backward pass needs the weights of its forward pass, which each rank still has.
         rows, sent = self.gather(input_tensor, changed=torch._C._current_graph_task_id() == -1)
         self._reducer.enter(self._name, dense_bytes, sent, sent.bytes / 4)
         torch.cat(rows, out=output_tensor)
         return None
 
     def forget_where_loaded(self, module: torch.nn.Module) -> None:
-        """Makes the gather after each `load_state_dict` of the module, or of a module inside it, exact, as the first
-        gather is. A quantized gather would send such a large change with a large error, and no further gather would
-        correct it before an update."""
+        """Makes the first gather after each `load_state_dict` exact, if the module, or a module inside it, was loaded.
+        Loading may change weights much. A quantized gather would send this change with a large error, and no other
+        gather would correct the error before the next update."""
 
         def forget(*_: Any) -> None:
             self._gathered = []
@@ -73,11 +75,13 @@ class WeightChanges:
             inside.register_load_state_dict_post_hook(forget)
 
     def gather(self, row: torch.Tensor, changed: bool = True) -> tuple[list[torch.Tensor], Sent]:
-        """The rows of all ranks, (length,) each, and the tensor that this rank passed to the collective.
+        """Gathers the rows of all ranks, (length,) each. Also returns the tensor that this rank passed to the
+        collective.
 
         Args:
             row: this rank's weights (length,), of a floating-point type.
-            changed: whether any rank's weights may have changed since the last gather; the same on all ranks.
+            changed: whether the weights of any rank may have changed since the last gather. The value must be the same
+                on all ranks.
         """
         own = self._reducer.communicator.rank
         if not self._gathered or (self._last.shape, self._last.dtype) != (row.shape, row.dtype):
@@ -91,7 +95,8 @@ class WeightChanges:
             )
             wide = torch.promote_types(row.dtype, torch.float32)
             change = (row.to(wide) - finite(self._gathered[own], wide)).float()
-            change *= (row != self._last).any()  # passes between two updates have the same weights
+            # zero if nothing has changed, because passes between two updates must have the same weights
+            change *= (row != self._last).any()
             answers, sent = self._answers(method.encode(xp, change, context))
             for place, parts in enumerate(answers):
                 decoded = method.decoded(xp, parts, tuple(row.shape), context)
@@ -110,6 +115,5 @@ class WeightChanges:
 
 
 def finite(gathered: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The gathered weights, with zeros in place of inf and NaN, so that weights that become finite again are gathered
-    correctly."""
+    """The gathered weights, with zeros in place of inf and NaN. Otherwise weights could never become finite again."""
     return torch.nan_to_num(gathered, nan=0.0, posinf=0.0, neginf=0.0).to(dtype)

@@ -1,13 +1,13 @@
-"""The binding of stock `hvd.DistributedOptimizer` of horovod.torch.
+"""The binding of the unmodified `hvd.DistributedOptimizer` of horovod.torch.
 
-Horovod calls `compress` for every gradient as it becomes ready (in any order), and `decompress` for every gradient
-once all were compressed. A step goes one of two ways, the same on all ranks:
+Horovod calls `compress` for every gradient when the gradient becomes ready, in any order. Horovod calls `decompress`
+for every gradient after all gradients were compressed. There are two kinds of steps, and all ranks choose the same:
 
-- cast: if the plan only casts gradients, Horovod allreduces them itself, overlapped with the backward pass
+- cast: the plan only casts gradients. Horovod itself allreduces the gradients, overlapped with the backward pass
   (`hvdcomp.torch.horovod.passthrough`).
-- engine: `compress` keeps the gradient and gives Horovod one number to allreduce; it may start collectives of the
-  engine, and never waits. The first `decompress` runs the engine. Waiting for its collectives is safe then, because
-  every rank has submitted all of Horovod's own.
+- engine: `compress` keeps the gradient, and gives Horovod a single number to allreduce. `compress` may start
+  collectives of the engine, and never waits. The first `decompress` runs the engine. At this time it is safe to wait
+  for the engine's collectives, because every rank has already submitted all of Horovod's own collectives.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class TorchBinding(TorchTraining):
     """Ties one `Compression` to one Horovod optimizer.
 
     Args:
-        setup: the user's settings and objects. Its `parameters` are by name, or a function that returns pairs; None for
-            those of Horovod's optimizer. Its `optimizer` is Horovod's; None if it is the caller.
+        setup: the user's settings and objects. `setup.parameters` is a mapping by name, or a function that returns
+            pairs; None for the parameters of Horovod's optimizer. `setup.optimizer` is Horovod's optimizer; None if it
+            is the caller of `compress`.
     """
 
     overlaps_with_policy = True
@@ -54,18 +55,18 @@ class TorchBinding(TorchTraining):
             parameters = by_name(setup.parameters, optimizer)
             self._horovod_optimizer = HorovodOptimizer(optimizer, parameters)
             super().__init__(setup, parameters, communicator, optimizer)
-        self._passes = getattr(optimizer, "backward_passes_per_step", 1)  # before any policy
+        self._passes = getattr(optimizer, "backward_passes_per_step", 1)  # before a policy changes it
 
     def connect(self, communicator: Ranks) -> None:
         assert isinstance(communicator, HorovodTorchCommunicator)
         super().connect(communicator)
         self._presence_check = PresenceCheck(communicator)
         self._casting = False
-        self._alone = False  # whether the present step has no exchange
+        self._alone = False  # whether the current step has no exchange
         self._pending: dict[str, torch.Tensor] = {}
-        self._frozen: list[str] = []  # tensors whose parameters are frozen in this step
+        self._frozen: list[str] = []  # the tensors whose parameters are frozen in this step
         self._results: dict[str, torch.Tensor] = {}
-        self._open = 0  # tensors of this step that were not decompressed yet
+        self._open = 0  # number of tensors of this step that were not decompressed yet
         self._names = ParameterNames(self._parameters)
         self._passthrough = Passthrough(self.engine, self._parameters, self._names, self._optimizer, self.observe)
 
@@ -89,8 +90,8 @@ class TorchBinding(TorchTraining):
         ready = {name: tensor}
         self.add_momenta(ready)
         self.engine.overlap.ready(ready)
-        # An int64, so that Horovod does not fuse it with the engine's buffers: fusion depends on timing, and would
-        # change the order of additions from run to run.
+        # An int64, so that Horovod does not fuse it with the engine's buffers. Fusion depends on timing, so the order
+        # of additions would differ from run to run.
         return torch.full((1,), self.presence), Ticket(name, False, tensor)
 
     def decompress(self, tensor: torch.Tensor, ticket: Ticket) -> torch.Tensor:
@@ -111,7 +112,7 @@ class TorchBinding(TorchTraining):
         return result
 
     def _keep(self, ticket: Ticket) -> torch.Tensor:
-        """This rank's own gradient, in a step without an exchange."""
+        """Keeps this rank's own gradient, in a step without an exchange."""
         assert ticket.gradient is not None
         self._open -= 1
         if not self._open:
@@ -119,7 +120,7 @@ class TorchBinding(TorchTraining):
         return ticket.gradient
 
     def begin(self) -> None:
-        """`Binding.begin`, and the choice between casts and the engine."""
+        """Begins a step like `Binding.begin`, and chooses between casts and the engine."""
         self._horovod_optimizer.check_caller(self.setup.compression)
         enter_step(self._optimizer)
         self._results.clear()
@@ -135,13 +136,14 @@ class TorchBinding(TorchTraining):
             coordinator = self.coordinator
             self._passthrough.begin(coordinator.source if coordinator is not None and coordinator.observes else None)
         else:
-            if era := self.engine.overlap.era:  # else no rank starts buckets early in this step
+            if era := self.engine.overlap.era:  # otherwise no rank starts buckets early in this step
                 self._presence_check.start(self.presence, f"hvdcomp.order{era}.presence")
             self.expect(self._presence_check.agrees)
 
     @torch.no_grad()
     def _run_pending(self, presence: int) -> None:
-        """Runs the engine on the pending gradients; `presence` is Horovod's result of the ranks' presences."""
+        """Runs the engine with the gradients that were kept. presence: the sum of the ranks' presences, from
+        Horovod."""
         try:
             self.check_presence(presence if self.is_summed else presence * self.communicator.world_size)
         except (ConfigurationError, RankMismatchError):
@@ -150,7 +152,7 @@ class TorchBinding(TorchTraining):
         self._presence_check.end()
         pending, self._pending = self._pending, {}
         self._results = self.run_engine(pending)
-        # Horovod hands over zeros for what is frozen, but more may have been kept of it.
+        # Horovod passes zeros for frozen parameters, but these may still have residuals.
         for name in self._results.keys() & self._frozen:
             self._results[name].zero_()
         if self.is_summed:
@@ -186,7 +188,8 @@ class TorchBinding(TorchTraining):
 
 
 def _checked_optimizer(setup: Setup) -> Any:
-    """The Horovod optimizer, given or the caller, after checks; None if another function called compress."""
+    """The checked Horovod optimizer, which the user gave or which is the caller. None if another function called
+    `compress`."""
     compression, optimizer = setup.compression, setup.optimizer
     if optimizer is None:
         optimizer = caller_local("self", lambda value: compression_of(value) is compression)

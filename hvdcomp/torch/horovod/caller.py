@@ -20,7 +20,7 @@ class ParameterNames:
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         self._parameters = parameters
-        self._successor: dict[str | None, str] = {}  # the order of parameters in the last step
+        self._successor: dict[str | None, str] = {}  # for each parameter, the parameter that came next in the last step
         self._previous: str | None = None
 
     def begin_step(self) -> None:
@@ -28,10 +28,10 @@ class ParameterNames:
         self._previous = None
 
     def of(self, gradient: torch.Tensor, optimizer: Any) -> str:
-        """The name of the gradient's parameter; the parameter that came next in the last step is tried first.
+        """The name of the gradient's parameter. First tries the parameter that came next in the last step.
 
         Raises:
-            ConfigurationError: if the gradient is of no parameter.
+            ConfigurationError: if the gradient does not belong to a parameter.
         """
         guess = self._successor.get(self._previous)
         if guess is not None and self._parameters[guess].grad is gradient:
@@ -45,7 +45,7 @@ class ParameterNames:
         return name
 
     def _by_caller(self, gradient: torch.Tensor, optimizer: Any) -> str:
-        """The name for a tensor that is no parameter's `grad`, such as the dense copy of a sparse gradient."""
+        """The name for a tensor that is not the `grad` of a parameter, such as the dense copy of a sparse gradient."""
         parameter = caller_local("p", lambda value: isinstance(value, torch.nn.Parameter))
         for name, known in self._parameters.items():
             if known is parameter:

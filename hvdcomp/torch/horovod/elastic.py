@@ -1,8 +1,10 @@
-"""Lets `hvd.elastic.TorchState(..., compression=compression)` keep a `hvdcomp.Compression`, and optimizers.
+"""Enables `hvd.elastic.TorchState(..., compression=compression)` to save and restore a `hvdcomp.Compression`, and
+optimizers.
 
 Horovod calls a handler to save the object at a commit, to restore it after a failure, and to synchronise it when the
-ranks have changed. `hvdcomp.bindings.elastic` synchronises in the first step. Only a policy that changes the batch size
-needs it earlier, because the training loop reads `compression.accumulation` before that step.
+ranks have changed. `hvdcomp.bindings.elastic` synchronises a `Compression` in the first step after a change. Only a
+policy that changes the batch size must be synchronised earlier, because the training loop reads
+`compression.accumulation` before this step.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from hvdcomp.torch.local_steps.optimizer import OWN, LocalSteps, put
 
 
 class CompressionHandler(StateHandler):
-    """Keeps one `hvdcomp.Compression` for Horovod's TorchState.
+    """Saves and restores one `hvdcomp.Compression` for Horovod's TorchState.
 
     Args:
         value: the compression.
@@ -52,10 +54,10 @@ class CompressionHandler(StateHandler):
 
 
 class OptimizerHandler(OptimizerStateHandler):
-    """Keeps an optimizer as Horovod's own handler does, and leaves the weights alone.
+    """Saves and restores an optimizer like Horovod's own handler, but does not change the weights.
 
-    To give a new rank the state of an optimizer, Horovod makes a step with gradients of zero on that rank. Weight decay
-    would change its weights, which may be rank 0's already.
+    To give a new rank the state of an optimizer, Horovod makes a step with zero gradients on the new rank. Weight decay
+    would then change the weights of this rank, which may already be those of rank 0.
 
     Args:
         value: the optimizer.
@@ -68,9 +70,10 @@ class OptimizerHandler(OptimizerStateHandler):
 
 
 class LocalStepsHandler(StateHandler):
-    """Keeps one `LocalSteps` with the weights of the model, which differ between ranks between two exchanges.
+    """Saves and restores one `LocalSteps` together with the weights of the model. Between two exchanges, weights differ
+    between ranks.
 
-    A surviving rank keeps its own weights, moments and steps. A new rank begins with the state of rank 0: the outer
+    A rank that survives keeps its own weights, moments and steps. A new rank begins with the state of rank 0: the outer
     weights, the outer momentum, the state of the inner optimizer, and the number of steps since the exchange.
 
     Args:
@@ -98,10 +101,10 @@ class LocalStepsHandler(StateHandler):
                 "Leave out model=, because LocalSteps keeps the weights"
             )
         own = self.value.state_dict()
-        own.get(OWN, {}).pop("compression", None)  # synchronised by the binding
+        own.get(OWN, {}).pop("compression", None)  # the binding synchronises it
         message = (list(_parameters(self.value)), own) if hvd.rank() == 0 else None
         weights, common = hvd.broadcast_object(message, root_rank=0, name="hvdcomp.local_steps")
-        if OWN not in common:  # rank 0 has not begun
+        if OWN not in common:  # rank 0 has not made a step
             put(_parameters(self.value), weights)
         if OWN not in common or OWN not in own:
             self.value.join(common)
@@ -113,10 +116,11 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def register(kind: type) -> None:
-    """Registers `CompressionHandler` for objects of this kind with Horovod, and the handlers of optimizers; later calls
+    """Registers with Horovod `CompressionHandler` for objects of this kind, and the handlers of optimizers. Later calls
     do nothing."""
     registry = get_handler_registry()
     if all(registered is not kind for registered, _ in registry):
-        # LocalSteps comes first, as Horovod takes the first handler that fits, and a LocalSteps is an optimizer too.
+        # LocalSteps comes first, because Horovod uses the first handler that fits, and a LocalSteps is an optimizer,
+        # too.
         optimizers = [(LocalSteps, LocalStepsHandler), (torch.optim.Optimizer, OptimizerHandler)]
         set_handler_registry([*optimizers, *registry, (kind, CompressionHandler)])

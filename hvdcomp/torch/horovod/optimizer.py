@@ -1,4 +1,4 @@
-"""Horovod's optimizer: its settings, and refusals of uses that would leave the ranks with different weights."""
+"""Reads the settings of Horovod's optimizer, and refuses uses after which ranks would have different weights."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _SHARED = (
 
 
 class HorovodOptimizer:
-    """Horovod's optimizer, for a binding.
+    """A binding's view of Horovod's optimizer.
 
     Args:
         optimizer: the optimizer from `hvd.DistributedOptimizer`; None if another function of Horovod is the caller.
         parameters: the parameters of the `hvdcomp.Compression`, by name.
 
     Raises:
-        ConfigurationError: for op=hvd.Adasum, or within `optimizer.step(closure)`.
+        ConfigurationError: with op=hvd.Adasum, or within `optimizer.step(closure)`.
 
     Attributes:
-        own: names of the parameters whose gradients the optimizer passes to hvdcomp.
+        own: the names of the parameters whose gradients the optimizer passes to hvdcomp.
     """
 
     def __init__(self, optimizer: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
@@ -51,10 +51,10 @@ class HorovodOptimizer:
         self._names_in_horovod: Mapping[torch.nn.Parameter, str] = getattr(optimizer, "_parameter_names", {})
         self._hooked: set[torch.nn.Parameter] = getattr(optimizer, "_requires_update", set())
         self.own = frozenset(self._names[parameter] for parameter in self._hooked if parameter in self._names)
-        self._counted = 0  # parameters in the optimizer's parameter groups
+        self._counted = 0  # number of parameters in the optimizer's parameter groups
         self._unhooked: list[torch.nn.Parameter] = []
         if optimizer is not None:
-            if not hasattr(optimizer, "op"):  # Horovod's other optimizer, for Adasum
+            if not hasattr(optimizer, "op"):  # this is Horovod's optimizer for Adasum
                 raise ConfigurationError(
                     "op=hvd.Adasum does not work with gradient compression, because Adasum sends changes of parameters "
                     "instead of gradients; use op=hvd.Average"
@@ -77,7 +77,7 @@ class HorovodOptimizer:
         }
 
     def reason_to_refuse(self) -> str | None:
-        """The reason to refuse steps if Horovod would not average some gradients; else None."""
+        """The reason to refuse steps, if Horovod would not average some gradients; otherwise None."""
         groups = () if self.optimizer is None else self.optimizer.param_groups
         count = sum(len(group["params"]) for group in groups)
         if count != self._counted:
@@ -106,15 +106,16 @@ class HorovodOptimizer:
             raise ConfigurationError(_SHARED)
 
     def finish(self) -> None:
-        """Waits for Horovod's pending collectives of an abandoned step, so that their names are free again."""
+        """Waits for Horovod's collectives of a step that was abandoned, so that their names can be used again."""
         handles = [handle for handle, _ in getattr(self.optimizer, "_handles", {}).values()]
         for handle in handles:
-            if isinstance(handle, int):  # not an int before submission, and for sparse gradients
-                with contextlib.suppress(ValueError, HorovodInternalError):  # waited for already, or failed
+            if isinstance(handle, int):  # it is not an int before submission, or for a sparse gradient
+                # somebody has already waited for it, or it has failed
+                with contextlib.suppress(ValueError, HorovodInternalError):
                     hvd.synchronize(handle)
 
     def refuse_gradient(self, name: str) -> None:
-        """Raises ConfigurationError for a gradient of another optimizer, or a gradient that was passed twice."""
+        """Raises ConfigurationError for a gradient that belongs to another optimizer, or was passed twice."""
         if name in self.own:
             raise ConfigurationError(_WRAPPED_TWICE)
         if self.optimizer is not None:
@@ -125,20 +126,20 @@ def enter_step(optimizer: Any) -> None:
     """Registers the beginning of a step.
 
     Raises:
-        ConfigurationError: if another optimizer has gradients of the same names under way.
+        ConfigurationError: if another optimizer is exchanging gradients with the same names.
     """
     if optimizer is None:
         return
     current = torch._C._current_graph_task_id()
     if _clash(optimizer, current):
-        gc.collect()  # frees optimizers that were dropped
+        gc.collect()  # frees optimizers that nothing uses any more
         if why := _clash(optimizer, current):
             raise ConfigurationError(why)
     _passes[optimizer] = current
 
 
 def _clash(optimizer: Any, current: int) -> str | None:
-    """The reason why gradients of this optimizer cannot be distinguished from another's; None if they can."""
+    """The reason why gradients of this optimizer cannot be distinguished from those of another; None if they can."""
     for other_optimizer, began in list(_passes.items()):
         in_one_pass = began == current != _NO_PASS
         if other_optimizer is optimizer or not (in_one_pass or _is_under_way(other_optimizer)):
@@ -165,17 +166,17 @@ def _clash(optimizer: Any, current: int) -> str | None:
 
 
 def _is_under_way(optimizer: Any) -> bool:
-    """Whether Horovod has gradients of this optimizer that were not waited for. Their completion does not count, as
-    ranks may see it at different times."""
+    """Whether Horovod has gradients of this optimizer for which nobody has waited. The result does not depend on
+    whether the exchange of these gradients is complete, because ranks may see completion at different times."""
     return any(map(_is_open, (handle for handle, _ in optimizer._handles.values())))
 
 
 def _is_open(handle: Any) -> bool:
-    if not isinstance(handle, int):  # not submitted, or a sparse gradient
+    if not isinstance(handle, int):  # it was not submitted, or is a sparse gradient
         return False
     try:
         hvd.poll(handle)
-    except ValueError:  # already waited for
+    except ValueError:  # somebody has already waited for it
         return False
     return True
 
@@ -190,12 +191,12 @@ def _names_of(optimizer: Any) -> dict[str, torch.nn.Parameter]:
 
 
 def _before_step(optimizer: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-    """A step pre-hook of PyTorch; `arguments` are those of `optimizer.step`, starting with the optimizer."""
+    """A step pre-hook of PyTorch. arguments: the arguments of `optimizer.step`, beginning with the optimizer."""
     _refuse_closure(optimizer, options.get("closure", arguments[1] if len(arguments) > 1 else None))
 
 
 def _refuse_closure(optimizer: Any, closure: Any) -> None:
-    """Raises ConfigurationError for a closure whose gradients would not be averaged."""
+    """Raises ConfigurationError if the gradients of a closure would not be averaged."""
     if closure is not None and getattr(optimizer, "_should_synchronize", False):
         raise ConfigurationError(
             "optimizer.step(closure) computes gradients after Horovod has averaged, so each rank would step with its "

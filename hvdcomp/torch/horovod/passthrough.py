@@ -1,7 +1,7 @@
-"""Steps whose gradients Horovod allreduces itself, cast or unchanged, during the backward pass.
+"""Steps in which Horovod itself allreduces the gradients, cast or unchanged, during the backward pass.
 
-Work for each gradient interrupts the backward pass, so the name of a gradient is not looked up if all gradients are
-cast to the same type.
+All work for a gradient delays the backward pass. So if all gradients are cast to the same type, their names are not
+looked up.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from hvdcomp.torch.horovod.caller import ParameterNames
 
 
 class Ticket(NamedTuple):
-    """The context that Horovod carries from compress to decompress.
+    """The context that Horovod passes from `compress` to `decompress`.
 
     Attributes:
-        name: name of the tensor; "" if it was not looked up.
-        cast: whether Horovod allreduces the gradient itself.
-        gradient: the gradient; None if Horovod's result needs no cast.
+        name: the name of the tensor; "" if it was not looked up.
+        cast: whether Horovod itself allreduces the gradient.
+        gradient: the gradient; None if the result of Horovod needs no cast.
     """
 
     name: str
@@ -37,11 +37,11 @@ class Passthrough:
     """The part of a binding that handles steps in which gradients are only cast.
 
     Args:
-        engine: the engine, whose plan has each gradient's cast.
+        engine: the engine. The plan of the engine says how each gradient is cast.
         parameters: the parameters by name.
         names: finds the names of gradients.
         optimizer: Horovod's optimizer; None for another caller.
-        observe: function that gets a source, as in `Policy.source`, and gradients by name.
+        observe: a function that gets a source, as in `Policy.source`, and gradients by name.
     """
 
     def __init__(
@@ -57,23 +57,25 @@ class Passthrough:
         self._names = names
         self._optimizer = optimizer
         self._observe = observe
-        self._observed: str | None = None  # source of the gradients observed in this step
-        # For the latest plan of casts: the wire's element type of each tensor, by name and element type; by element
-        # type only, if all are cast alike; and the latter for steps that need no names.
+        self._observed: str | None = None  # the source of the gradients that are observed in this step
+        # For the latest plan of casts, the element type in which each tensor is sent. The first table is by name and
+        # element type. The second is by element type only, if all tensors are cast to the same type. The third is the
+        # second table for steps that need no names.
         self._wires_of: Plan | None = None
         self._wires: dict[tuple[str, torch.dtype], torch.dtype] = {}
         self._wires_alike: dict[torch.dtype, torch.dtype] = {}
         self._alike: dict[torch.dtype, torch.dtype] = {}
-        self._named: set[str] = set()  # names of tensors of this step
-        self._unnamed: list[torch.Tensor] = []  # gradients of this step without a name so far
-        self._all: frozenset[str] = frozenset()  # all tensors of the latest step in which all names were looked up
+        self._named: set[str] = set()  # the names of the tensors of this step
+        self._unnamed: list[torch.Tensor] = []  # the gradients of this step that have no name yet
+        self._all: frozenset[str] = frozenset()  # all tensors of the latest step that looked up all names
         self._unchanged = {name: Ticket(name, True, None) for name in parameters}
 
     def begin(self, observed: str | None) -> None:
         """Begins a step.
 
         Args:
-            observed: source of the gradients that this rank observes, as in `Policy.source`; None for none.
+            observed: the source of the gradients that this rank observes, as in `Policy.source`; None if it observes
+                none.
         """
         plan = self._engine.plan
         if self._wires_of is not plan:
@@ -84,12 +86,12 @@ class Passthrough:
         self._named.clear()
         self._unnamed.clear()
         self._observed = observed
-        # The dense copy of a sparse gradient can be named only while Horovod hands it over.
+        # The name of the dense copy of a sparse gradient can only be found while Horovod passes the copy.
         copies = getattr(self._optimizer, "sparse_as_dense", False)
         self._alike = self._wires_alike if observed is None and not copies else {}
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Ticket]:
-        """The tensor that Horovod is to allreduce for a gradient."""
+        """The tensor that Horovod must allreduce for a gradient."""
         alike = self._alike.get(tensor.dtype)
         if alike is not None and tensor.is_contiguous():
             self._unnamed.append(tensor)
@@ -103,19 +105,20 @@ class Passthrough:
         return sent, self._unchanged[name] if sent is tensor else Ticket(name, True, tensor)
 
     def decompress(self, tensor: torch.Tensor, ticket: Ticket) -> torch.Tensor:
-        """The mean gradient, from Horovod's result."""
+        """The mean gradient, computed from Horovod's result."""
         result = tensor if ticket.gradient is None else _as_gradient(tensor, ticket.gradient)
         if self._observed == "aggregated":
             self._observe("aggregated", {ticket.name: result})
         return result
 
     def end(self) -> None:
-        """Ends a step and enters its bytes in the ledger."""
+        """Ends a step, and records its bytes in the ledger."""
         self._engine.enter_casts(self._names_of_step())
-        self._unnamed.clear()  # frees the memory of gradients that are set to None
+        self._unnamed.clear()  # releases gradients, so that their memory is freed when the user sets them to None
 
     def _names_of_step(self) -> Set[str]:
-        """The tensors of a step. Horovod's are the same in all steps, so that an equal number means equal tensors."""
+        """The names of the tensors of a step. Horovod passes the same tensors in all steps. So if the number is the
+        same as before, the tensors are the same."""
         if not self._unnamed:
             return self._named
         if len(self._unnamed) + len(self._named) == len(self._all):
@@ -126,7 +129,7 @@ class Passthrough:
         return self._all
 
     def _wire_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """The wire's element type of a gradient."""
+        """The element type in which a gradient is sent."""
         wire = self._wires.get((name, dtype))
         if wire is None:
             text = self._engine.plan[name].wire_dtype(str(dtype).removeprefix("torch."))
@@ -135,7 +138,7 @@ class Passthrough:
 
 
 def _as_gradient(reduced: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """The allreduced tensor in the element type and memory layout of the gradient."""
+    """The allreduced tensor, with the element type and memory layout of the gradient."""
     if reduced.dtype == gradient.dtype and reduced.stride() == gradient.stride():
         return reduced
     return torch.empty_like(gradient).copy_(reduced)

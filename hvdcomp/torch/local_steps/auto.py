@@ -1,4 +1,4 @@
-"""The number of steps of a round of `LocalSteps` with `every="auto"`, decided during the training."""
+"""Decides, during the training, the number of steps of a round of `LocalSteps` with `every="auto"`."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ WIDTH = 251
 
 @dataclass(frozen=True, kw_only=True)
 class AutoRounds(Described):
-    """The rule for the length of a round: long enough that the exchange takes a small share of the time, but short
-    enough that the ranks do not drift too far apart.
+    """The rule for the length of a round. A round should be so long that the exchange takes only a small share of the
+    time, but so short that the ranks do not drift too far apart.
 
-    After three rounds of `start` steps, a round has the least number H of steps with which the exchange takes at most
-    `share` of the round's time. That number is limited so that the drift S, the mean over the ranks of the squared
-    distance of a pseudo-gradient from their mean, is at most C times the learning rate times the largest one so far: C
-    is what it was in the first three rounds (Jiang and Agrawal 2020, ADPSGD, arXiv:2007.06134, algorithm 2, where the
-    learning rate only falls). S grows with H at least as H, at most as H², so that H times the square root of the
-    allowed S over S is never too far. From one round to the next H at most doubles, and at least halves.
+    The first three rounds have `start` steps. After the first three rounds, H is the smallest number of steps for which
+    the exchange takes at most `share` of the round's time. The drift of the ranks limits H. The drift S is the mean
+    squared distance of the ranks' pseudo-gradients from their mean. S may be at most C times the learning rate times
+    the largest learning rate so far. C is the value of S / (rate times largest rate) in the first three rounds (Jiang
+    and Agrawal 2020, ADPSGD, arXiv:2007.06134, algorithm 2, in which the learning rate only falls). S grows at least in
+    proportion to H, and at most in proportion to H². So H times the square root of (allowed S / measured S) never goes
+    too far. From one round to the next, H at most doubles and at most halves.
 
     Attributes:
-        start: steps of the first rounds.
-        share: largest share of a round's time that its exchange may take.
+        start: the number of steps of each of the first three rounds.
+        share: the largest share of a round's time that the exchange may take.
     """
 
     start: Annotated[int, at_least(1)] = 30
@@ -44,16 +45,17 @@ class AutoRounds(Described):
 
 @dataclass
 class RoundLength:
-    """Decides the length of a round by the rule of `AutoRounds`.
+    """Decides the length of a round with the rule of `AutoRounds`.
 
     Each rank has its own object, and all ranks use the decision of rank 0's object.
 
     Attributes:
-        steps: number of steps of the round after the next exchange.
-        rounds: number of measured rounds.
-        allowed: C, or the part of it from the rounds so far.
+        steps: the number of steps of the round after the next exchange.
+        rounds: the number of measured rounds.
+        allowed: C, computed from the rounds so far.
         top_rate: the largest learning rate so far.
-        step_seconds, exchange_seconds: mean seconds of a step and of an exchange, the latest counting half.
+        step_seconds, exchange_seconds: moving averages of the seconds of a step and of an exchange. The latest value
+            has the weight 1/2.
     """
 
     steps: int
@@ -66,14 +68,15 @@ class RoundLength:
     def learn(
         self, rule: AutoRounds, steps: int, drift: float, rate: float, step_seconds: float, exchange_seconds: float
     ) -> None:
-        """Takes in a round, and decides.
+        """Adds the measurements of a round, and decides the next length.
 
         Args:
             rule: the settings.
-            steps: number of steps of the round.
-            drift: S after the round.
-            rate: the learning rate at its end. A round with 0 is ignored.
-            step_seconds, exchange_seconds: seconds of a step until all ranks had made it, and of the exchange.
+            steps: the number of steps of the round.
+            drift: the drift S at the end of the round.
+            rate: the learning rate at the end of the round. A round with rate 0 is ignored.
+            step_seconds, exchange_seconds: the seconds of a step, measured until all ranks have made it, and the
+                seconds of the exchange.
         """
         if rate <= 0:
             return
@@ -94,14 +97,15 @@ class RoundLength:
 
 
 def sketch(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of a vector's elements, each with a random sign, in `WIDTH` parts: float64 (WIDTH,) on the host.
+    """A sketch of a vector, float64 (WIDTH,) on the host. The vector is divided into `WIDTH` parts, and the elements of
+    each part are added with random signs.
 
-    It is linear, with the same signs on all ranks, and its squared norm is that of the vector in expectation, so that
-    sketches tell the distance of ranks from their mean (Alon, Matias and Szegedy 1996; for local steps Theologitis et
-    al. 2024, arXiv:2405.20988, section 3).
+    The sketch is linear, and the signs are the same on all ranks. The expectation of the sketch's squared norm is the
+    squared norm of the vector. Therefore sketches are enough to estimate the distance of ranks from their mean (Alon,
+    Matias and Szegedy 1996; for local steps Theologitis et al. 2024, arXiv:2405.20988, section 3).
 
     Args:
-        tensors: the parts of the vector, of any shapes.
+        tensors: the tensors that form the vector. The tensors may have any shapes.
     """
     total = torch.zeros(WIDTH, dtype=torch.float64)
     for place, tensor in enumerate(tensors):

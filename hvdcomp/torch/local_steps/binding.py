@@ -1,6 +1,6 @@
 """The binding of `LocalSteps`, which exchanges pseudo-gradients after several local steps of each rank.
 
-A pseudo-gradient is the weights at the latest exchange minus the present weights.
+A pseudo-gradient is the weights at the latest exchange minus the current weights.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class LocalStepsBinding(TorchTraining):
     """Ties one `Compression` to the parameters of one `LocalSteps`.
 
     Args:
-        setup: the user's settings and objects. Its `optimizer` is the outer one.
-        inner: the optimizer of local steps.
+        setup: the user's settings and objects. `setup.optimizer` is the outer optimizer.
+        inner: the optimizer that makes local steps.
         anchors: the weights at the latest exchange, one for each parameter, in the order of the parameter groups.
-        settings: settings that must be the same on all ranks, in addition to the settings of the compression. They are
-            read in the first step.
-        every: number of steps between exchanges, or the spec of the rule that decides it.
+        settings: further settings that must be the same on all ranks, in addition to the settings of the compression.
+            These settings are read in the first step.
+        every: the number of steps between exchanges, or the spec of the rule that decides this number.
         communicator: the communicator.
     """
 
@@ -61,8 +61,8 @@ class LocalStepsBinding(TorchTraining):
     ) -> None:
         self._settings, self._inner = settings, inner
         self._sent: list[str] = []
-        self._bytes_beside = 0  # of the latest `agree`
-        # In an elastic job, new ranks make it while the other ranks train.
+        self._bytes_beside = 0  # bytes of the latest `agree`
+        # In an elastic job, new ranks create the binding while the other ranks train, so no collective is possible.
         with nullcontext() if may_change() else refused_on_every_rank(communicator, torch.empty(0)):
             _check(setup, every, communicator)
             self._stepped = _named(setup, inner.param_groups)
@@ -71,18 +71,18 @@ class LocalStepsBinding(TorchTraining):
             super().__init__(setup, own, communicator, setup.optimizer)
 
     def compare(self) -> None:
-        """Compares settings and weights in the first local step, and the first after a change of the ranks; waits for
-        all ranks then."""
+        """Compares settings and weights in the first local step, and in the first step after a change of the ranks. In
+        these steps all ranks wait for each other."""
         self._first_steps.compare()
         if self.communicator.rank == 0:
             _warn_of_momentum(self.engine, self._optimizer.param_groups[0]["momentum"])
 
     def enter_local_step(self) -> None:
-        """Enters a step without an exchange."""
+        """Counts a step without an exchange."""
         self.engine.enter_alone(self._parameters.keys())
 
     def connect(self, communicator: Ranks) -> None:
-        self._waves: Sequence[Wave] = ()  # of the exchange under way; an exchange with former ranks is lost
+        self._waves: Sequence[Wave] = ()  # the waves of the current exchange; an exchange with former ranks is lost
         super().connect(communicator)
 
     def change_ranks(self, group: dist.ProcessGroup) -> None:
@@ -97,32 +97,32 @@ class LocalStepsBinding(TorchTraining):
 
     @property
     def is_sending(self) -> bool:
-        """Whether an exchange is under way."""
+        """Whether an exchange was sent and not yet received."""
         return bool(self._waves)
 
     @property
     def is_exact_alone(self) -> bool:
-        """Whether this is the only rank, and it sends its values without loss."""
+        """Whether this is the only rank and its values are sent without loss."""
         return self.communicator.world_size == 1 and all(method.lossless for method in self.engine.plan.values())
 
     @torch.no_grad()
     def moved(self, places: Sequence[int]) -> list[torch.Tensor]:
-        """This rank's pseudo-gradients of the parameters at these places."""
+        """This rank's pseudo-gradients for the parameters at these places."""
         parameters = list(self._stepped.values())
         anchors = list(self._anchors.values())
         return [anchors[place] - local_part(parameters[place]) for place in places]
 
     @torch.no_grad()
     def agree(self, decided: int, moved: Sequence[torch.Tensor]) -> tuple[int, float]:
-        """Waits for all ranks; all of them then use the number of steps that rank 0 has decided.
+        """Waits for all ranks, and returns to all of them the number of steps that rank 0 has decided.
 
         Args:
-            decided: number of steps that this rank has decided.
+            decided: the number of steps that this rank has decided.
             moved: the pseudo-gradients of all parameters.
 
         Returns:
-            The number of steps that rank 0 has decided, and the drift of the ranks, as in `RoundLength.learn`,
-            estimated by sketches.
+            The number of steps that rank 0 has decided, and the drift of the ranks (`RoundLength.learn`), which
+            sketches estimate.
         """
         own = sketch(moved)
         head = torch.tensor([float(decided * (self.communicator.rank == 0)), float(own.dot(own))], dtype=own.dtype)
@@ -141,15 +141,15 @@ class LocalStepsBinding(TorchTraining):
         """Begins an exchange of pseudo-gradients, which `receive` ends.
 
         Args:
-            places: places of the parameters.
+            places: the places of the parameters.
             moved: the pseudo-gradients.
-            background: whether local steps are made before `receive`; `moved` must not change then.
-            earlier: number of steps since the exchange was first begun, if it is begun again after a restart.
+            background: whether local steps are made before `receive`. If True, do not change `moved` before `receive`.
+            earlier: if the exchange is begun again after a restart, the number of steps since it was first begun.
         """
         names = list(self._parameters)
         self._sent = [names[place] for place in places]
         step_number = self.engine.step_number
-        self.engine.step_number = step_number - earlier  # random numbers and schedules depend on it
+        self.engine.step_number = step_number - earlier  # random numbers and schedules depend on the step number
         self.begin()
         started = self.communicator.start_allreduce(torch.full((1,), self.presence), "sum", "hvdcomp.presence")
         self.check_presence(int(self.communicator.wait(started)))
@@ -159,14 +159,16 @@ class LocalStepsBinding(TorchTraining):
 
     @torch.no_grad()
     def receive(self) -> list[torch.Tensor]:
-        """Ends the exchange under way; returns the mean of the ranks' pseudo-gradients, in the order of `send`.
+        """Ends the current exchange. Returns the means of the ranks' pseudo-gradients, in the order of `send`.
 
         Raises:
-            ConfigurationError: on every rank, if any rank's pseudo-gradient is not finite. Nothing has changed then.
+            ConfigurationError: on every rank, if a pseudo-gradient of any rank is not finite. In this case nothing has
+                changed.
         """
         waves, self._waves = self._waves, ()
         means = self.engine.finish(waves, self._parameters.keys() - set(self._sent))
-        if self.engine.found_inf is not None and float(self.engine.found_inf) != 0:  # it is NaN then
+        # it is NaN if a value is not finite
+        if self.engine.found_inf is not None and float(self.engine.found_inf) != 0:
             raise ConfigurationError(self._describe_not_finite())
         return [means[name] for name in self._sent]
 
@@ -199,24 +201,25 @@ class LocalStepsBinding(TorchTraining):
         return None if count == len(self._parameters) else NO_NEW_GROUP
 
     def checksums(self, names: Sequence[str]) -> list[int]:
-        """Checksums of the anchors, as the weights themselves differ between two exchanges."""
+        """Checksums of the anchors. The weights themselves would differ between ranks, except directly after an
+        exchange."""
         return checksums_of(self._anchors, names)
 
 
 def local_part(tensor: Any) -> torch.Tensor:
-    """The tensor without its gradient's history, or of a DTensor the part on this rank; in the same storage."""
+    """The tensor detached from autograd; for a DTensor, the part on this rank. The result shares the storage."""
     tensor = tensor.detach()
     part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
 
 
-FEW = 0.1  # of the elements
-MUCH = 0.9  # of an outer momentum
+FEW = 0.1  # a method sends few elements if it sends less than this share
+MUCH = 0.9  # an outer momentum is large from this value on
 """Where trainings with both were unstable (docs/local-steps.md)."""
 
 
 def _warn_of_momentum(engine: Engine, momentum: float) -> None:
-    """Warns if the outer momentum goes on with what sparsifiers send late."""
+    """Warns if a sparsifier that delays most elements is used with a large outer momentum."""
     leaves = dict.fromkeys(engine.compressor.leaves())
     late = [leaf for leaf in leaves if _share_sent(leaf) <= FEW and engine.planner.memory_for(leaf).keeps]
     if momentum >= MUCH and late:
@@ -274,8 +277,8 @@ NO_NEW_GROUP = (
 
 
 def _named(setup: Setup, groups: Sequence[Mapping[str, Any]]) -> dict[str, torch.nn.Parameter]:
-    """The parameters of all parameter groups by name, in their order. Names are those of the `Compression`, or those of
-    the optimizer, or else the numbers of the parameter group and of the parameter."""
+    """The parameters of all parameter groups, by name, in their order. Names come from the `Compression`, or else from
+    the optimizer. If neither has names, the numbers of the parameter group and of the parameter are used."""
     parameters = [parameter for group in groups for parameter in group["params"]]
     if setup.parameters is not None:
         given_names = {parameter: name for name, parameter in by_name(setup.parameters, None).items()}
@@ -285,7 +288,8 @@ def _named(setup: Setup, groups: Sequence[Mapping[str, Any]]) -> dict[str, torch
                 "parameters; use named_parameters=model.named_parameters() of the model that is trained"
             )
         names = [given_names[parameter] for parameter in parameters]
-    elif all("param_names" in group for group in groups):  # made of model.named_parameters(), from PyTorch 2.6 on
+    # the optimizer was created with model.named_parameters(), which PyTorch 2.6 and later support
+    elif all("param_names" in group for group in groups):
         names = plain_names(name for group in groups for name in group["param_names"])
     else:
         names = [f"{place}.{number}" for place, group in enumerate(groups) for number in range(len(group["params"]))]

@@ -1,4 +1,4 @@
-"""`LocalSteps`: local steps of each rank between exchanges, and an outer optimizer (DiLoCo)."""
+"""`LocalSteps`: each rank makes local steps between exchanges, and an outer optimizer applies the result (DiLoCo)."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from hvdcomp.torch.ranks import started_ranks
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-OWN = "local_steps"  # key of this optimizer's part of a state
+OWN = "local_steps"  # the key of this optimizer's part of a state
 
 
 class LocalSteps(torch.optim.Optimizer):
-    """Wraps an optimizer: each rank makes `every` local steps, then the ranks exchange pseudo-gradients.
+    """Wraps an optimizer. Each rank makes `every` local steps, and then the ranks exchange pseudo-gradients.
 
-    The pseudo-gradient of a rank is its weights at the latest exchange minus its present weights. The ranks compress
-    their pseudo-gradients and average them. An outer SGD applies the mean to the weights of the latest exchange, and
-    all ranks continue from the result (Douillard et al. 2023, DiLoCo, arXiv:2311.08105, algorithm 1).
+    The pseudo-gradient of a rank is its weights at the latest exchange minus its current weights. The ranks compress
+    their pseudo-gradients and average the results. An outer SGD applies the mean to the weights of the latest exchange,
+    and all ranks continue from the result (Douillard et al. 2023, DiLoCo, arXiv:2311.08105, algorithm 1).
 
         compression = hvdcomp.Compression(hvdcomp.Int4())
         optimizer = torch.optim.AdamW(model.parameters(), lr=4e-4)
@@ -52,58 +52,61 @@ class LocalSteps(torch.optim.Optimizer):
             loss_of(model(inputs), targets).backward()
             optimizer.step()
 
-    Do not wrap the model in DistributedDataParallel, nor the inner optimizer in hvd.DistributedOptimizer. Between two
-    exchanges the ranks' weights differ: evaluate and end when `in_sync` is true, or in `outer_weights`, which are the
-    same on all ranks after every step. Statistics of batch normalization are buffers, and are not exchanged. Keep the
-    weights in float32 (with torch.autocast for the computation), because the weights of the latest exchange have the
-    same type as the parameters.
+    Do not wrap the model in DistributedDataParallel, and do not wrap the inner optimizer in hvd.DistributedOptimizer.
+    Between two exchanges, the weights differ between ranks. Therefore evaluate, and end the training, when `in_sync` is
+    true. You can also evaluate inside `outer_weights`: these weights are the same on all ranks after every step.
+    Statistics of batch normalization are buffers, and are not exchanged. Keep the weights in float32 (with
+    torch.autocast for the computation), because the weights of the latest exchange have the same type as the
+    parameters.
 
-    With `fragments` parts of the parameters are exchanged at staggered steps, and with `delay` the exchange overlaps
-    with later steps (Douillard et al. 2025, Streaming DiLoCo, arXiv:2501.18512, algorithm 2).
+    With `fragments`, parts of the parameters are exchanged at different steps. With `delay`, the exchange overlaps with
+    later steps (Douillard et al. 2025, Streaming DiLoCo, arXiv:2501.18512, algorithm 2).
 
-    Make a LocalSteps on every rank, and call its `step` the same number of times. A torch.amp.GradScaler steps it like
-    any optimizer. Do not give the scaler to the compression: each rank has its own scale, and skips the steps in which
-    its own gradients overflow. Learning rate schedulers work as with the inner optimizer, because both share the
-    parameter groups. Each rank also keeps the weights of the latest exchange, an outer momentum, and the residuals.
+    Create a LocalSteps on every rank, and call its `step` the same number of times on each rank. A torch.amp.GradScaler
+    works as with any optimizer. Do not pass the scaler to the compression: each rank has its own scale, and skips the
+    steps in which its own gradients overflow. Learning rate schedulers work as with the inner optimizer, because both
+    share the parameter groups. Each rank also keeps the weights of the latest exchange, an outer momentum, and the
+    residuals.
 
     Args:
-        optimizer: the inner optimizer, of any kind; with its own clipping and learning rate.
-        every: number of steps between exchanges; papers use 30 to 500. With 1, the ranks exchange each step of the
-            weights instead of its gradient, and their weights are equal after every step. With "auto", or for example
-            "auto:share=0.05,start=10", rank 0 decides after each exchange, by the rule of `hvdcomp.torch.AutoRounds`.
-            "auto" does not work with `fragments`, `delay` or `local_share`.
-        compression: the compression of this optimizer only. Default: no compression, in float32. Rules by name and
-            checkpoints use the names in its `named_parameters`, or else the names in the inner optimizer (PyTorch 2.6),
-            or else numbers.
-        fragments: number of fragments. A fragment is a set of whole parameters; fragments have about equal sizes. Each
-            fragment is exchanged once in `every` steps.
-        delay: number of steps from sending a fragment to applying its mean; less than `every / fragments`. In methods
-            with several exchanges (PowerSGD, scatter) only the first one overlaps with steps.
-        local_share: after an exchange, a rank's weights are a mix of its own weights and the outer weights;
-            `local_share` is the share of its own weights. With a delay and 0, the rank loses its steps since sending.
-            With 0.5 it keeps half of them.
-        outer_lr, outer_momentum, nesterov: settings of the outer `torch.optim.SGD` on the mean of the pseudo-gradients.
-            With 1 and 0 it averages the ranks' weights.
-        communicator: the communicator of the ranks that exchange. Default: all ranks of torch.distributed, or if that
-            was not started, of Horovod.
-        model: the model, if FSDP2 shards it on a mesh that has a dimension of replicas, or if it was given to
-            `replicate`. Each replica makes its own steps, and the ranks with the same shards exchange them. From then
-            on FSDP averages gradients only inside each replica.
-        mesh: the dimension of the replicas, `mesh["replicate"]`, if `fully_shard` was given only the dimension of the
-            shards, `mesh["shard"]`. The steps are then as with `model`.
+        optimizer: the inner optimizer, of any kind, with its own learning rate. Clip gradients as usual.
+        every: the number of steps between exchanges; papers use 30 to 500. With 1, the ranks exchange the change of the
+            weights in each step instead of the gradient, and all ranks have the same weights after every step. With
+            "auto", or for example "auto:share=0.05,start=10", rank 0 decides the number after each exchange, with the
+            rule of `hvdcomp.torch.AutoRounds`. "auto" does not work with `fragments`, `delay` or `local_share`.
+        compression: a compression that only this optimizer uses. Default: no compression, in float32. Rules by name and
+            checkpoints use the names in its `named_parameters`. If there are no such names, rules and checkpoints use
+            the names in the inner optimizer (PyTorch 2.6), or otherwise numbers.
+        fragments: the number of fragments. A fragment is a set of whole parameters. All fragments have about the same
+            size. Each fragment is exchanged once in `every` steps.
+        delay: the number of steps between sending a fragment and applying its mean; less than `every / fragments`. In
+            methods with several exchanges (PowerSGD, scatter), only the first exchange overlaps with steps.
+        local_share: after an exchange, a rank's weights are a mix of its own weights and the outer weights, and
+            `local_share` is the share of its own weights. If there is a delay and `local_share` is 0, the rank loses
+            its steps since sending. With 0.5, the rank keeps half of these steps.
+        outer_lr, outer_momentum, nesterov: the settings of the outer `torch.optim.SGD`, which applies the mean of the
+            pseudo-gradients. With a rate of 1 and no momentum, this averages the ranks' weights.
+        communicator: the communicator of the ranks that exchange. Default: all ranks of torch.distributed, or all ranks
+            of Horovod if torch.distributed was not started.
+        model: the model, if FSDP2 shards it on a mesh that has a dimension of replicas, or if you have passed it to
+            `replicate`. Each replica makes its own steps, and the ranks with the same shards exchange these steps. FSDP
+            then averages gradients only within each replica.
+        mesh: the dimension of the replicas, `mesh["replicate"]`, if you have passed only the dimension of the shards,
+            `mesh["shard"]`, to `fully_shard`. The steps are the same as with `model`.
 
     Attributes:
         inner, outer: the two optimizers.
-        every: number of steps of the present round.
-        compression: the compression. Its ledger counts only exchanges, because local steps send nothing.
-        in_sync: whether all ranks have the same weights now; with several fragments, a delay or a local share only
-            after `exchange`.
+        every: the number of steps of the current round.
+        compression: the compression. The ledger of this compression counts only exchanges, because local steps send
+            nothing.
+        in_sync: whether all ranks have the same weights now. With several fragments, a delay or a local share, this is
+            true only after `exchange`.
 
     Raises:
-        ConfigurationError: for invalid numbers, an inner optimizer that exchanges itself, or if no ranks were started;
-            on every rank, for settings that local steps do not allow (policies that rank 0 decides, methods without a
-            magnitude).
-        RankMismatchError: on every rank, in the first step, if the ranks' settings or weights differ.
+        ConfigurationError: if a number is invalid, the inner optimizer itself exchanges gradients, or no ranks were
+            started. The error is raised on every rank if local steps do not allow a setting (policies whose decisions
+            rank 0 makes, methods without a magnitude).
+        RankMismatchError: on every rank, in the first step, if settings or weights differ between ranks.
     """
 
     _binding: LocalStepsBinding | None = None
@@ -125,12 +128,13 @@ class LocalSteps(torch.optim.Optimizer):
         mesh: DeviceMesh | None = None,
     ) -> None:
         _check(optimizer, outer_lr, outer_momentum)
-        # Those that the ranks exchange; the binding refuses later ones on every rank.
+        # The parameters that the ranks exchange. If parameters are added later, the binding raises an error on every
+        # rank.
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if mesh is None and model is None:
             _require_whole(self._parameters)
         else:
-            from hvdcomp.torch.local_steps.replicas import replicas_of  # needs FSDP2
+            from hvdcomp.torch.local_steps.replicas import replicas_of  # imported here, because it needs FSDP2
 
             communicator = replicas_of(self._parameters, mesh, model, communicator)
         sizes = [own.numel() for own in self._own()]
@@ -155,7 +159,8 @@ class LocalSteps(torch.optim.Optimizer):
         optimizer.register_load_state_dict_post_hook(lambda _: self._share_groups())
         self._steps = 0  # number of steps since all ranks had the same weights
         self._sent: Sent | None = None
-        self._timed_from: tuple[float, int] | None = None  # seconds, and steps of the round by then
+        # a time in seconds, and the number of steps of the round at this time
+        self._timed_from: tuple[float, int] | None = None
         self._anchored = False  # whether the anchors are the weights of the latest exchange
         anchors = [own.clone() for own in self._own()]
         self.outer = torch.optim.SGD(
@@ -169,15 +174,16 @@ class LocalSteps(torch.optim.Optimizer):
         if model is not None:
             from hvdcomp.torch.fsdp.replicas import leave_to_nobody
 
-            leave_to_nobody(model)  # last, because nothing refuses these settings from here on
+            leave_to_nobody(model)  # last, because no check after this can refuse the settings
 
     @classmethod
     def diloco(cls, optimizer: torch.optim.Optimizer, every: int = 500, **options: Any) -> LocalSteps:
-        """DiLoCo as published (arXiv:2311.08105): 500 steps, then Nesterov momentum 0.9 at rate 0.7, dense.
+        """DiLoCo as published (arXiv:2311.08105): an exchange every 500 steps, without compression, and an outer SGD
+        with Nesterov momentum 0.9 at rate 0.7.
 
         Args:
             optimizer: the inner optimizer, AdamW in the paper.
-            every, options: as in the class; any compressor is allowed.
+            every, options: as in the class. Any compressor is allowed.
         """
         return cls(optimizer, every, **options)
 
@@ -185,8 +191,8 @@ class LocalSteps(torch.optim.Optimizer):
     def sparseloco(
         cls, optimizer: torch.optim.Optimizer, every: int = 30, named_parameters: Any = None, **options: Any
     ) -> LocalSteps:
-        """SparseLoCo (Sarfi et al. 2025, arXiv:2508.15706): the largest 64 of each 4096 elements in 2 bits, error
-        feedback with a decay of 0.95, and an outer SGD at rate 1 without momentum.
+        """SparseLoCo (Sarfi et al. 2025, arXiv:2508.15706): sends the largest 64 of each 4096 elements with 2 bits
+        each. SparseLoCo uses error feedback with a decay of 0.95, and an outer SGD at rate 1 without momentum.
 
         Args:
             optimizer: the inner optimizer, AdamW with betas (0.9, 0.95) in the paper.
@@ -212,12 +218,13 @@ class LocalSteps(torch.optim.Optimizer):
             optimizer = hvdcomp.torch.MuonWithAdamW(model, lr=16e-3)
             optimizer = hvdcomp.torch.LocalSteps.compressed(optimizer, every=4)
 
-        The outer optimizer is SGD at rate 1 without momentum. Tensors with fewer than 1,024 elements or two dimensions
-        are sent as `Int8`. The part of a change that is not sent is kept for the next exchange, in units of weights.
+        The outer optimizer is SGD at rate 1 without momentum. Tensors with fewer than 1,024 elements or fewer than two
+        dimensions are sent as `Int8`. The part of a change that is not sent is kept for the next exchange, in units of
+        weights.
 
         Args:
-            optimizer: the inner optimizer; best with Muon inside, as `MuonWithAdamW`.
-            every: number of steps between exchanges. With 1 all ranks have the same weights after every step.
+            optimizer: the inner optimizer. The best choice is Muon, such as `MuonWithAdamW`.
+            every: the number of steps between exchanges. With 1, all ranks have the same weights after every step.
             compressor: the compressor of all other tensors. Default: `EFSignSGD()`.
             named_parameters: as in `Compression`.
             options: as in the class, without `compression`.
@@ -242,8 +249,8 @@ class LocalSteps(torch.optim.Optimizer):
 
     @not_compiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Makes a step of the inner optimizer. Every `every`-th step ends with an exchange, in which all ranks wait for
-        each other.
+        """Makes a step of the inner optimizer. After every `every` steps there is an exchange, in which all ranks wait
+        for each other.
 
         Raises:
             ConfigurationError: on every rank, in the exchange, if the weights of any rank are inf or NaN.
@@ -267,10 +274,10 @@ class LocalSteps(torch.optim.Optimizer):
         return loss
 
     def _unscaled(self) -> bool:
-        """Takes the loss scale of a torch.amp.GradScaler out of the gradients; whether none of them has overflowed.
+        """Divides the gradients by the loss scale of a torch.amp.GradScaler.
 
-        While it steps an optimizer, a GradScaler leaves there what it found, and its scale, which is None after
-        `unscale_`.
+        Returns whether no gradient has overflowed. While a GradScaler steps an optimizer, it stores the scale and its
+        check for overflows as attributes of the optimizer. The scale is None if `unscale_` was called.
         """
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found_inf is not None and found_inf.item():
@@ -283,8 +290,8 @@ class LocalSteps(torch.optim.Optimizer):
     @not_compiled
     def exchange(self) -> None:
         """Exchanges all parameters now, so that all ranks have the same weights, for example at the end of a training.
-        Call it on every rank. If the exchange of a fragment is under way, its result is applied first. Nothing happens
-        if the ranks are `in_sync`."""
+        Call it on every rank. If a fragment was sent and its mean is not yet applied, the mean is applied first.
+        Nothing happens if the ranks are `in_sync`."""
         self._begin()
         if self.in_sync:
             return
@@ -297,8 +304,9 @@ class LocalSteps(torch.optim.Optimizer):
 
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
-        """A context manager in which the model has its outer weights, the result of each parameter's latest exchange,
-        which are the same on all ranks. Use it to evaluate or publish the model. No step is allowed inside."""
+        """A context manager in which the model has its outer weights. The outer weights are the result of the latest
+        exchange of each parameter, and are the same on all ranks. Use the outer weights to evaluate or publish the
+        model. No step is allowed inside."""
         before = [own.clone() for own in self._own()]
         if self._anchored:
             put(self._own(), self._anchors())
@@ -310,7 +318,7 @@ class LocalSteps(torch.optim.Optimizer):
     def _send(self, places: list[int], background: bool) -> None:
         assert self._binding is not None
         moved = self._binding.moved(places)
-        if self._length is not None:  # now: an exchange may take place in `moved`
+        if self._length is not None:  # before the exchange, because the exchange may happen in place in `moved`
             self._agreed = self._binding.agree(self._length.steps, moved)
             self._met_at = self._binding.now()
         self._binding.send(places, moved, background)
@@ -325,7 +333,8 @@ class LocalSteps(torch.optim.Optimizer):
         anchors, parameters = self._anchors(), self._own()
         outer = self.outer.param_groups[0]
         if self._binding.is_exact_alone and (outer["lr"], outer["momentum"]) == (1, 0):
-            # The mean is this rank's own way, and the anchor minus that would differ from its weights by a rounding.
+            # The mean is this rank's own change. The anchor minus this change would differ from the weights by a
+            # rounding error.
             put((anchors[place] for place in places), (parameters[place] for place in places))
             return
         for place, mean in zip(places, means, strict=True):
@@ -339,7 +348,7 @@ class LocalSteps(torch.optim.Optimizer):
                 parameters[place].copy_(anchors[place])
 
     def _end_round(self) -> None:
-        """Begins the next round, with as many steps as rank 0 has decided."""
+        """Begins the next round, with the number of steps that rank 0 has decided."""
         steps, self._steps = self._steps, 0
         if self._auto is None or self._length is None:
             return
@@ -347,15 +356,15 @@ class LocalSteps(torch.optim.Optimizer):
         assert self._timed_from is not None
         now, (began, before) = self._binding.now(), self._timed_from
         decided, drift = self._agreed
-        if steps == self.every:  # not one that `exchange` has ended
+        if steps == self.every:  # only if `exchange` has not ended the round early
             seconds = (self._met_at - began) / max(1, steps - before)
             self._length.learn(self._auto, steps, drift, max(rates_of(self.inner)), seconds, now - self._met_at)
         self._rounds = self._rounds._replace(every=decided)
         self._timed_from = now, 0
 
     def _begin(self) -> LocalStepsBinding:
-        """The binding; compares the ranks' settings in the first step, and in the first one after a change of the
-        ranks."""
+        """Returns the binding. In the first step, and in the first step after a change of the ranks, it first compares
+        the ranks' settings."""
         binding = self._binding
         if binding is None:
             raise ConfigurationError(
@@ -365,7 +374,7 @@ class LocalSteps(torch.optim.Optimizer):
         if binding.is_stale:
             binding.follow_ranks()
         if not binding.has_begun:
-            if not self._anchored:  # weights may have been loaded since __init__
+            if not self._anchored:  # weights may have been loaded after __init__
                 put(self._anchors(), self._own())
                 self._anchored = True
             outer = self.outer.param_groups[0]
@@ -379,29 +388,30 @@ class LocalSteps(torch.optim.Optimizer):
             binding.compare()
             if self._sent is not None:
                 binding.send(self._sent.places, self._sent.moved, True, self._steps - self._sent.at)
-            self._timed_from = binding.now(), self._steps + 1  # the gradients of this step are there already
+            # + 1, because the gradients of this step are already computed
+            self._timed_from = binding.now(), self._steps + 1
         return binding
 
     # Methods of an optimizer.
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in the inner optimizer."""
+        """See `zero_grad` of the inner optimizer."""
         self.inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises ConfigurationError, because the inner optimizer must have all its parameter groups before it is passed
-        to LocalSteps."""
-        if self._binding is not None:  # None during __init__
+        """Raises ConfigurationError, because the inner optimizer must have all its parameter groups before LocalSteps
+        is created."""
+        if self._binding is not None:  # it is None during __init__
             raise ConfigurationError(NO_NEW_GROUP)
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the inner optimizer, and under "local_steps" the weights at the latest exchange, the outer
-        momentum, the number of steps since the latest exchange, the exchange that has not ended yet, and the state of
-        the compression.
+        """The state of the inner optimizer, with an additional key "local_steps". The state contains the weights at the
+        latest exchange, the outer momentum, the number of steps since the latest exchange, an exchange that has not
+        ended yet, and the state of the compression.
 
-        Between two exchanges, this state differs between ranks, as does the state of the model. To continue bit for
-        bit, save both states on every rank.
+        Between two exchanges, this state and the state of the model differ between ranks. To continue bit for bit, save
+        both states on every rank.
         """
         state = self.inner.state_dict()
         if self._anchored:
@@ -419,15 +429,15 @@ class LocalSteps(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores a state of `state_dict` before the first step. Call it on every rank, with the state that this rank
-        saved. Load the weights of the model too.
+        has saved. Also load the weights of the model.
 
-        You can also give it a state of the inner optimizer alone: then the training starts as after an exchange,
-        without outer momentum. If all ranks load the state of rank 0, saved between two exchanges, all ranks continue
-        from this state, and the other ranks' steps since the latest exchange are lost. `outer_lr`, `outer_momentum` and
+        You can also pass a state of the inner optimizer alone. The training then starts as after an exchange, without
+        outer momentum. If all ranks load a state that rank 0 has saved between two exchanges, all ranks continue from
+        it, and the steps of the other ranks since the latest exchange are lost. `outer_lr`, `outer_momentum` and
         `nesterov` are restored.
 
         Raises:
-            ConfigurationError: after a step, or for a state of other tensors or another compressor.
+            ConfigurationError: after a step, or if the state belongs to other tensors or another compressor.
         """
         if self._binding is not None and self._binding.has_begun:
             raise ConfigurationError(
@@ -436,14 +446,14 @@ class LocalSteps(torch.optim.Optimizer):
         self._load(state_dict, self.compression.load_state_dict)
 
     def roll_back(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores an earlier state of `state_dict` after steps were made, as elastic Horovod does after a failure.
-        Call it on every rank, and also restore the model's weights of the step to which you roll back."""
+        """Restores an earlier state of `state_dict` after steps were made. Elastic Horovod does this after a failure.
+        Call it on every rank, and also restore the weights that the model had at this step."""
         self._load(state_dict, self.compression.roll_back)
 
     def join(self, state_dict: Mapping[str, Any]) -> None:
-        """Joins other ranks as a new rank, with a state of `state_dict` from any of them: the model gets the outer
-        weights, the inner optimizer that rank's moments, and pseudo-gradients are zero. If that rank had not begun, the
-        model keeps its weights. The state of the compression is left to the caller."""
+        """Joins other ranks as a new rank. Pass a state of `state_dict` from any of these ranks. The model gets the
+        outer weights, the inner optimizer gets the moments of the other rank, and pseudo-gradients are zero. If the
+        other rank has made no step, the model keeps its weights. The caller restores the state of the compression."""
         self._load(state_dict, lambda _: None)
         if self._anchored:
             put(self._own(), self._anchors())
@@ -451,30 +461,31 @@ class LocalSteps(torch.optim.Optimizer):
                 moved.zero_()
 
     def change_ranks(self, group: dist.ProcessGroup) -> None:
-        """Continues with other ranks of torch.distributed, from the next step on. Call it between two steps, on every
-        rank of the new process group, and on no other rank. The round need not have ended.
+        """Continues with other ranks of torch.distributed, beginning with the next step. Call it between two steps, on
+        every rank of the new process group, and on no other rank. You can call it in the middle of a round.
 
             group = torch.distributed.new_group([0, 1, 3])  # without rank 2
             if torch.distributed.get_rank() != 2:
                 optimizer.change_ranks(group)
 
-        A rank that has made steps keeps its weights, its moments and its residuals. The residuals are multiplied, so
-        that they keep their weight in the mean. A rank that has made no step is new: it begins with the outer weights
-        and momentum, with the moments of the group's first rank, and at the same step of the round. A rank that is left
-        out loses its steps since its latest exchanges. An exchange under way is sent again in the new process group.
+        A rank that has made steps keeps its weights, its moments and its residuals. The residuals are multiplied by a
+        factor, so that they have the same weight in the mean as before. A rank that has made no step is new. A new rank
+        begins with the outer weights and the outer momentum, with the moments of the first rank of the process group,
+        and at the same step of the round. A rank that is not in the new process group loses its steps since its latest
+        exchanges. If an exchange has not ended, it is sent again in the new process group.
 
-        A rank that has made fewer steps continues at the step number of the group's first rank. If it has made fewer
-        steps of the same round, it keeps them. If the group's first rank has exchanged something without it, it begins
-        like a new rank, but keeps its residuals.
+        A rank that has made fewer steps than the first rank of the process group continues at the step number of the
+        first rank. If both ranks are in the same round, the rank keeps its steps. If the first rank has made an
+        exchange without this rank, this rank begins like a new rank, but keeps its residuals.
 
         Args:
-            group: the process group; its first rank must have made a step.
+            group: the process group. The first rank of the process group must have made a step.
 
         Raises:
-            ConfigurationError: on every rank, if the group's first rank has not made a step.
+            ConfigurationError: on every rank, if the first rank of the process group has not made a step.
         """
         if self._binding is None:
-            self._begin()  # raises
+            self._begin()  # raises the error
         assert self._binding is not None
         self._binding.change_ranks(group)
         own = self.state_dict()
@@ -529,7 +540,7 @@ class LocalSteps(torch.optim.Optimizer):
                 self._sent = Sent(sent["places"], sent["at"], moved)
 
     def _has_exchanged_like(self, other: Mapping[str, Any]) -> bool:
-        """Whether this rank has made and begun the same exchanges as the rank of another state."""
+        """Whether this rank has made, and begun, the same exchanges as the rank that saved another state."""
         pairs = zip(self._anchors(), other["anchors"], strict=True)
         sent = None if self._sent is None else (self._sent.at, self._sent.places)
         other_sent = None if other["sent"] is None else (other["sent"]["at"], other["sent"]["places"])
@@ -560,7 +571,8 @@ def _check(optimizer: Any, rate: Any, momentum: Any) -> None:
             f"LocalSteps was given a {type(optimizer).__name__}; pass an optimizer of PyTorch, such as "
             "torch.optim.AdamW(model.parameters()). TensorFlow and Keras have no local steps"
         )
-    if isinstance(optimizer, CompressedAdam | LocalSteps) or hasattr(optimizer, "_requires_update"):  # Horovod's
+    # Horovod's optimizer
+    if isinstance(optimizer, CompressedAdam | LocalSteps) or hasattr(optimizer, "_requires_update"):
         raise ConfigurationError(
             f"LocalSteps was given a {type(optimizer).__name__}, which exchanges gradients by itself; pass an "
             "optimizer that works on one rank alone, such as torch.optim.AdamW(model.parameters())"
@@ -585,6 +597,7 @@ def _require_whole(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _compression_of(compressor: Compressor, **options: Any) -> UsedCompression:
-    """A `hvdcomp.Compression`, imported late because it is not a part of this framework's folder."""
+    """Creates a `hvdcomp.Compression`. The class is imported late, because this layer must not import a higher
+    layer."""
     compression: UsedCompression = import_module("hvdcomp").Compression(compressor, **options)
     return compression

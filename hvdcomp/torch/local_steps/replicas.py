@@ -1,4 +1,4 @@
-"""`LocalSteps` of a model in FSDP2: each rank exchanges with the ranks that have the same shards.
+"""`LocalSteps` for a model in FSDP2. Each rank exchanges with the ranks that have the same shards.
 
 `LocalSteps` imports this module only for such models, because older versions of PyTorch have no FSDP2.
 """
@@ -30,15 +30,15 @@ def replicas_of(
 
     Args:
         parameters: all parameters of the optimizer.
-        mesh: the dimension of the replicas; None if the model's own mesh has it.
-        model: the model, if its own mesh has replicas; or None.
-        communicator: the communicator that the user gave to `LocalSteps`; must be None.
+        mesh: the dimension of the replicas; None if the model's own mesh has this dimension.
+        model: the model, if its own mesh has a dimension of replicas; otherwise None.
+        communicator: the communicator that the user has passed to `LocalSteps`. The communicator must be None.
 
     Raises:
-        ConfigurationError: if `mesh` is not one dimension of replicas, or if the ranks of it have different shards; if
-            FSDP averages the gradients of replicas and `model` was not given; or if `model` has no replicas, or not all
-            parameters; or if a communicator was given too.
-        RankMismatchError: on every rank, if only some ranks were refused.
+        ConfigurationError: if `mesh` is not a single dimension of replicas, or its ranks have different shards; if FSDP
+            averages the gradients of replicas and `model` is not given; if `model` has no replicas, or does not have
+            all parameters; or if a communicator is given.
+        RankMismatchError: on every rank, if only some ranks raised an error.
     """
     if communicator is not None:
         given = "mesh" if model is None else "model"
@@ -62,13 +62,13 @@ def replicas_of(
             _require_no_replicas_of_fsdp(sharded.values(), group)
         else:
             _require_all_in(model, parameters)
-    require_agreement(ranks, {}, like)  # meets an error of another rank
+    require_agreement(ranks, {}, like)  # raises an error if another rank has raised one
     require_same_shards(sharded, ranks, like, LOCAL_STEPS)
     return ranks
 
 
 def _replicas_in(model: Any, mesh: DeviceMesh | None) -> dist.ProcessGroup:
-    """The process group of the replicas of a model; raises ConfigurationError for a model without replicas."""
+    """The process group of the replicas of a model. Raises ConfigurationError if the model has no replicas."""
     is_sharded = isinstance(model, torch.nn.Module) and bool(modules_of(model))
     group = group_of_replicas(model, mesh, LOCAL_STEPS) if is_sharded else None
     if group is None:

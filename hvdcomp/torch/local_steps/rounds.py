@@ -1,4 +1,4 @@
-"""The schedule of `LocalSteps`: which parameters are exchanged after which step."""
+"""The schedule of `LocalSteps`. The schedule says after which step which parameters are exchanged."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from hvdcomp.specs.described import is_number, is_whole
 
 
 class Rounds(NamedTuple):
-    """The schedule of a model's fragments (Douillard et al. 2025, Streaming DiLoCo, arXiv:2501.18512, section 2.2):
-    each is exchanged once in `every` steps, at staggered steps, so that at most one is under way.
+    """The schedule of a model's fragments (Douillard et al. 2025, Streaming DiLoCo, arXiv:2501.18512, section 2.2).
+    Each fragment is exchanged once in `every` steps. Different fragments are exchanged at different steps, so that at
+    most one exchange is running.
 
     Attributes:
-        every: number of steps between exchanges of a parameter.
-        fragments: number of fragments. A fragment is a set of parameters.
-        delay: number of steps from sending a fragment to applying its mean.
+        every: the number of steps between two exchanges of the same parameter.
+        fragments: the number of fragments. A fragment is a set of parameters.
+        delay: the number of steps between sending a fragment and applying its mean.
         local_share: the share of a rank's own weights after an exchange, from 0 to below 1.
     """
 
@@ -57,7 +58,7 @@ class Rounds(NamedTuple):
         return self.fragments == 1 and self.delay == 0 and self.local_share == 0
 
     def due(self, steps: int) -> int | None:
-        """The number of the fragment sent after step `steps`, counted from 1; None if none is.
+        """The number of the fragment that is sent after step `steps`, counted from 1; None if no fragment is sent.
 
         Example:
             >>> rounds = Rounds(every=7, fragments=3, delay=0, local_share=0.0)
@@ -69,8 +70,8 @@ class Rounds(NamedTuple):
 
 
 def in_fragments(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Divides parameters into fragments of about equal size; returns the places of each fragment's parameters. The
-    largest parameter comes first, and each parameter goes to the smallest fragment."""
+    """Divides parameters into fragments of about equal size, and returns the places of each fragment's parameters. The
+    function begins with the largest parameter, and puts each parameter into the fragment that is smallest so far."""
     fragments: list[list[int]] = [[] for _ in range(count)]
     filled = [0] * count
     for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
@@ -81,12 +82,12 @@ def in_fragments(sizes: Sequence[int], count: int) -> list[list[int]]:
 
 
 class Sent(NamedTuple):
-    """A fragment that was sent and not yet applied.
+    """A fragment that was sent, and whose mean is not yet applied.
 
     Attributes:
-        places: places of its parameters.
-        at: number of steps after which it was sent.
-        moved: this rank's pseudo-gradients, from which the exchange can be started again.
+        places: the places of its parameters.
+        at: the number of steps after which it was sent.
+        moved: this rank's pseudo-gradients, with which the exchange can be started again.
     """
 
     places: list[int]

@@ -18,14 +18,15 @@ from hvdcomp.specs.described import is_whole
 
 @dataclass(frozen=True)
 class Momentum:
-    """The momentum added to a gradient before the exchange: g + b1 / (1 - b1) m is the momentum divided by 1 - b1.
+    """The momentum that is added to a gradient before the exchange. The sum g + b1 / (1 - b1) m is the new momentum
+    divided by 1 - b1.
 
     Attributes:
-        mean: m, the first moment before this step; the same on all ranks.
+        mean: m, the first moment before this step. The mean is the same on all ranks.
         weight: b1 / (1 - b1).
 
     Class attributes:
-        sent_always: whether the momentum is added also if the exchange is lossless.
+        sent_always: whether the momentum is added even if the exchange is lossless.
     """
 
     mean: torch.Tensor
@@ -33,7 +34,7 @@ class Momentum:
     sent_always: ClassVar[bool] = False
 
     def add_to(self, gradient: torch.Tensor, scale: float) -> None:
-        """Adds the momentum to a gradient, in place; `scale` is the gradient's own factor."""
+        """Adds the momentum to a gradient, in place. scale: the factor by which the gradient is already multiplied."""
         gradient.add_(self.mean, alpha=self.weight * scale)
 
     def take_from(self, mean: torch.Tensor, scale: float) -> None:
@@ -43,15 +44,16 @@ class Momentum:
 
 @dataclass(frozen=True)
 class LocalMomenta:
-    """The tensor that is sent instead of a gradient after local steps: the mean of the momenta since the last exchange,
-    weighted by their learning rates, divided by 1 - b1. The optimizer gets the mean of these tensors over the ranks.
+    """The tensor that is sent instead of a gradient after local steps. The tensor is the mean of the momenta since the
+    last exchange, weighted by their learning rates and divided by 1 - b1. The optimizer gets the mean of these tensors
+    over the ranks.
 
     Attributes:
         mean: m of this rank before this step.
         weight: b1 / (1 - b1).
-        moved: sum of rate times m over the earlier steps since the last exchange.
-        share: this step's share of the sum of rates.
-        of_moved: factor of `moved`.
+        moved: the sum of rate times m over the earlier steps since the last exchange.
+        share: the share of this step in the sum of rates.
+        of_moved: the factor by which `moved` is multiplied.
     """
 
     mean: torch.Tensor
@@ -62,71 +64,72 @@ class LocalMomenta:
     sent_always: ClassVar[bool] = True
 
     def add_to(self, gradient: torch.Tensor, scale: float) -> None:
-        """As in `Momentum`."""
+        """See `Momentum`."""
         gradient.mul_(self.share).add_(self.mean, alpha=self.weight * self.share * scale)
         gradient.add_(self.moved, alpha=self.of_moved * scale)
 
     def take_from(self, mean: torch.Tensor, scale: float) -> None:
-        """As in `Momentum`."""
+        """See `Momentum`."""
 
 
-# Options of a parameter group beyond AdamW's.
+# The options of a parameter group in addition to those of AdamW.
 _OWN = ("freeze_after", "warm_up", "local_steps", "floor", "refreshes_per_gap")
 
 
 class CompressedAdam(torch.optim.AdamW):
-    """AdamW that stops adapting its second moment, so that the ranks can exchange momenta instead of gradients.
+    """AdamW that freezes its second moment, so that the ranks can exchange momenta instead of gradients.
 
-    Error feedback makes a stock Adam train badly, because residuals enter the second moment squared. Here the first
-    `freeze_after` steps are AdamW's. Then the second moment is frozen, and the ranks compress and exchange the momentum
-    b1 m + (1 - b1) g, with any compressor and its memory. With one bit per element this is 1-bit Adam (Tang et al.
-    2021, arXiv:2102.02888, algorithm 1).
+    An ordinary Adam trains badly with error feedback, because Adam squares the residuals for its second moment. In this
+    optimizer, the first `freeze_after` steps are steps of AdamW. Then the second moment is frozen, and the ranks
+    compress and exchange the momentum b1 m + (1 - b1) g, with any compressor and its memory. With one bit per element
+    this is 1-bit Adam (Tang et al. 2021, arXiv:2102.02888, algorithm 1).
 
         optimizer = hvdcomp.torch.CompressedAdam(model.parameters(), lr=6e-4, freeze_after=1500)
         compression = hvdcomp.Compression(hvdcomp.EFSignSGD())
         hvdcomp.ddp.register(model, compression, optimizer=optimizer)   # or hvd.DistributedOptimizer(optimizer, ...)
 
-    `param.grad` still contains gradients: the ranks send g + b1 / (1 - b1) m, which is the momentum divided by 1 - b1,
+    `param.grad` still contains gradients. The ranks send g + b1 / (1 - b1) m, which is the momentum divided by 1 - b1,
     and subtract the second term from the mean. On a single rank, or with a lossless compressor, the result is the same
-    as that of an exchange without the second term. Clip gradients only in the first steps, `if not optimizer.frozen`:
-    later `clip_grad_norm_` would see the noise of the compression, which is larger than the gradient.
+    as if only g were exchanged. Clip gradients only before the second moment is frozen, with `if not optimizer.frozen`.
+    After that, `clip_grad_norm_` would see the noise of the compression, which is larger than the gradient.
 
-    With `local_steps` above 1, each rank makes this number of steps with its own momentum. The ranks then exchange the
-    mean of the momenta since the last exchange, and all ranks apply it to the weights of the last exchange. These are
-    the local steps of 0/1 Adam (Lu et al. 2023, arXiv:2202.06009, algorithm 1), with a fixed number of local steps
-    between exchanges. Between two exchanges the ranks' weights differ: save and evaluate when `in_sync` is true. To
-    accumulate gradients of several backward passes, make all passes but the last in DistributedDataParallel's
-    `no_sync()`.
+    With `local_steps` above 1, each rank makes this number of steps with its own momentum. Then the ranks exchange the
+    mean of the momenta since the last exchange, and all ranks apply this mean to the weights of the last exchange. Such
+    steps are the local steps of 0/1 Adam (Lu et al. 2023, arXiv:2202.06009, algorithm 1), with a fixed number of local
+    steps between exchanges. Between two exchanges, weights differ between ranks. Therefore save and evaluate when
+    `in_sync` is true. To accumulate the gradients of several backward passes, run all passes except the last inside
+    DistributedDataParallel's `no_sync()`.
 
-    If the second moment of an element is zero when it is frozen, the element never had a gradient. Such an element does
-    not change afterwards, and its second moment becomes infinite in the state. So freeze only after rare rows of
-    embeddings have had a gradient.
+    If the second moment of an element is zero when it is frozen, the element has never had a gradient. Such an element
+    never changes afterwards, and its second moment in the state becomes infinite. So freeze only after even rare rows
+    of embeddings have had a gradient.
 
     Args:
         params, lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
-        freeze_after: number of a parameter's steps after which its second moment is frozen; 15 to 25 % of the training.
-            Steps in a loaded state of `torch.optim.AdamW` count.
-        warm_up: spec of the compressor before freezing. Use a compressor with which AdamW trains well, such as "int8",
-            "int4", "powersgd:rank=4" or "none".
-        local_steps: after freezing, the ranks exchange in steps whose number is a multiple of `local_steps`.
-        floor: the least frozen second moment, as a share of its tensor's mean. The noise of the compression is equal
-            for all elements, so without a floor it makes elements with a small second moment jump. 0 for no floor, as
-            in the paper.
-        refreshes_per_gap: number of refreshes of the frozen second moments before the gap between refreshes doubles, as
-            in 0/1 Adam (where it is called kappa, and is 16). Gaps are counted from the training's first step. A
-            refresh after `freeze_after` exchanges uncompressed gradients, and adds their squares to the second moments.
-            None for no refresh. Not allowed with local steps: 0/1 Adam ends its refreshes before its local steps.
+        freeze_after: the number of steps of a parameter after which its second moment is frozen. Use 15 to 25 % of the
+            training. If you load a state of `torch.optim.AdamW`, its steps count.
+        warm_up: the spec of the compressor that is used before freezing. Use a compressor with which AdamW trains well,
+            such as "int8", "int4", "powersgd:rank=4" or "none".
+        local_steps: after freezing, the ranks exchange only in steps whose number is a multiple of `local_steps`.
+        floor: the smallest frozen second moment, as a share of the mean of its tensor. The noise of the compression is
+            equally large for all elements. Without a floor, elements with a small second moment would therefore make
+            large random steps. 0 means no floor, as in the paper.
+        refreshes_per_gap: a refresh is a step that exchanges uncompressed gradients and adds their squares to the
+            frozen second moments. After this number of refreshes, the gap between refreshes doubles, as in 0/1 Adam
+            (where the number is called kappa, and is 16). Gaps are counted from the first step of the training, but
+            refreshes begin only after `freeze_after`. None for no refresh. Refreshes are not allowed with local steps,
+            because 0/1 Adam ends its refreshes before its local steps.
 
     Attributes:
-        frozen: whether second moments are frozen in the next step. Second moments of parameters that began to train
-            later than others may be frozen later.
+        frozen: whether second moments are frozen in the next step. If a parameter began to train later than others, its
+            second moment may be frozen later.
         refreshes: whether the next step refreshes frozen second moments.
         in_sync: whether all ranks have the same weights now.
         exchanges: whether gradients are exchanged in the next step.
 
     Raises:
         ConfigurationError: without `freeze_after`, or for invalid numbers of steps.
-        SpecError: if `warm_up` is no compressor.
+        SpecError: if `warm_up` is not a compressor.
     """
 
     def __init__(
@@ -143,7 +146,7 @@ class CompressedAdam(torch.optim.AdamW):
         floor: float = 0.01,
         refreshes_per_gap: int | None = None,
     ) -> None:
-        self._sums: dict[torch.Tensor, float] = {}  # sum of rates of each momentum sent in this step
+        self._sums: dict[torch.Tensor, float] = {}  # the sum of rates for each momentum that is sent in this step
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         spec = str(parse_compressor(warm_up))
         own = (freeze_after, spec, local_steps, floor, refreshes_per_gap)
@@ -151,7 +154,7 @@ class CompressedAdam(torch.optim.AdamW):
         self._complete()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._sums = {}  # of an exchange that came to nothing
+        self._sums = {}  # sums of an exchange that has failed are dropped
         super().__setstate__(state)
         self._complete()
         self._complete_states(parameter for group in self.param_groups for parameter in group["params"])
@@ -159,11 +162,12 @@ class CompressedAdam(torch.optim.AdamW):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in `torch.optim.Optimizer`."""
         super().add_param_group(param_group)
-        if "freeze_after" in self.defaults:  # false during __init__
+        if "freeze_after" in self.defaults:  # it is missing during __init__
             self._complete()
 
     def _complete(self) -> None:
-        """Completes the options of all parameter groups: those of Horovod's wrapper or AdamW may lack some."""
+        """Adds missing options to all parameter groups. Parameter groups from Horovod's wrapper, or from a state of
+        AdamW, may lack some."""
         for group in self.param_groups:
             for option in _OWN:
                 group.setdefault(option, self.defaults[option])
@@ -192,7 +196,8 @@ class CompressedAdam(torch.optim.AdamW):
             )
 
     def _complete_states(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Completes states of AdamW, so that all ranks have the same entries: Horovod broadcasts entry by entry."""
+        """Adds missing entries to states of AdamW. All ranks must have the same entries, because Horovod broadcasts
+        entry by entry."""
         for parameter in parameters:
             if not (state := self.state.get(parameter)):
                 continue
@@ -218,7 +223,7 @@ class CompressedAdam(torch.optim.AdamW):
     def frozen(self) -> bool:
         for group in self.param_groups:
             states = [self.state[parameter] for parameter in group["params"] if parameter in self.state]
-            if any(state.get("frozen_at") for state in states):  # faster than reading `step`, a tensor
+            if any(state.get("frozen_at") for state in states):  # faster than reading `step`, which is a tensor
                 continue
             if states and max(int(state["step"]) for state in states) < group["freeze_after"]:
                 return False
@@ -244,11 +249,12 @@ class CompressedAdam(torch.optim.AdamW):
         return max((int(state["step"]) for state in self.state.values()), default=0)
 
     def at_latest_exchange(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A parameter as it was at the latest exchange, the same on all ranks."""
+        """The value of a parameter at the latest exchange. The value is the same on all ranks."""
         return self.state[parameter].get("anchor", parameter) if self._is_frozen(parameter) else parameter
 
     def momenta(self) -> dict[torch.Tensor, Momentum | LocalMomenta]:
-        """The momentum to add to each gradient in the next step, by parameter; only for frozen parameters."""
+        """The momentum to add to each gradient in the next step, by parameter. Only parameters with a frozen second
+        moment have one."""
         self._freeze()
         return {
             parameter: self._momentum(parameter, group)
@@ -286,20 +292,21 @@ class CompressedAdam(torch.optim.AdamW):
     @not_compiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As in `torch.optim.AdamW`."""
+        """See `torch.optim.AdamW`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._freeze()
-        alone = not self.exchanges  # parameters not frozen yet wait for a step with an exchange
+        alone = not self.exchanges  # parameters that are not frozen yet are only updated in a step with an exchange
         refreshes = self.refreshes
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         gradients = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
         frozen = {parameter for parameter in gradients if self._is_frozen(parameter)}
         for parameter in gradients if alone else frozen:
             parameter.grad = None
-        # A factor that a policy gives to rates may end with AdamW's part of the step.
+        # A policy may multiply the rates by a factor, and this factor may be removed at the end of AdamW's part of the
+        # step.
         rates = [float(group["lr"]) for group in self.param_groups]
         try:
             super().step()
@@ -318,7 +325,7 @@ class CompressedAdam(torch.optim.AdamW):
         return loss
 
     def _step_frozen(self, group: dict[str, Any], rate: float, parameters: list[torch.Tensor]) -> None:
-        """The step of parameters with a frozen second moment, at a learning rate."""
+        """Updates the parameters whose second moments are frozen. rate: the learning rate."""
         if not parameters:
             return
         (b1, b2), kept = group["betas"], 1 - rate * group["weight_decay"]
@@ -343,29 +350,29 @@ class CompressedAdam(torch.optim.AdamW):
     def _meet(
         self, parameter: torch.Tensor, state: dict[str, Any], scale: torch.Tensor, rate: float, b1: float, kept: float
     ) -> None:
-        """The step after an exchange of momenta, from the weights of the exchange before."""
+        """Updates a parameter after an exchange of momenta, beginning with its value at the previous exchange."""
         assert parameter.grad is not None
         torch.mul(parameter.grad, 1 - b1, out=state["exp_avg"])
         parameter.copy_(state["anchor"].addcdiv_(state["exp_avg"], scale, value=-self._sums[parameter]))
 
     def _begin_locally(self, parameters: list[torch.Tensor]) -> None:
-        """Begins local steps from the present parameters, which are the same on all ranks."""
+        """Begins local steps from the current parameters, which are the same on all ranks."""
         for parameter in parameters:
             state = self.state[parameter]
-            state["anchor"].copy_(parameter)  # also without an exchange, as on a single rank
+            state["anchor"].copy_(parameter)  # also if there was no exchange, as on a single rank
             state["moved"].zero_()
             state["rates"] = 0.0
 
 
 def _corrected(rate: float, group: dict[str, Any], state: dict[str, Any]) -> float:
-    """A learning rate of the next step with the bias correction of the first moment."""
+    """The learning rate of the next step, multiplied by the bias correction of the first moment."""
     return rate / (1 - float(group["betas"][0]) ** (int(state["step"]) + 1))
 
 
 def _move_alone(
     parameter: torch.Tensor, state: dict[str, Any], scale: torch.Tensor, rate: float, b1: float, kept: float
 ) -> None:
-    """A local step by this rank's own momentum."""
+    """Makes a local step with this rank's own momentum."""
     assert parameter.grad is not None
     state["exp_avg"].lerp_(parameter.grad, 1 - b1)
     parameter.mul_(kept).addcdiv_(state["exp_avg"], scale, value=-rate)
@@ -377,7 +384,8 @@ def _apply_floor(v: torch.Tensor, floor: float) -> None:
     """Applies the floor to a second moment, in place, before it is frozen."""
     unused = v == 0
     v.clamp_(min=v.mean() * floor)
-    v.masked_fill_(unused, math.inf)  # no gradient so far: compression's noise must not move it
+    # an element that has had no gradient must not be changed by the noise of compression
+    v.masked_fill_(unused, math.inf)
 
 
 def _refresh(state: dict[str, Any], gradient: torch.Tensor, group: dict[str, Any]) -> None:
@@ -389,5 +397,5 @@ def _refresh(state: dict[str, Any], gradient: torch.Tensor, group: dict[str, Any
 
 
 def _adaptations(state: dict[str, Any]) -> int:
-    """Number of gradients in a frozen second moment."""
+    """The number of gradients that are included in a frozen second moment."""
     return int(state["frozen_at"]) + int(state["refreshes"])

@@ -1,6 +1,6 @@
-"""A factor of the learning rate that holds only while the optimizer steps.
+"""A factor of the learning rate that is applied only while the optimizer steps.
 
-Schedulers, and policies that read the schedule, see the user's rates.
+Schedulers, and policies that read the schedule, see the user's rates without the factor.
 """
 
 from __future__ import annotations
@@ -13,29 +13,31 @@ from hvdcomp.errors import ConfigurationError
 
 
 class ScaledSteps:
-    """Makes an optimizer step at a multiple of its learning rates.
+    """Makes an optimizer use a multiple of its learning rates in its steps.
 
     Attributes:
-        factor: the multiple, from the next exchange on; a step whose gradients were exchanged keeps the earlier one.
+        factor: the multiple. A new value is used from the next exchange on. If the gradients of a step were already
+            exchanged, this step keeps the earlier value.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.factor = 1.0
         self._optimizer = optimizer
-        self._of_step: float | None = None  # the factor of the step whose gradients were exchanged
-        self._own: list[Any] | None = None  # the user's rates, during a step
+        self._of_step: float | None = None  # the factor of the step whose gradients were already exchanged
+        self._own: list[Any] | None = None  # the user's rates, stored during a step
         optimizer.register_step_pre_hook(self._scale)
         optimizer.register_step_post_hook(self._restore)
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """The user's rates, also while the optimizer steps."""
+        """The user's rates, even while the optimizer steps."""
         return rates_of(self._optimizer) if self._own is None else tuple(map(float, self._own))
 
     def begin_step(self) -> None:
         """Fixes the factor of a step. Call it when the exchange of the step's gradients begins.
 
-        A decision applied after that, as for a checkpoint, is for the next step, as other ranks may apply it later.
+        If a decision is applied after this call (for example for a checkpoint), it counts for the next step, because
+        other ranks may apply it later.
         """
         self._of_step = self.factor
 
@@ -60,7 +62,7 @@ def rates_of(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
     """The learning rate of each parameter group.
 
     Raises:
-        ConfigurationError: for an optimizer that chooses its rate itself, as Adafactor of transformers does by default.
+        ConfigurationError: if the optimizer chooses its own rate. Adafactor of transformers does so by default.
     """
     if not has_rates(optimizer):
         raise ConfigurationError(

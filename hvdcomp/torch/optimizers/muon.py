@@ -1,4 +1,5 @@
-"""`MuonWithAdamW`: Muon for the hidden matrices of a model and AdamW for all other parameters, in one optimizer."""
+"""`MuonWithAdamW`: a single optimizer that uses Muon for the hidden matrices of a model, and AdamW for all other
+parameters."""
 
 from __future__ import annotations
 
@@ -21,20 +22,20 @@ _WAYS = (
 
 
 def hidden_matrices(model: nn.Module, head: nn.Module | Iterable[nn.Module] | None = None) -> dict[str, nn.Parameter]:
-    """The hidden matrices of a model, for Muon: the two-dimensional parameters of all layers of the kinds `Linear`,
-    `LSTM` (`GRU`, `RNN`) and `MultiheadAttention`, except the head.
+    """The hidden matrices of a model, which Muon should train. The hidden matrices are the two-dimensional parameters
+    of all layers of the kinds `Linear`, `LSTM` (`GRU`, `RNN`) and `MultiheadAttention`, except the head.
 
-    All other parameters are for AdamW: the head, embeddings (also if a linear layer shares the weight), kernels of
+    AdamW should train all other parameters: the head, embeddings (even if a linear layer shares the weight), kernels of
     convolutions, norms, biases, and parameters of other kinds of modules.
 
     Args:
         model: a model, which may be wrapped in DistributedDataParallel or torch.compile.
-        head: the layer that computes the model's outputs, or several layers. Give `()` if no separate layer computes
+        head: the layer that computes the model's outputs, or several layers. Pass `()` if no separate layer computes
             them, as in a GPT that multiplies by the weight of its embedding. Default: the linear layer that was defined
             last.
 
     Returns:
-        The matrices by name, in the model's order; empty if there are none.
+        The matrices, by name, in the order of the model; empty if there are none.
 
     Raises:
         ConfigurationError: if `head` is not a layer of the model.
@@ -49,7 +50,7 @@ def hidden_matrices(model: nn.Module, head: nn.Module | Iterable[nn.Module] | No
     modules = list(model.modules())
     if head is None:
         head = [module for module in modules if isinstance(module, nn.Linear)][-1:]
-    heads: list[Any] = [head] if isinstance(head, nn.Module | str) else list(head)  # a name is refused
+    heads: list[Any] = [head] if isinstance(head, nn.Module | str) else list(head)  # a name leads to an error below
     if strangers := [one for one in heads if one not in modules]:
         raise ConfigurationError(
             f"head={strangers[0]!r} is not a layer of this {type(model).__name__}; give the layer that computes the "
@@ -68,29 +69,32 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
         optimizer = hvdcomp.torch.MuonWithAdamW(model, lr=8e-3)
 
-    It is a single optimizer, because Horovod, `LocalSteps`, schedulers, a GradScaler and checkpoints expect one.
-    PyTorch's two optimizers share its parameter groups and its state, so the weights are the same as with the two
-    optimizers, bit for bit. Muon's steps are made as large as AdamW's (`adjust_lr_fn="match_rms_adamw"`; Liu et al.
-    2025, arXiv:2502.16982, section 2.2), so that both use the same learning rate.
+    `MuonWithAdamW` is a single optimizer, because Horovod, `LocalSteps`, schedulers, a GradScaler and checkpoints
+    expect a single optimizer. Inside, PyTorch's two optimizers share its parameter groups and its state. So the weights
+    are the same, bit for bit, as with two separate optimizers. Muon's steps are scaled to the size of AdamW's steps
+    (`adjust_lr_fn="match_rms_adamw"`; Liu et al. 2025, arXiv:2502.16982, section 2.2), so that both can use the same
+    learning rate.
 
-    `hidden_matrices` says which parameters of a model go to Muon. To choose them yourself, give parameter groups:
+    `hidden_matrices` says which parameters of a model Muon trains. To choose them yourself, pass parameter groups:
 
         optimizer = hvdcomp.torch.MuonWithAdamW(
             [{"params": matrices, "use_muon": True}, {"params": others, "weight_decay": 0.0}], lr=8e-3
         )
 
     Args:
-        params: a model, or parameter groups. The parameters of a model are sorted into two parameter groups with names.
-            Muon trains parameter groups with `use_muon=True`. A parameter group may have the options of its optimizer.
-        lr: the learning rate of parameter groups without their own.
+        params: a model, or parameter groups. The parameters of a model are divided into two parameter groups with
+            names. Muon trains the parameter groups with `use_muon=True`. A parameter group may have the options of its
+            optimizer.
+        lr: the learning rate of parameter groups that have none of their own.
         head: the head of a model, as in `hidden_matrices`.
-        muon, adamw: options of `torch.optim.Muon` and of `torch.optim.AdamW` for parameter groups without their own,
-            such as `adamw={"betas": (0.9, 0.95), "lr": 2e-3}`. Defaults: those of PyTorch, but for `adjust_lr_fn`.
+        muon, adamw: the options of `torch.optim.Muon` and of `torch.optim.AdamW` for parameter groups that do not set
+            them, such as `adamw={"betas": (0.9, 0.95), "lr": 2e-3}`. Defaults: those of PyTorch, except for
+            `adjust_lr_fn`.
 
     Raises:
-        ConfigurationError: in a PyTorch older than 2.9, which has no Muon; without a hidden matrix; if a parameter of
-            Muon is no matrix; or for a state of other parameter groups.
-        TypeError: for an option that PyTorch's optimizer does not have.
+        ConfigurationError: if PyTorch is older than 2.9, which has no Muon; if there is no hidden matrix; if a
+            parameter for Muon is not a matrix; or if a state belongs to other parameter groups.
+        TypeError: if PyTorch's optimizer does not have an option.
     """
 
     def __init__(
@@ -114,7 +118,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 "MuonWithAdamW: head= works only with a model, but MuonWithAdamW was given parameter groups; "
                 "leave head out"
             )
-        # By whether a parameter group uses Muon.
+        # The key is whether a parameter group uses Muon.
         self._options = {True: {"adjust_lr_fn": "match_rms_adamw", **(muon or {})}, False: dict(adamw or {})}
         super().__init__(params, {"lr": lr, "use_muon": False})
         if not any(group["use_muon"] for group in self.param_groups):
@@ -128,14 +132,14 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self._share()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in `torch.optim.Optimizer`. If the optimizer was made of a model, the parameters need names too."""
+        """See `torch.optim.Optimizer`. If the optimizer was created with a model, the parameters also need names."""
         for option, default in self._options[bool(param_group.get("use_muon"))].items():
             param_group.setdefault(option, default)
         super().add_param_group(param_group)
         self._share()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in `torch.optim.Optimizer`; its parameter groups must use the same optimizers."""
+        """See `torch.optim.Optimizer`. The parameter groups of the state must use the same optimizers."""
         own, loaded = (
             [bool(group.get("use_muon")) for group in groups]
             for groups in (self.param_groups, state_dict["param_groups"])
@@ -148,7 +152,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
 
     def _share(self) -> None:
-        """Creates PyTorch's two optimizers, with the present parameter groups and the present state."""
+        """Creates PyTorch's two optimizers with the current parameter groups and the current state."""
         self._parts: list[torch.optim.Optimizer] = []
         for uses_muon, options in self._options.items():
             groups = [group for group in self.param_groups if bool(group["use_muon"]) == uses_muon]
@@ -161,7 +165,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     @not_compiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As in `torch.optim.Optimizer`."""
+        """See `torch.optim.Optimizer`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -172,7 +176,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def _sorted_groups(model: nn.Module, head: nn.Module | Iterable[nn.Module] | None) -> list[dict[str, Any]]:
-    """A parameter group of a model's hidden matrices, and one of its other parameters if there are any."""
+    """The parameter group of a model's hidden matrices, and the parameter group of its other parameters if there are
+    any."""
     hidden = hidden_matrices(model, head)
     if not hidden:
         raise ConfigurationError(
@@ -186,7 +191,7 @@ def _sorted_groups(model: nn.Module, head: nn.Module | Iterable[nn.Module] | Non
 
 
 def _require_matrices(groups: Iterable[dict[str, Any]]) -> None:
-    """Raises ConfigurationError if a parameter in a parameter group for Muon is no matrix."""
+    """Raises ConfigurationError if a parameter group for Muon has a parameter that is not a matrix."""
     for group in groups:
         for place, parameter in enumerate(group["params"]):
             if parameter.ndim != 2:

@@ -1,4 +1,5 @@
-"""The keys of the embedding rows that each rank looks up in batches read ahead; the ranks exchange these keys."""
+"""The keys of the embedding rows that each rank looks up in batches that were read ahead. The ranks exchange these
+keys."""
 
 from __future__ import annotations
 
@@ -14,16 +15,16 @@ from hvdcomp.exchange.rows import Rows
 
 END = object()
 """Stands for a batch at the end of the loader."""
-_ENDED, _REFUSED = -1, -2  # stand for a number of rows
+_ENDED, _REFUSED = -1, -2  # sent in place of a number of rows
 
 
 class Share(NamedTuple):
-    """Rows of a step that are exchanged together.
+    """The rows of a step that are exchanged together.
 
     Attributes:
         keys: the keys of the rows that this rank updates.
-        start: function from this rank's rows of each table, the ranks and a collective's name to the function that
-            waits for the means.
+        start: a function that starts the exchange. The arguments of this function are this rank's rows of each table,
+            the ranks, and the name of a collective. `start` returns a function that waits for the means.
     """
 
     keys: torch.Tensor
@@ -31,20 +32,20 @@ class Share(NamedTuple):
 
 
 def by_table(keys: torch.Tensor, starts: torch.Tensor) -> list[torch.Tensor]:
-    """The ids of each table, from keys in order: a row's key is its id plus the start of its table."""
+    """The ids of each table, computed from sorted keys. The key of a row is its id plus the start of its table."""
     bounds = torch.searchsorted(keys, starts.to(keys.dtype))
     sizes = bounds.diff()
     return list((keys - starts[:-1].repeat_interleave(sizes).to(keys.dtype)).split(sizes.tolist()))
 
 
 class ReadBatch:
-    """A batch that was read, and the keys of its rows on each rank. The ranks exchange the number of keys, and then the
-    keys; every rank calls the methods in the same order.
+    """A batch that was read, and the keys of its rows on each rank. The ranks first exchange the numbers of keys, and
+    then the keys. Every rank must call the methods in the same order.
 
     Attributes:
-        batch: the batch, or `END` after the last.
+        batch: the batch, or `END` after the last batch.
         own: the keys of this rank.
-        sent: number of bytes sent.
+        sent: the number of bytes sent.
     """
 
     def __init__(self, ranks: Ranks, batch: Any, own: torch.Tensor, refused: str | None, name: str) -> None:
@@ -60,7 +61,7 @@ class ReadBatch:
         return self.batch is END
 
     def start_keys(self) -> None:
-        """Waits for the numbers of keys and starts the exchange of keys.
+        """Waits for the numbers of keys, and starts the exchange of keys.
 
         Raises:
             RankMismatchError: on every rank, if any rank's batch was refused, or if only some ranks have ended.
@@ -80,13 +81,13 @@ class ReadBatch:
             self._handle = self._ranks.start_allgather(keys, self._name)
 
     def drop(self) -> None:
-        """Waits for the collective that is under way, if there is one, and drops its result."""
+        """If a collective is running, waits for it and drops its result."""
         if self._by_rank is None and self._handle is not None:
             self._ranks.wait(self._handle)
             self._handle = None
 
     def by_rank(self) -> list[torch.Tensor]:
-        """The keys of each rank, in order."""
+        """The sorted keys of each rank."""
         if self._by_rank is None:
             self.start_keys()
             assert self._lengths is not None

@@ -1,4 +1,5 @@
-"""`LookAhead`: reads a loader ahead, so that a step waits only for the rows that the next batch needs."""
+"""`LookAhead` reads batches of a loader in advance, so that a step waits only for the rows that the next batch
+needs."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from hvdcomp.torch.tables.sharded import ShardedTables
 from hvdcomp.torch.tables.sharded_exchange import ShardedExchange
 
 _ON_HOST = torch.empty(0)
-# Optimizers whose update of a row depends on its own gradients only, and not on the time of the update, with the
-# allowed values of their options.
+# The allowed optimizers, and the allowed values of their options. With these, the update of a row depends only on the
+# row's own gradients, and not on the time of the update.
 _RULES: dict[type, dict[str, Callable[[Any], bool]]] = {
     torch.optim.SGD: {"momentum": lambda value: value == 0, "weight_decay": lambda value: value == 0},
     torch.optim.Adagrad: {
@@ -38,9 +39,9 @@ Ids = Callable[[Any], Mapping[str, torch.Tensor]]
 
 
 class LookAhead:
-    """Reads a loader ahead, and exchanges in each step only the rows that the next batch of any rank looks up; other
-    rows follow in the background, before their next use (Agarwal et al. 2023, Bagpipe, arXiv:2202.12429). Rows of
-    `ShardedTables` also come from their owners in the background, before they are looked up.
+    """Reads batches of a loader in advance. A step exchanges only the rows that the next batch of any rank looks up.
+    Other rows are exchanged in the background, before their next use (Agarwal et al. 2023, Bagpipe, arXiv:2202.12429).
+    With `ShardedTables`, rows are also fetched from their owners in the background, before they are looked up.
 
         rows = hvdcomp.torch.RowExchange(model)
         optimizer = torch.optim.Adagrad([table.weight for table in rows.tables.values()], lr=0.05)
@@ -51,36 +52,37 @@ class LookAhead:
             layers.step()       # an optimizer of the rest
             layers.zero_grad()
 
-    The weights are the same as with `RowExchange.exchange` in each step, bit for bit: no rank looks up a row between
+    The weights are the same, bit for bit, as with `RowExchange.exchange` in each step. No rank looks up a row between
     its gradient and its update, and the update uses the learning rate of the gradient's step. All rows are updated at
     the end of an epoch, before a `state_dict` of the model or the optimizer is made or loaded, and by `flush`. A row is
     also updated before a table looks it up, in training or evaluation. Call `flush` before you read weights in another
-    way. A new LookAhead of the same `RowExchange` ends the old one.
+    way. If you create a new LookAhead for the same `RowExchange`, the old one ends.
 
-    Each rank keeps the batches that were read ahead, and 5 bytes for each row of a `RowExchange`. If the loader has a
-    position, this position is ahead of the training: save the number of steps instead.
+    Each rank keeps the batches that were read in advance, and 5 bytes for each row of a `RowExchange`. If the loader
+    has a position, the position is ahead of the training. So save the number of steps instead of the position.
 
     Args:
-        loader: iterable of batches, the same number on each rank. Each iteration starts the loader again.
+        loader: an iterable of batches. The loader must have the same number of batches on each rank. Each iteration
+            starts the loader again.
         rows: the `RowExchange` or `ShardedTables`, all in the host's memory and with sparse=True.
-        optimizer: the optimizer of these tables only: `torch.optim.SGD` without momentum or `torch.optim.Adagrad`
-            without lr_decay, both without weight_decay, or `RowWiseAdagrad`.
-        ids: function that takes a batch, and returns a tensor of ids, of any shape, by the name of each table's weight.
-            The tensor must contain all ids that the batch looks up, and may contain more.
-        batches: number of batches to read ahead, which is also the number of steps that a row may be late; at least 1.
-            With 1, a step waits for the ids of the next batch.
+        optimizer: an optimizer that has only these tables. Use `torch.optim.SGD` without momentum,
+            `torch.optim.Adagrad` without lr_decay (both without weight_decay), or `RowWiseAdagrad`.
+        ids: a function that gets a batch, and returns for each table, by the name of its weight, a tensor of ids of any
+            shape. The tensor must contain all ids that the batch looks up, and may contain more.
+        batches: the number of batches to read in advance, at least 1. A row may also be updated this number of steps
+            late. With 1, a step waits for the ids of the next batch.
 
     Attributes:
         loader, rows, optimizer, batches: the arguments. `rows.ledger` has the bytes of each step.
 
     Raises:
-        ConfigurationError: on every rank, for an unsuitable optimizer or tables. In training: if `step` is not called,
-            or called twice for a batch.
-        RankMismatchError: on every rank, if settings differ. In training: if the loader of one rank ends before the
-            loaders of other ranks, if ids are not in a table, or if a gradient has rows that `ids` did not name.
+        ConfigurationError: on every rank, if the optimizer or a table is not suitable. During training: if `step` is
+            not called for a batch, or called twice.
+        RankMismatchError: on every rank, if settings differ. During training: if the loader of one rank ends before the
+            loaders of other ranks, if ids are not in a table, or if a gradient has rows that `ids` has not named.
     """
 
-    _made: ClassVar[Iterator[int]] = itertools.count()  # in this process
+    _made: ClassVar[Iterator[int]] = itertools.count()  # counts the objects of this process
 
     def __init__(
         self,
@@ -95,7 +97,7 @@ class LookAhead:
         facts = {"batches of LookAhead": batches, "optimizer of LookAhead": type(optimizer).__name__}
         require_agreement(rows.ranks, facts, _ON_HOST)
         self.loader, self.rows, self.optimizer, self.batches = loader, rows, optimizer, batches
-        # Of rank 0, for names of collectives: those of two may be in flight at once.
+        # The number of rank 0, for names of collectives, because collectives of two objects may run at the same time.
         number, *_ = gather_rows(rows.ranks, next(self._made).to_bytes(4, "big"), _ON_HOST, "hvdcomp.ahead")
         self._name = f"hvdcomp.ahead{int.from_bytes(number, 'big')}"
         self._ids = ids
@@ -105,11 +107,11 @@ class LookAhead:
             self._exchange = ShardedExchange(rows, optimizer, batches)
         else:
             self._exchange = _WholeTables(rows, optimizer)
-        # A row's key is its id plus the start of its table.
+        # The key of a row is its id plus the start of its table.
         self._starts: torch.Tensor = self._exchange.starts
         self._key_dtype = torch.int32 if int(self._starts[-1]) < 2**31 else torch.int64
         self._late: deque[_Late] = deque()
-        self._window: deque[ReadBatch] = deque()  # the present batch and the batches read ahead
+        self._window: deque[ReadBatch] = deque()  # the current batch, and the batches that were read in advance
         self._reads = self._steps = 0
         self._stepped = True
         self._hooks: list[Any] = []
@@ -129,7 +131,7 @@ class LookAhead:
         while True:
             while len(window) <= self.batches:
                 if window:
-                    window[-1].start_keys()  # their number was sent during the training of a batch
+                    window[-1].start_keys()  # the number of keys was sent while a batch was trained
                     if window[-1].ended:
                         break
                 self._read(batches)
@@ -176,7 +178,7 @@ class LookAhead:
         self._steps += 1
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         late = later.start(rows, self._background_ranks, self._turn("rows"))
-        self._wait_for(first.keys)  # late from earlier steps
+        self._wait_for(first.keys)  # rows that were deferred in earlier steps
         self._update(means, rates)
         self._defer(later.keys, lambda: self._update(late(), rates))
         self._prefetch()
@@ -185,18 +187,19 @@ class LookAhead:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Waits for all deferred rows and updates them. Other ranks need not call it."""
+        """Waits for all deferred rows, and updates them. Other ranks need not call this."""
         self._wait_until(self._steps)
 
     def end(self) -> None:
-        """Flushes, and leaves the tables to another LookAhead, which calls it on every rank when it is made."""
+        """Flushes, and stops using the tables. A new LookAhead for the same tables calls this on every rank when it is
+        created."""
         self._end_iteration()
         for hook in self._hooks:
             hook.remove()
 
     def _end_iteration(self) -> None:
         self.flush()
-        for unused in self._window:  # of an iteration that was not finished
+        for unused in self._window:  # batches of an iteration that was not finished
             unused.drop()
         self._window = deque()
         self._exchange.end()
@@ -206,7 +209,7 @@ class LookAhead:
             raise ConfigurationError("another LookAhead was made for these tables; use only the latest LookAhead")
 
     def _read(self, batches: Iterator[Any]) -> None:
-        """Puts the next batch, or the end, into the window."""
+        """Reads the next batch, or the end of the loader, into the window."""
         name = f"{self._name}.keys.{self._reads % (self.batches + 2)}"
         self._reads += 1
         batch = next(batches, END)
@@ -219,7 +222,7 @@ class LookAhead:
         self._window.append(ReadBatch(self._background_ranks, batch, own.to(self._key_dtype), refused, name))
 
     def _keys_of(self, ids: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The keys of the ids, unique and in order."""
+        """The keys of the ids, sorted and without duplicates."""
         if set(ids) != set(self.rows.tables):
             raise ConfigurationError(
                 f"the function `ids` returned ids for the tables {', '.join(ids)}, but it must return ids for the "
@@ -240,29 +243,30 @@ class LookAhead:
         return torch.cat(parts)
 
     def _plan(self, first: int) -> None:
-        """Tells the exchange which rows the next batches look up, from this place in the window on."""
+        """Tells the exchange which rows the next batches look up. first: the first of these batches in the window."""
         reads = itertools.islice(self._window, first, first + self._exchange.reach)
         self._exchange.plan([read.by_rank() for read in reads])
 
     def _prefetch(self) -> None:
-        """Starts the exchange of rows that a rank needs and does not have."""
+        """Starts to fetch rows that a rank needs but does not have."""
         self._wait_for(self._exchange.lent())
         fetched = self._exchange.prefetch(self._background_ranks, self._turn("fetched"))
         if fetched is not None:
             self._defer(fetched.keys, fetched.install)
 
     def _turn(self, what: str) -> str:
-        """The name of a collective in this step, which may be under way with those of the steps before."""
+        """A name for a collective of this step. The name differs from the names of earlier steps, whose collectives may
+        still run."""
         return f"{self._name}.{what}.{self._steps % (self.batches + 2)}"
 
     def _defer(self, keys: torch.Tensor, update: Callable[[], None]) -> None:
-        """Leaves an update of rows to the step that needs it."""
+        """Defers an update of rows until a step needs the rows."""
         self._late.append(_Late(self._steps, update))
         self._exchange.defer(keys, self._steps)
 
     def _take_gradients(self, batch: ReadBatch) -> tuple[list[torch.Tensor], str | None]:
-        """Removes the gradients of the batch's rows from each table and returns them; and the first row with a gradient
-        that the batch does not name, or None."""
+        """Removes the gradients of the batch's rows from each table, and returns them. The second result is the first
+        row that has a gradient although the batch does not name it, or None."""
         gradients, unnamed = [], None
         places = self._exchange.places(batch.own)
         for (name, weight), own in zip(self._exchange.looked_up().items(), places, strict=True):
@@ -285,12 +289,12 @@ class LookAhead:
 
     @torch.no_grad()
     def _wait_until(self, step: int) -> None:
-        """Updates all rows that were deferred in that step or before."""
+        """Updates all rows that were deferred in this step or earlier."""
         while self._late and self._late[0].step <= step:
             self._late.popleft().update()
 
     def _update(self, means: Sequence[Rows], rates: Sequence[float]) -> None:
-        """A step of the optimizer for these rows."""
+        """Makes a step of the optimizer for these rows."""
         tables = list(self.rows.tables.values())
         gradients = [table.weight.grad for table in tables]
         present_rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -303,7 +307,8 @@ class LookAhead:
             group["lr"] = rate
 
     def _flush_before_reads(self) -> None:
-        """Registers hooks: a lookup first updates its rows, and making or loading a state first updates all rows."""
+        """Registers hooks. A lookup first updates the rows that it looks up. Making or loading a state first updates
+        all rows."""
 
         def flush(*_: Any) -> None:
             self.flush()
@@ -311,7 +316,7 @@ class LookAhead:
         def load(*_: Any) -> None:
             self.flush()
             if self._exchange.caches:
-                self._end_iteration()  # rows in the caches are not those of the state
+                self._end_iteration()  # the rows in the caches do not belong to the loaded state
 
         def load_optimizer(_: Any, state: Any) -> None:
             self._exchange.check_state(state)
@@ -341,19 +346,19 @@ class LookAhead:
 
 
 class _Late(NamedTuple):
-    """Rows of a step that are exchanged in the background."""
+    """The rows of a step that are exchanged in the background."""
 
     step: int
     update: Callable[[], None]
 
 
 class _WholeTables:
-    """The exchange of tables that each rank has in whole.
+    """The exchange for tables that every rank has as a whole.
 
     Attributes:
-        starts: the start of each table in the keys, and their end.
-        reach: number of coming batches that `plan` is told.
-        caches: whether lookups are of a cache and not of the tables' weights.
+        starts: the first key of each table, and the end of all keys.
+        reach: the number of coming batches that `plan` gets.
+        caches: whether lookups read a cache instead of the tables' weights.
     """
 
     reach = 1
@@ -363,16 +368,17 @@ class _WholeTables:
         self._rows, self._optimizer = rows, optimizer
         self.starts = torch.tensor([0, *(len(table.weight) for table in rows.tables.values())]).cumsum(0)
         length = int(self.starts[-1])
-        self._late_in = torch.zeros(length, dtype=torch.int32)  # latest step in which each row was deferred
-        self._wanted = torch.zeros(length, dtype=torch.bool)  # rows of a step that its next batch looks up
+        self._late_in = torch.zeros(length, dtype=torch.int32)  # for each row, the latest step in which it was deferred
+        self._wanted = torch.zeros(length, dtype=torch.bool)  # the rows of a step that the next batch looks up
         self._next = self.starts[:0]
 
     def plan(self, coming: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Notes the keys of each rank in each coming batch."""
+        """Stores the keys of each rank in each coming batch."""
         self._next = torch.cat(list(coming[0])).long()
 
     def split(self, by_rank: Sequence[torch.Tensor]) -> tuple[Share, Share]:
-        """What of a batch, with these keys on each rank, is exchanged at once, and what later."""
+        """Divides the rows of a batch into rows to exchange now and rows to exchange later. by_rank: the keys of each
+        rank."""
         self._rows.compare_weights()
         self._wanted[self._next] = True
         urgent = self._wanted[torch.cat(list(by_rank)).long()]
@@ -397,27 +403,28 @@ class _WholeTables:
         """Does nothing: each rank has whole tables, so the model may look up any row."""
 
     def leave(self) -> None:
-        """Ends the lookups of a batch; a row that it looked up without naming it, or None: the gradients show it."""
+        """Ends the lookups of a batch. Returns None, because here the gradients show which rows were looked up without
+        being named."""
 
     def lent(self) -> torch.Tensor:
-        """The keys of rows that other ranks will fetch from this one: none."""
+        """The keys of rows that other ranks will fetch from this rank. There are none."""
         return self.starts[:0]
 
     def prefetch(self, ranks: Ranks, name: str) -> None:
-        """Starts to fetch what each rank needs and does not have: nothing."""
+        """Does nothing: every rank has all rows."""
 
     def end(self) -> None:
-        """Forgets the caches: there are none."""
+        """Does nothing: there are no caches."""
 
     def check_state(self, state: Any) -> None:
-        """Raises ConfigurationError if an optimizer's state is not that of these rows, as PyTorch does itself."""
+        """Does nothing: PyTorch itself raises an error if an optimizer's state does not fit."""
 
     def looked_up(self) -> dict[str, torch.Tensor]:
-        """What has the gradients of each table's lookups, by the name of its weight."""
+        """The tensors that get the gradients of each table's lookups, by the name of the table's weight."""
         return {name: table.weight for name, table in self._rows.tables.items()}
 
     def places(self, own: torch.Tensor) -> list[torch.Tensor]:
-        """The places of the keys' rows in `looked_up`, in order."""
+        """The places in `looked_up` of the rows with these keys, sorted."""
         return by_table(own, self.starts)
 
     def defer(self, keys: torch.Tensor, step: int) -> None:
@@ -428,7 +435,7 @@ class _WholeTables:
         return int(self._late_in[keys.long()].max())
 
     def update(self, means: Sequence[Rows]) -> None:
-        """A step of the optimizer."""
+        """Makes a step of the optimizer."""
         step_of_rows(self._optimizer, self._rows.tables.values(), means)
 
 

@@ -12,24 +12,24 @@ from hvdcomp.torch.tables.rows import rows_of
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):
-    """Adagrad for embedding tables that keeps one sum of squares for each row; `torch.optim.Adagrad` keeps one for each
-    weight (Mudigere et al. 2022, arXiv:2104.05158; same rule as in FBGEMM and TorchRec):
+    """Adagrad for embedding tables. This optimizer keeps one sum of squares for each row, and `torch.optim.Adagrad`
+    keeps one for each weight (Mudigere et al. 2022, arXiv:2104.05158). The rule is the same as in FBGEMM and TorchRec:
 
         sum of the row += mean of the squares of its gradient
         row -= lr * gradient / (sqrt(sum of the row) + eps)
 
         tables = hvdcomp.torch.RowWiseAdagrad([table.weight for table in rows.tables.values()], lr=0.05)
 
-    Rows whose gradient is missing or all zero do not change. Sums are float32 for tables of 16 bits.
+    A row does not change if its gradient is missing or all zero. For tables in 16 bits, sums are float32.
 
     Args:
-        params: the tables' weights (rows, columns), or parameter groups of them.
+        params: the weights of the tables (rows, columns), or parameter groups of them.
         lr: the learning rate.
-        eps: above 0.
+        eps: a number above 0, as in the rule.
         initial_accumulator_value: the first value of all sums.
 
     Raises:
-        ConfigurationError: for a parameter that is not a matrix, or an option that is too small.
+        ConfigurationError: if a parameter is not a matrix, or an option is too small.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         super().__init__(params, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in `torch.optim.Optimizer`, whose constructor calls it too."""
+        """See `torch.optim.Optimizer`. The constructor of this base class also calls it."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for table in group["params"]:
@@ -58,7 +58,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in `torch.optim.Optimizer`, but the sums keep their element type."""
+        """See `torch.optim.Optimizer`. Unlike there, the sums keep their element type."""
         super().load_state_dict(state_dict)
         tables = (table for group in self.param_groups for table in group["params"])
         numbers = (number for group in state_dict["param_groups"] for number in group["params"])
@@ -69,7 +69,8 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the rows that have a gradient; returns the result of the closure, which makes the gradients."""
+        """Updates the rows that have a gradient. If there is a closure, it computes the gradients, and its result is
+        returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -86,5 +87,6 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
 
 def _dtype(table: torch.Tensor) -> torch.dtype:
-    """The element type of sums: of tables in 16 bits it is float32, as squares of small gradients underflow there."""
+    """The element type of sums. For tables in 16 bits it is float32, because squares of small gradients would underflow
+    in 16 bits."""
     return torch.promote_types(table.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""`RowExchange`: averages the gradients of embedding tables, and exchanges only their nonzero rows."""
+"""`RowExchange` averages the gradients of embedding tables, and exchanges only their nonzero rows."""
 
 from __future__ import annotations
 
@@ -40,32 +40,33 @@ class RowExchange:
 
     Args:
         model: the model with the tables, not yet wrapped.
-        tables: names of weights of `nn.Embedding` or `nn.EmbeddingBag`, (rows, columns) each. Give "all" for all of
-            them, except weights that another kind of module shares, because gradients of these weights have no zero
-            rows. Default: all tables with sparse=True.
-        wire_dtype: element type in which rows and means are sent: torch.bfloat16, torch.float16 or torch.int8. With
-            torch.int8, the largest magnitude of each row is sent too; the error of an element is at most 1/254 of this
-            magnitude, and the mean is rounded in the same way once more. Rounding errors are not kept. Default: the
-            table's own type.
-        ratio: share, above 0, of a gradient's rows that a rank sends, rounded up. The rank sends the rows with the
-            largest norm. It keeps the other rows in float32, and adds them to its next gradients (error feedback, as
-            with `TopK`). They can take as much memory as the table in float32. Do not use it with a
-            `torch.amp.GradScaler`: the kept rows have the scale of their step, and rows that were sent in a step that
-            the scaler skips are lost. Default: all rows.
+        tables: the names of weights of `nn.Embedding` or `nn.EmbeddingBag`, (rows, columns) each. Pass "all" for all of
+            them, except weights that another kind of module shares. (The gradients of shared weights have no zero
+            rows.) Default: all tables with sparse=True.
+        wire_dtype: the element type in which rows and means are sent: torch.bfloat16, torch.float16 or torch.int8. With
+            torch.int8, the largest magnitude of each row is also sent, and the error of an element is at most 1/254 of
+            this magnitude. The mean is rounded in the same way a second time. Rounding errors are not kept. Default:
+            the table's own type.
+        ratio: the share of a gradient's rows, above 0, that a rank sends, rounded up. The rank sends the rows with the
+            largest norms. The rank keeps the other rows in float32, and adds them to its next gradients (error
+            feedback, as with `TopK`). The kept rows can take as much memory as the table in float32. Do not use `ratio`
+            with a `torch.amp.GradScaler`. The kept rows have the scale of their step, and if the scaler skips a step,
+            the rows that were sent in this step are lost. Default: all rows.
         communicator: the communicator of the ranks. Default: all ranks of torch.distributed, or all ranks of Horovod if
             torch.distributed was not started.
 
     Attributes:
         tables: the modules, by the names of their weights.
         ranks: the communicator.
-        means: the exchange of rows' means.
-        ahead: the latest `LookAhead` of these tables; None without.
-        ledger: bytes of each step, as in `Compression.ledger`, without times. Dense bytes count whole tables.
+        means: the object that exchanges rows and computes their means.
+        ahead: the latest `LookAhead` for these tables; None if there is none.
+        ledger: the bytes of each step, as in `Compression.ledger`, but without times. Dense bytes count whole tables.
 
     Raises:
-        ConfigurationError: on every rank, for names that are not tables, and for tables that are sharded or have
-            max_norm; or if no ranks were started.
-        RankMismatchError: on every rank, if settings differ, or in the first exchange, if the tables' weights differ.
+        ConfigurationError: on every rank, if a name is not a table, if a table is sharded or has max_norm, or if no
+            ranks were started.
+        RankMismatchError: on every rank, if settings differ. In the first exchange, if the weights of the tables
+            differ.
     """
 
     def __init__(
@@ -100,9 +101,9 @@ class RowExchange:
     @not_compiled
     @torch.no_grad()
     def exchange(self) -> None:
-        """Exchanges the gradients. Call it on every rank in each step, after the backward passes, and before you clip
-        gradients or call a scaler's `unscale_` or the optimizer's step. A table is skipped if no rank has a gradient of
-        this table."""
+        """Exchanges the gradients. Call it on every rank in each step, after the backward passes. Call it before you
+        clip gradients, and before a scaler's `unscale_` or the optimizer's step. A table is skipped if no rank has a
+        gradient for it."""
         refuse_capture()
         tables = list(self.tables.values())
         self.compare_weights()
@@ -116,9 +117,9 @@ class RowExchange:
                 put(table, mean)
 
     def _largest(self, name: str, rows: Rows) -> Rows:
-        """The rows of a table that are sent, of these and those kept before; the others are kept."""
+        """Adds these rows to the kept rows of a table, returns the rows to send, and keeps the others."""
         assert self.ratio is not None
-        # In 16 bits, small gradients would not change what is kept of a row.
+        # In 16 bits, adding a small gradient would not change a kept row.
         dtype = torch.promote_types(rows.values.dtype, torch.float32)
         given, count = rows.values.to(dtype), math.ceil(self.ratio * len(rows.ids))
         kept = self._kept.get(name, Rows(rows.ids[:0], given[:0]))
@@ -131,7 +132,7 @@ class RowExchange:
         return Rows(ids[sent], values[sent].to(rows.values.dtype))
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows that this rank has kept for later steps (with `ratio`). Each rank has its own state."""
+        """The rows that this rank keeps for later steps (with `ratio`). Each rank has its own state."""
         return {name: rows._asdict() for name, rows in self._kept.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -162,7 +163,7 @@ class RowExchange:
 
 
 def tables_of(model: Any, names: Iterable[str] | None, user: str) -> dict[str, Any]:
-    """The modules of the tables, by the names of their weights; `user` is named in errors."""
+    """The modules of the tables, by the names of their weights. user: a name for error messages."""
     if isinstance(model, DistributedDataParallel):
         raise ConfigurationError(
             f"{user} was given a model in DistributedDataParallel, which exchanges its tables already; give {user} the "
@@ -192,12 +193,12 @@ def tables_of(model: Any, names: Iterable[str] | None, user: str) -> dict[str, A
             )
         if hasattr(embeddings[name].weight, "device_mesh"):
             raise ConfigurationError(f"{name} is sharded, but {user} needs tables that are whole on each rank")
-    of_weight = {id(embeddings[name].weight): name for name in reversed(table_names)}  # tables may share one
+    of_weight = {id(embeddings[name].weight): name for name in reversed(table_names)}  # tables may share a weight
     return {name: embeddings[name] for name in table_names if of_weight[id(embeddings[name].weight)] == name}
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The name of an element type, as `hvdcomp.exchange` has it."""
+    """The name of an element type, as in `hvdcomp.exchange`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -212,7 +213,7 @@ def leave_alone(model: torch.nn.Module, weights: Iterable[torch.Tensor]) -> None
 
 
 def rows_of(weight: torch.Tensor) -> Rows:
-    """The nonzero rows of the gradient, and their ids, unique and in order."""
+    """The nonzero rows of the gradient, and their ids, sorted and without duplicates."""
     gradient = weight.grad
     if gradient is None:
         return Rows(weight.new_empty(0, dtype=torch.int64), weight[:0])
@@ -224,7 +225,8 @@ def rows_of(weight: torch.Tensor) -> Rows:
 
 
 def put(table: Any, rows: Rows) -> None:
-    """Sets the gradient of a table to these rows, in its present or natural layout."""
+    """Sets the gradient of a table to these rows. The gradient keeps its layout (sparse or dense). If there is no
+    gradient, it gets the layout that the table's backward pass would give."""
     weight, (ids, values) = table.weight, rows
     if table.sparse if weight.grad is None else weight.grad.is_sparse:
         shape = weight.shape
@@ -235,7 +237,7 @@ def put(table: Any, rows: Rows) -> None:
 
 
 def step_of_rows(optimizer: torch.optim.Optimizer, tables: Iterable[Any], rows: Iterable[Rows]) -> None:
-    """Makes a step of the tables' optimizer, with these rows as the gradients."""
+    """Makes a step of the tables' optimizer, using these rows as the gradients."""
     for table, of_table in zip(tables, rows, strict=True):
         table.weight.grad = None
         if len(of_table.ids):

@@ -1,4 +1,4 @@
-"""`ShardedTables`: embedding tables that are sharded by rows over the ranks, for `LookAhead`."""
+"""`ShardedTables` shards embedding tables by rows over the ranks. `LookAhead` trains them."""
 
 from __future__ import annotations
 
@@ -24,31 +24,32 @@ Fill = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 class ShardedTables:
-    """Shards embedding tables by rows: each rank keeps only the rows whose id modulo the number of ranks is its rank.
-    `LookAhead` trains the rows, and fetches the rows that coming batches look up.
+    """Shards embedding tables by rows. Each rank keeps only the rows whose id modulo the number of ranks equals its
+    rank. `LookAhead` trains the rows, and fetches the rows that coming batches look up.
 
         rows = hvdcomp.torch.ShardedTables(model)  # on every rank, before DistributedDataParallel and the optimizer
         optimizer = hvdcomp.torch.RowWiseAdagrad([table.weight for table in rows.tables.values()], lr=0.05)
         ahead = hvdcomp.torch.LookAhead(loader, rows, optimizer, lambda batch: {"items.weight": batch[0]})
 
-    Each table's weight then contains only the rows that this rank owns, in the order of their ids. The same is true for
-    `state_dict` of the model and the optimizer, so each rank has its own. In evaluation mode a lookup fetches rows from
-    their owners, so make each lookup on every rank. In training mode, look up only the batch that LookAhead gave.
+    The weight of each table then contains only the rows that this rank owns, in the order of their ids. `state_dict` of
+    the model and of the optimizer also contains only these rows, so each rank must save its own state. In evaluation
+    mode, a lookup fetches rows from their owners, so make each lookup on every rank. In training mode, look up only
+    rows of the batch that LookAhead has returned.
 
     Args:
         model: the model with the tables, not yet wrapped.
-        tables: names of weights of `nn.Embedding` or `nn.EmbeddingBag` with sparse=True; by default all of them.
-        fill: function that takes a weight's name and ids (n,), and returns the rows (n, columns). It is for tables made
-            with device="meta", which no rank has whole.
+        tables: the names of weights of `nn.Embedding` or `nn.EmbeddingBag` with sparse=True. Default: all of them.
+        fill: a function that gets the name of a weight and ids (n,), and returns the rows (n, columns). Use it for
+            tables that were created with device="meta", which no rank has as a whole.
         communicator: the communicator, as in `RowExchange`.
 
     Attributes:
-        tables, ranks, ahead, ledger: as in `RowExchange`. Bytes include the rows that were fetched.
-        means: the exchange of rows' means.
+        tables, ranks, ahead, ledger: as in `RowExchange`. The bytes include the rows that were fetched.
+        means: the object that exchanges rows and computes their means.
 
     Raises:
-        ConfigurationError: on every rank, for names that are not tables, and for tables that are not sparse, are on a
-            device, are used by another kind of layer, or have max_norm; or if no ranks were started.
+        ConfigurationError: on every rank, if a name is not a table; if a table is not sparse, is on a device, is used
+            by another kind of layer, or has max_norm; or if no ranks were started.
         RankMismatchError: on every rank, if settings differ.
     """
 
@@ -74,7 +75,8 @@ class ShardedTables:
         self.means = RowMeans(self.ranks, shapes, None, _ON_HOST)
         self.ledger = self.means.ledger
         self.ahead: Any = None
-        # Of the present batch and each table: the ids, and the rows with one more, for ids that it did not name.
+        # For the current batch and each table: the ids, and their rows. One additional row is for ids that the batch
+        # has not named.
         self._present: dict[str, tuple[torch.Tensor, torch.nn.Parameter]] = {}
         self._unnamed: str | None = None
         for name, part in parts.items():
@@ -86,17 +88,17 @@ class ShardedTables:
         note_tables(parts.values())
 
     def enter(self, batch: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Makes lookups in training mode find these ids (n,), in order, and their rows (n, columns)."""
+        """Makes lookups in training mode use these sorted ids (n,) and their rows (n, columns)."""
         self._unnamed = None
         for name, (ids, rows) in batch.items():
             self._present[name] = ids, torch.nn.Parameter(torch.cat([rows, rows.new_zeros(1, rows.shape[1])]))
 
     def looked_up(self) -> dict[str, torch.Tensor]:
-        """The rows of the present batch, with their gradients."""
+        """The rows of the current batch, with their gradients."""
         return {name: rows for name, (_, rows) in self._present.items()}
 
     def leave(self) -> str | None:
-        """Ends the lookups of a batch. Returns a row that the batch looked up although `ids` did not name it, or
+        """Ends the lookups of a batch. Returns a row that the batch looked up although `ids` has not named it, or
         None."""
         self._present.clear()
         return self._unnamed
@@ -112,15 +114,16 @@ class ShardedTables:
 
         Args:
             by_rank: the ids that each rank wants of each table.
-            owned: arrays of each table, such as its weight, with an entry (...) for each row that this rank owns.
+            owned: the arrays of each table, such as its weight. An array has an entry, of any shape, for each row that
+                this rank owns.
 
         Returns:
-            A function that waits for the rows, and then returns a list for each table: for each of its arrays, the
-            entries of the ids that this rank wants.
+            A function that waits for the rows. This function returns a list for each table. For each array of the
+            table, the list has the entries of the ids that this rank wants.
         """
         size, rank = ranks.world_size, ranks.rank
         row_bytes = [sum(array.new_empty(1, *array.shape[1:]).nbytes for array in arrays) for arrays in owned]
-        lengths = np.zeros((size, size), np.int64)  # bytes for each rank from each owner
+        lengths = np.zeros((size, size), np.int64)  # number of bytes for each rank from each owner
         for wants, length in zip(by_rank, lengths, strict=True):
             for ids, of_table in zip(wants, row_bytes, strict=True):
                 length += of_table * np.bincount((ids % size).numpy(), minlength=size)
@@ -144,7 +147,7 @@ class ShardedTables:
                     for owner, chosen in enumerate(from_owner):
                         entries = array[chosen]
                         start, ends[owner] = ends[owner], ends[owner] + entries.nbytes
-                        # In fresh storage, since in bytes they may lie where their element type must not.
+                        # Copied to new storage, because in the bytes they may not be aligned for their element type.
                         entry_bytes = received[owner, start : ends[owner]].clone()
                         array[chosen] = entry_bytes.view(array.dtype).view(entries.shape)
             return fetched
@@ -153,11 +156,12 @@ class ShardedTables:
 
     @staticmethod
     def resharded(states: Sequence[Any], rank: int, ranks: int) -> Any:
-        """Makes the state of a rank for another number of ranks, from the states of all old ranks in order.
+        """Makes the state of a rank after a change of the number of ranks, from the states of all old ranks.
 
         Args:
-            states: of each old rank, the same nesting of dicts of tensors with an entry for each owned row, such as
-                `{name: state[name] for name in rows.tables}` of a state of the model, or the optimizer's state.
+            states: the states of the old ranks, in the order of the ranks. A state is a dictionary, which may be
+                nested, of tensors with an entry for each owned row. Such a dictionary can be `{name: state[name] for
+                name in rows.tables}` from a state of the model, or the state of the optimizer.
 
         Example:
             >>> old = [{"items.weight": torch.tensor([[0.0], [2.0]])}, {"items.weight": torch.tensor([[1.0], [3.0]])}]
@@ -177,7 +181,8 @@ class ShardedTables:
 
     def _part(self, name: str, table: Any, fill: Fill | None) -> torch.nn.Parameter:
         """The rows that this rank owns."""
-        ids = torch.arange(table.num_embeddings)[self.ranks.rank :: self.ranks.world_size]  # none of a small table
+        # a small table may give a rank no rows
+        ids = torch.arange(table.num_embeddings)[self.ranks.rank :: self.ranks.world_size]
         if not table.weight.is_meta:
             return torch.nn.Parameter(table.weight.detach()[ids])
         assert fill is not None
@@ -190,7 +195,7 @@ class ShardedTables:
         return torch.nn.Parameter(rows.detach().to("cpu", table.weight.dtype, copy=True))
 
     def _serve(self, module: Any, name: str, part: torch.nn.Parameter) -> None:
-        """Gives a module the owned rows as its weight, and in lookups those that it looks up."""
+        """Gives a module the owned rows as its weight. During a lookup, the module gets the rows that it looks up."""
         padding = module.padding_idx
         module.weight = part
 
@@ -220,7 +225,7 @@ class ShardedTables:
         module.register_load_state_dict_pre_hook(check)
 
     def _find(self, name: str, ids: torch.Tensor) -> tuple[torch.Tensor, torch.nn.Parameter]:
-        """The places of ids in the rows of the present batch."""
+        """The places of ids in the rows of the current batch, and these rows."""
         if name not in self._present:
             raise ConfigurationError(
                 f"{name} is sharded, and was looked up outside of the batches of a LookAhead; look rows up after "
@@ -235,7 +240,7 @@ class ShardedTables:
         return places, rows
 
     def _fetch(self, name: str, ids: torch.Tensor) -> tuple[torch.Tensor, torch.nn.Parameter]:
-        """Rows from their owners, and the places of ids in them."""
+        """Fetches rows from their owners. Returns the places of ids in these rows, and the rows."""
         if self.ahead is not None:
             self.ahead.flush()
         unique, places = ids.long().unique(return_inverse=True)

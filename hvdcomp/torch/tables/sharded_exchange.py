@@ -1,10 +1,12 @@
-"""The exchange of sharded tables in `LookAhead`: gradients of rows go to all ranks that have them, rows to a cache.
+"""The exchange for sharded tables in `LookAhead`. Gradients of rows are sent to all ranks that have these rows, and
+rows are fetched into a cache.
 
-A rank has the rows that it owns and, in a cache, those that it looks up in the coming batches. All ranks know the keys
-of all ranks in these batches, so that each knows which rows the others have, and no rank asks another. In a step the
-gradient of a row goes to its owner and to the ranks that have it and will look it up again. All make the same mean and
-the same update, with the optimizer's state of the row, which comes with it. So the owner always has the row, and a
-cache forgets it after its last use.
+A rank has the rows that it owns. In a cache, a rank also has the rows that it looks up in the coming batches. All ranks
+know the keys of all ranks in these batches. So each rank knows which rows the other ranks have, and no rank needs to
+ask another. In a step, the gradient of a row is sent to the row's owner, and to the ranks that have the row and will
+look it up again. All these ranks compute the same mean and make the same update. For the update the ranks need the
+optimizer's state of the row, which is fetched together with the row. So the owner always has the latest row, and a
+cache can drop a row after its last use.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from hvdcomp.torch.tables.sharded import ShardedTables
 
 
 class Prefetched(NamedTuple):
-    """Rows that were asked of their owners.
+    """Rows that are being fetched from their owners.
 
     Attributes:
-        keys: their keys.
-        install: function that waits for them and puts them into the cache.
+        keys: the keys of the rows.
+        install: a function that waits for the rows and puts them into the cache.
     """
 
     keys: torch.Tensor
@@ -36,20 +38,20 @@ class Prefetched(NamedTuple):
 
 
 class _Cache(NamedTuple):
-    """Rows of a table, by id in order: the weight's and those of the optimizer's state."""
+    """Rows of a table, sorted by id: the rows of the weight, and the rows of the optimizer's state."""
 
     ids: torch.Tensor
     arrays: list[torch.Tensor]
 
 
 class ShardedExchange:
-    """As `_WholeTables` of `look_ahead.py`, for tables of which each rank owns a part.
+    """Like `_WholeTables` of `look_ahead.py`, but for tables of which each rank owns a part.
 
     Attributes:
-        starts: the start of each table in the keys, and their end; each is a multiple of the number of ranks, so that
-            the owner of a key is that of its id.
-        reach: number of coming batches that `plan` is told.
-        caches: whether lookups are of a cache and not of the tables' weights.
+        starts: the first key of each table, and the end of all keys. All are multiples of the number of ranks, so that
+            the owner of a key is the owner of its id.
+        reach: the number of coming batches that `plan` gets.
+        caches: whether lookups read a cache instead of the tables' weights.
     """
 
     caches = True
@@ -60,14 +62,15 @@ class ShardedExchange:
         self._weights: list[torch.Tensor] = [table.weight for table in tables.tables.values()]
         lengths = [-(-table.num_embeddings // self._size) * self._size for table in tables.tables.values()]
         self.starts = torch.tensor([0, *lengths]).cumsum(0)
-        self.reach = max(1, batches - 1)  # the keys of the last batch read are on their way
-        self._deferred: deque[tuple[int, torch.Tensor]] = deque(maxlen=2 * batches + 4)  # two in a step
+        self.reach = max(1, batches - 1)  # less by one, because the keys of the latest batch are still being exchanged
+        # there are two entries for each step
+        self._deferred: deque[tuple[int, torch.Tensor]] = deque(maxlen=2 * batches + 4)
         self._needed = self._new = self._next = [self.starts[:0]] * self._size
         self.end()
 
     def end(self) -> None:
-        """Forgets the caches; every update must have been made."""
-        self._held = [self.starts[:0]] * self._size  # keys in the cache of each rank
+        """Clears the caches. Call this only when all updates are made."""
+        self._held = [self.starts[:0]] * self._size  # the keys in the cache of each rank
         empty = [[array.new_empty(0, *array.shape[1:]) for array in self._owned(weight)] for weight in self._weights]
         self._caches = [_Cache(self.starts[:0], arrays) for arrays in empty]
         self._tables.leave()
@@ -80,8 +83,8 @@ class ShardedExchange:
         self._next = list(coming[0])
 
     def split(self, by_rank: Sequence[torch.Tensor]) -> tuple[Share, Share]:
-        """Divides the rows of a batch, given the keys of each rank, into rows to exchange at once and rows to exchange
-        later."""
+        """Divides the rows of a batch into rows to exchange now and rows to exchange later. by_rank: the keys of each
+        rank."""
         keys = torch.cat(list(by_rank)).unique()
         lent = _within(keys, torch.cat(self._new).unique())
         taken, urgent = [], []
@@ -102,7 +105,7 @@ class ShardedExchange:
         return Share(keys[taken[self._rank]], start)
 
     def enter(self, own: torch.Tensor) -> None:
-        """Lets the model look up the rows of these keys."""
+        """Makes the model look up the rows with these keys."""
         batch = {}
         for name, weight, ids, cache in zip(
             self._tables.tables, self._weights, self._ids(own), self._caches, strict=True
@@ -119,7 +122,7 @@ class ShardedExchange:
         return self._tables.looked_up()
 
     def places(self, own: torch.Tensor) -> list[torch.Tensor]:
-        """The places of the keys' rows in `looked_up`, in order."""
+        """The places in `looked_up` of the rows with these keys, sorted."""
         return [torch.arange(len(ids)) for ids in by_table(own, self.starts)]
 
     def leave(self) -> str | None:
@@ -133,7 +136,7 @@ class ShardedExchange:
         return keys[keys % self._size == self._rank]
 
     def prefetch(self, ranks: Ranks, name: str) -> Prefetched:
-        """Starts to fetch the rows that each rank needs and does not have. Call it when the rows of `lent` are
+        """Starts to fetch the rows that each rank needs but does not have. Call this after the rows of `lent` were
         updated."""
         new, needed = [self._ids(keys) for keys in self._new], self._ids(self._needed[self._rank])
         wait = self._tables.start_fetch(new, list(map(self._owned, self._weights)), ranks, name)
@@ -183,30 +186,30 @@ class ShardedExchange:
         return [ids.long() for ids in by_table(keys, self.starts)]
 
     def _state_names(self, weight: torch.Tensor) -> list[str]:
-        """The names of what the optimizer keeps for each row."""
+        """The names of the entries that the optimizer keeps for each row."""
         state = self._optimizer.state[weight]
         return [name for name, kept in state.items() if isinstance(kept, torch.Tensor) and kept.ndim]
 
     def _owned(self, weight: torch.Tensor) -> list[torch.Tensor]:
-        """The owned rows of a weight, and of the optimizer's state of it."""
+        """The owned rows of a weight, and the same rows of the optimizer's state."""
         state = self._optimizer.state[weight]
         return [weight.data, *(state[name] for name in self._state_names(weight))]
 
     def _put(self, arrays: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Makes the optimizer update these arrays in place of each table's."""
+        """Makes the optimizer update these arrays instead of the tables' own."""
         for weight, (rows, *kept) in zip(self._weights, arrays, strict=True):
             weight.grad, weight.data = None, rows
             self._optimizer.state[weight].update(zip(self._state_names(weight), kept, strict=True))
 
 
 def _within(keys: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Which keys are among the others, which are in order."""
+    """A mask of the keys that occur in `others`, which is sorted."""
     places = torch.searchsorted(others.to(keys.dtype), keys)
     return torch.nn.functional.pad(others, (0, 1), value=-1)[places] == keys
 
 
 def _moved(cache: _Cache, ids: torch.Tensor, fetched: Sequence[torch.Tensor]) -> _Cache:
-    """A cache of these ids, of which some were in the one before, and the others were fetched."""
+    """A new cache with these ids. Some of the rows were in the old cache, and the others were fetched."""
     kept = _within(ids, cache.ids)
     arrays = []
     for before, new in zip(cache.arrays, fetched, strict=True):

@@ -22,7 +22,7 @@ from hvdcomp.tools.bench.cluster.throughput import measure
 
 _hosts = click.option("--hosts", type=int, metavar="N", help="Number of hosts, at least 2.")
 _rate = click.option("--rate", metavar="RATE", help="Bandwidth of each host's link, as tc writes it: 100mbit, 1gbit.")
-RATES = ("100mbit", "1gbit", "10gbit")  # measured by default
+RATES = ("100mbit", "1gbit", "10gbit")  # the rates that are measured by default
 _SAY = Console(stderr=True, highlight=False, soft_wrap=True).print
 
 
@@ -37,7 +37,7 @@ def _errors() -> Iterator[None]:
 
 
 def _cluster(hosts: int | None, rate: str | None) -> Cluster:
-    """The cluster of a command: a new cluster if both options are given, else the standing cluster."""
+    """The cluster for a command. If both options are given, it is a new cluster; otherwise the standing cluster."""
     if hosts is not None and rate is not None:
         namespaces.become_root()
         return Cluster(hosts, rate)

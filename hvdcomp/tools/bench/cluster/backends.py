@@ -1,8 +1,8 @@
-"""The variables that the ranks of a run need to find each other, as each backend's launcher sets them.
+"""The environment variables that the ranks of a run need to find each other, as the launcher of each backend sets them.
 
-A backend is a function that is called on host0, where it may start a server at which the ranks meet. From the number of
-hosts and of ranks on each host, it returns the variables of every rank, in the order of ranks; ranks of a host are
-consecutive.
+A backend is a function that is called on host0. A backend may start a server there to which the ranks connect. The
+arguments of a backend are the number of hosts and the number of ranks on each host. A backend returns the variables of
+every rank, in the order of ranks. The ranks of a host are consecutive.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from hvdcomp.tools.bench.cluster.errors import ClusterError
 from hvdcomp.tools.bench.cluster.namespaces import address
 
 _INTERFACE = "eth0"
-# From torchrun's port to the kernel's ephemeral ports: a rank that connects before the store exists must not get the
-# store's port as its own.
+# The ports from torchrun's default port up to the kernel's ephemeral ports. Ephemeral ports are excluded: a rank that
+# connects before the store exists could get the store's port for its own end of the connection.
 _STORE_PORTS = range(29500, 32768)
 
 
@@ -34,7 +34,7 @@ def _horovod(hosts: int, slots: int) -> list[dict[str, str]]:
     except ImportError as error:
         raise ClusterError(f"Horovod is not installed for {sys.executable} ({error}); run `make setup`") from None
     server = RendezvousServer(0)
-    port = server.start()  # in a thread, until the end of this process
+    port = server.start()  # the server runs in a thread until this process ends
     places = get_host_assignments(parse_hosts(",".join(f"host{host}:{slots}" for host in range(hosts))), hosts * slots)
     server.init(places)
     common = {
@@ -43,7 +43,7 @@ def _horovod(hosts: int, slots: int) -> list[dict[str, str]]:
         "HOROVOD_GLOO_IFACE": _INTERFACE,
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": address(0),
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
-        # Long enough for the slowest rank to import its framework.
+        # This is long enough for the slowest rank to import its framework.
         "HOROVOD_GLOO_TIMEOUT_SECONDS": os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", "120"),
     }
     # HOROVOD_HOSTNAME, HOROVOD_RANK, HOROVOD_SIZE, HOROVOD_LOCAL_RANK, ...
@@ -60,7 +60,7 @@ def _torch(hosts: int, slots: int) -> list[dict[str, str]]:
         "MASTER_ADDR": address(0),
         "MASTER_PORT": _free_port(),
         "GLOO_SOCKET_IFNAME": _INTERFACE,
-        "TORCHELASTIC_RUN_ID": "emulated",  # by which programs recognise torchrun
+        "TORCHELASTIC_RUN_ID": "emulated",  # programs recognise torchrun by this variable
         "TORCHELASTIC_USE_AGENT_STORE": False,
     }
     by_rank = [{"RANK": rank, "LOCAL_RANK": rank % slots, "GROUP_RANK": rank // slots} for rank in range(hosts * slots)]
@@ -74,7 +74,7 @@ def _free_port() -> int:
     """A free port of this host.
 
     Raises:
-        ClusterError: no port is free.
+        ClusterError: if no port is free.
     """
     for port in _STORE_PORTS:
         with contextlib.suppress(OSError), socket.socket() as probe:

@@ -1,4 +1,5 @@
-"""`Cluster`: the emulated cluster as a context manager, which always removes it at the end of its block."""
+"""`Cluster`: a context manager for the emulated cluster. At the end of the block, `Cluster` always removes the
+cluster."""
 
 from __future__ import annotations
 
@@ -18,25 +19,25 @@ from hvdcomp.tools.bench.cluster.rates import parse_rate
 from hvdcomp.tools.bench.cluster.records import STANDING, Facts, Record
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_numbers = itertools.count(1)  # of this process's clusters, for their names
+_numbers = itertools.count(1)  # numbers for the names of this process's clusters
 
 
 class Cluster:
-    """Emulated hosts, from `with` to the end of its block.
+    """Emulated hosts, which exist from `with` to the end of its block.
 
-    At the end of the block, the hosts' processes are ended and the hosts removed: also after an exception, Ctrl-C,
-    SIGTERM or SIGHUP, which raise SystemExit in the block (in a program's main thread). The next cluster removes the
-    remains of a killed process.
+    At the end of the block, the processes of the hosts are ended, and the hosts are removed. The hosts are also removed
+    after an exception, Ctrl-C, SIGTERM or SIGHUP, because these signals raise SystemExit in the block (in the main
+    thread of a program). If the process is killed, the next cluster removes the remains.
 
     Args:
-        hosts: 2 to 64.
-        rate: rate of each host's link, in both directions, as `tc` writes it: "100mbit", "1gbit".
-        standing: keep the hosts after the block, for `Cluster.standing()`, until `remove` is called. A machine can have
-            one standing cluster.
+        hosts: the number of hosts, 2 to 64.
+        rate: the rate of each host's link, in both directions, in the notation of `tc`: "100mbit", "1gbit".
+        standing: whether to keep the hosts after the block, for `Cluster.standing()`, until `remove` is called. A
+            machine can have one standing cluster.
 
     Raises:
-        ClusterError: for wrong values, without root, or without the needed programs; when entering, if the hosts cannot
-            be created or, for a standing cluster, if there is one already.
+        ClusterError: if a value is wrong, the user is not root, or a required program is missing. When the block
+            begins: if the hosts cannot be created, or a standing cluster already exists.
     """
 
     def __init__(self, hosts: int, rate: str, *, standing: bool = False) -> None:
@@ -58,7 +59,8 @@ class Cluster:
         """The standing cluster, for use in a `with` block.
 
         Raises:
-            ClusterError: there is no standing cluster. The `with` block raises it if another process uses the cluster.
+            ClusterError: if there is no standing cluster. The `with` block also raises this error if another process
+                uses the cluster.
         """
         facts = records.read(STANDING)
         if facts is None or not facts.standing:
@@ -78,7 +80,7 @@ class Cluster:
                 namespaces.remove_leftovers()
                 self._record = self._take_record()
             if self._made_before:
-                namespaces.stop_processes(self.name)  # of a run that was killed
+                namespaces.stop_processes(self.name)  # the processes of a run that was killed
             else:
                 namespaces.make(self.name, self.hosts, self.rate)
             self._stays = self.name == STANDING
@@ -94,7 +96,7 @@ class Cluster:
         self._leave()
 
     def remove(self) -> None:
-        """Inside the `with` block of a cluster that would otherwise remain: removes the cluster when the block ends."""
+        """Removes a standing cluster at the end of its `with` block. Call it inside the block."""
         self._stays = False
 
     def run(
@@ -111,18 +113,18 @@ class Cluster:
 
         Args:
             command: program and arguments, run by every rank.
-            ranks: a multiple of the number of hosts; by default a rank on each host.
+            ranks: the number of ranks, a multiple of the number of hosts. Default: one rank on each host.
             backend: the library that connects the ranks: "horovod" or "torch" (torch.distributed).
-            env: variables added to this process's environment.
-            output: called with each line as it comes (stdout and stderr, with its line end), in another thread; by
-                default the lines go to this process's own stdout and stderr.
-            timeout: seconds, after which all ranks are ended.
+            env: variables to add to the environment of this process.
+            output: a function that is called, in another thread, with each line of stdout and stderr (including the
+                line end). Default: the lines go to the stdout and stderr of this process.
+            timeout: the seconds after which all ranks are ended.
 
         Returns:
-            The exit code: of the rank that failed first, or 0.
+            The exit code of the rank that failed first, or 0.
 
         Raises:
-            ClusterError: for a wrong number of ranks, or another backend.
+            ClusterError: if the number of ranks is wrong, or the backend is unknown.
             subprocess.TimeoutExpired: after the timeout.
         """
         ranks = self.hosts if ranks is None else ranks
@@ -142,7 +144,7 @@ class Cluster:
             namespaces.stop_processes(self.name)
 
     def start(self, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        """Starts a command on a single host; `options` are those of subprocess.Popen."""
+        """Starts a command on a single host. options: the options of subprocess.Popen."""
         self._held()
         return subprocess.Popen(launch.host_command(self.name, host, command), text=True, **options)
 
@@ -186,12 +188,12 @@ class Cluster:
     def _catch_signals(self) -> None:
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                if signal.getsignal(number) is not signal.SIG_IGN:  # it is ignored under nohup
                     self._handlers[number] = signal.signal(number, self._interrupted)
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
         if self._leaving:
-            return  # the cluster is being removed already
+            return  # the cluster is already being removed
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + number)

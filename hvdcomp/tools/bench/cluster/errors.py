@@ -2,4 +2,4 @@
 
 
 class ClusterError(Exception):
-    """The cluster cannot be created, used or removed; the message gives the cause and the remedy."""
+    """The cluster cannot be created, used or removed. The message gives the cause and the remedy."""

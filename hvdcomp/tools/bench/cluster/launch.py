@@ -1,9 +1,9 @@
 """Starts a program under Horovod or torch.distributed on the hosts of a cluster, with Gloo.
 
-Horovod can use Gloo or MPI between hosts. Gloo is used because its allreduce is the usual ring (each host sends
-2(n-1)/n times the gradient), and because a waiting rank sleeps instead of spinning, which matters if all ranks share a
-few cores. horovodrun would need an ssh server on every host, and torchrun a process on each; instead `ranks` runs on
-host0 and starts the ranks.
+Horovod can use Gloo or MPI between hosts. This module uses Gloo for two reasons. Gloo's allreduce is the usual ring
+(each host sends 2(n-1)/n times the gradient). And a waiting rank sleeps instead of spinning, which is important if all
+ranks share a few cores. horovodrun would need an ssh server on every host, and torchrun a process on every host.
+Instead, `ranks` runs on host0 and starts the ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hvdcomp.tools.bench.cluster.namespaces import hosts_file, namespace
 
-_GRACE_SECONDS = 5  # for the ranks to end after SIGTERM
+_GRACE_SECONDS = 5  # time for the ranks to end after SIGTERM
 _RANKS = "hvdcomp.tools.bench.cluster.ranks"
 
 _VARIABLES = {
@@ -28,15 +28,17 @@ _VARIABLES = {
 
 
 def variables(extra: Mapping[str, str] | None) -> dict[str, str]:
-    """The environment of the ranks: this process's, with this Python's folder first in PATH, defaults, and `extra`."""
+    """The environment of the ranks. The result is the environment of this process, with the folder of this Python first
+    in PATH, with defaults, and with `extra`."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return {**_VARIABLES, **os.environ, "PATH": path, **(extra or {})}
 
 
 def cores_of(host: int, hosts: int) -> set[int]:
-    """The machine's cores of a host; with more hosts than cores, a core that it shares.
+    """The cores of the machine that a host uses. If there are more hosts than cores, hosts share cores.
 
-    Without pinning, ranks disturb each other by chance, and step times vary by a factor of two.
+    If ranks were not pinned to cores, they would disturb each other at random, and step times would vary by a factor of
+    two.
     """
     cores = sorted(os.sched_getaffinity(0))
     return set(cores[host::hosts]) if len(cores) >= hosts else {cores[host % len(cores)]}
@@ -64,19 +66,20 @@ def stream(
     output: Callable[[str], None] | None,
     timeout: float | None,
 ) -> int:
-    """Runs a command to its end; returns its exit code, 128 + N after signal N, as a shell does.
+    """Runs a command to its end, and returns its exit code. Like a shell, the function returns 128 + N if signal N
+    ended the command.
 
     Args:
         command: the command to run.
         environment: environment variables of the command.
-        output: function that is called with each line of stdout and stderr, with its line end; None to inherit stdout
-            and stderr.
-        timeout: seconds.
+        output: a function that is called with each line of stdout and stderr, including the line end; None to inherit
+            stdout and stderr.
+        timeout: the seconds after which the command is ended; None for no limit.
 
     Raises:
         subprocess.TimeoutExpired: after the timeout.
     """
-    # In its own session: at Ctrl-C this process controls the order of the ends.
+    # In its own session, so that after Ctrl-C this process decides the order in which processes end.
     process = subprocess.Popen(
         command,
         env=environment,
@@ -100,7 +103,7 @@ def stream(
         process.kill()
         raise
     if reader is not None:
-        reader.join(_GRACE_SECONDS)  # a child of a rank may still hold the pipe open
+        reader.join(_GRACE_SECONDS)  # a child process of a rank may still have the pipe open
     return code if code >= 0 else 128 - code
 
 

@@ -1,8 +1,8 @@
-"""Creates and removes the network namespaces of a cluster: its hosts and the switch between them.
+"""Creates and removes the network namespaces of a cluster, which are its hosts and the switch between them.
 
-Each host has a namespace with the interface eth0; its cable ends in a bridge in a further namespace, so that clusters
-are isolated from the machine's interfaces and from each other. Removing the namespaces removes everything. A token
-bucket filter at both ends of a cable limits the host's traffic in both directions.
+Each host has a namespace with the interface eth0. A cable connects eth0 to a bridge in another namespace. So clusters
+are isolated from the machine's interfaces and from each other. If the namespaces are removed, nothing remains. A token
+bucket filter at both ends of a cable limits the traffic of the host in both directions.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from hvdcomp.tools.bench.cluster.errors import ClusterError
 from hvdcomp.tools.bench.cluster.rates import QUEUE_MILLISECONDS, parse_rate, token_bucket_bytes
 
 MOST_HOSTS = 64
-_GRACE_SECONDS = 5  # between SIGTERM and SIGKILL
+_GRACE_SECONDS = 5  # time between SIGTERM and SIGKILL
 
 
 def check_machine() -> None:
-    """Checks that this process may create namespaces, and that the needed programs are installed.
+    """Checks that this process may create namespaces, and that the required programs are installed.
 
     Raises:
-        ClusterError: root or a program is missing; the message gives the remedy.
+        ClusterError: if the user is not root, or a program is missing. The message gives the remedy.
     """
     if os.geteuid() != 0:
         raise ClusterError(
@@ -39,12 +39,13 @@ def check_machine() -> None:
 
 
 def become_root() -> None:
-    """Restarts this program as root of its own user namespace, unless it is root already.
+    """Restarts this program as root of its own user namespace, unless the user is already root.
 
-    That root can create network namespaces, which end with the program. /run, where `ip` stores their names, is empty.
+    This root can create network namespaces, which end with the program. `ip` stores the names of network namespaces in
+    /run, which is empty in the new user namespace.
 
     Raises:
-        ClusterError: this kernel does not let users create user namespaces.
+        ClusterError: if this kernel does not let users create user namespaces.
     """
     if os.geteuid() == 0:
         return
@@ -76,7 +77,7 @@ def namespace(cluster: str, host: int) -> str:
 
 
 def address(host: int) -> str:
-    """The IPv4 address of a host, the same in every cluster, as clusters are separate networks."""
+    """The IPv4 address of a host. The address is the same in every cluster, because clusters are separate networks."""
     return f"10.77.0.{host + 1}"
 
 
@@ -114,7 +115,8 @@ def _shape(name: str, interface: str, rate: str) -> None:
 
 
 def remove(cluster: str) -> None:
-    """Ends the processes of a cluster's hosts and removes the hosts, complete or not."""
+    """Ends the processes of a cluster's hosts, and removes the hosts. The function also works if the cluster is not
+    complete."""
     stop_processes(cluster)
     for name in existing(cluster):
         _ip(f"netns delete {name}")
@@ -122,7 +124,7 @@ def remove(cluster: str) -> None:
 
 
 def stop_processes(cluster: str) -> None:
-    """Ends all processes on a cluster's hosts: first by SIGTERM, later by SIGKILL."""
+    """Ends all processes on a cluster's hosts, first with SIGTERM and later with SIGKILL."""
     deadline = time.monotonic() + _GRACE_SECONDS
     warned: set[int] = set()
     while processes := _processes(cluster):
@@ -148,7 +150,7 @@ def existing(cluster: str | None = None) -> list[str]:
 
 
 def remove_leftovers() -> list[str]:
-    """Removes clusters whose process ended without removing them (kill -9, a crash); returns their names.
+    """Removes clusters whose process has ended without removing them (kill -9, a crash). Returns their names.
 
     Call it within `records.exclusive()`.
     """
@@ -170,7 +172,7 @@ def _ip(arguments: str) -> str:
 
 
 def _command(command: str) -> str:
-    # In its own session, as Ctrl-C goes to all processes of the session's foreground group.
+    # In its own session, because Ctrl-C is sent to all processes of the foreground group of a session.
     process = subprocess.run(command.split(), capture_output=True, text=True, start_new_session=True)
     if process.returncode == 0:
         return process.stdout

@@ -1,9 +1,10 @@
-"""The program on host0: starts a program's ranks on all hosts, connects them, and waits for them.
+"""A program that runs on host0. The program starts the ranks of a training on all hosts, connects them, and waits for
+them.
 
     python -m hvdcomp.tools.bench.cluster.ranks BACKEND CLUSTER HOSTS RANKS_PER_HOST COMMAND...
 
-The exit code is 0 if all ranks succeed, else that of the first rank that fails; the others then get some seconds for
-their output, and are killed.
+The exit code is 0 if all ranks succeed. Otherwise the exit code is that of the first rank that fails. The other ranks
+then have some seconds to write their output, and are killed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _GRACE_SECONDS = 5
 
 
 def main(backend: str, cluster: str, hosts: int, slots: int, command: list[str]) -> int:
-    """Returns the exit code of the run."""
+    """Starts the ranks, and returns the exit code of the run."""
     try:
         ranks = BACKENDS[backend](hosts, slots)
     except ClusterError as error:
@@ -59,7 +60,7 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
 
 
 def _interrupted(number: int, frame: object) -> None:
-    os._exit(128 + number)  # the caller ends the ranks
+    os._exit(128 + number)  # the process that started this program ends the ranks
 
 
 if __name__ == "__main__":

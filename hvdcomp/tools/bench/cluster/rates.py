@@ -1,4 +1,4 @@
-"""Rates of links as `tc` writes them, and the sizes of their token buckets."""
+"""Rates of links in the notation of `tc`, and the sizes of their token buckets."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from hvdcomp.tools.bench.cluster.errors import ClusterError
 
 _SLOWEST, _FASTEST = 10**6, 10**11  # bits per second
 
-# A full bucket passes the bytes of this time at once. Shorter messages are not slowed down, so it must be small; but
-# the timer that refills the bucket is late by about ten microseconds, and the overflow is lost, so a smaller bucket
-# would not reach 10 Gb/s.
+# The size of a token bucket, as the time that its bytes take at the rate. A full token bucket sends all its bytes
+# immediately, so the rate does not slow down shorter messages. Therefore the token bucket must be small. But the timer
+# that refills the token bucket is late by about ten microseconds, and tokens that do not fit are lost. So a smaller
+# token bucket would not reach 10 Gb/s.
 _TOKEN_BUCKET_SECONDS = 200e-6
-_SMALLEST_TOKEN_BUCKET = 3200  # bytes: two Ethernet frames of 1514, as a frame must always fit
+_SMALLEST_TOKEN_BUCKET = 3200  # bytes of two Ethernet frames of 1514 bytes, because a frame must always fit
 
-# The longest wait of a frame. Long, so that frames of several senders to a receiver are seldom dropped.
+# The longest time that a frame may wait. It is long, so that frames are seldom dropped when several hosts send to one
+# receiver.
 QUEUE_MILLISECONDS = 50
 
 
 def parse_rate(rate: str) -> int:
-    """Bits per second of a rate such as "100mbit", "2.5gbit".
+    """The bits per second of a rate such as "100mbit" or "2.5gbit".
 
     Raises:
-        ClusterError: the text is not a rate, or not between 1mbit and 100gbit.
+        ClusterError: if the text is not a rate, or the rate is not between 1mbit and 100gbit.
     """
     try:
         bits = round(hvdcomp.perfmodel.rates.parse_rate(rate))

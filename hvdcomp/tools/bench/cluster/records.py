@@ -1,8 +1,9 @@
-"""The clusters of this machine, and whether a process uses them.
+"""Records of the clusters of this machine. The records show whether a process uses a cluster.
 
-Each cluster has a record in /run, which is created before its first namespace and removed after its last. A process
-that creates or uses a cluster holds a lock on the record, which the kernel releases when the process ends in any way.
-So the remains of a killed process are recognised, and a cluster in use is never removed.
+Each cluster has a record in /run. The record is created before the first namespace of the cluster, and removed after
+the last. A process that creates or uses a cluster locks the record. When the process ends in any way, the kernel
+releases the lock. So the remains of a killed process can be recognised, and a cluster is never removed while a process
+uses it.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ STANDING = "standing"  # the name of the cluster that `up` creates for later run
 
 @dataclass(frozen=True)
 class Facts:
-    """The content of a cluster's record. `standing`: the cluster is complete, and stays when its creator ends."""
+    """The content of a cluster's record. standing: whether the cluster is complete and remains when its creator
+    ends."""
 
     hosts: int
     rate: str
-    owner: int  # process id
+    owner: int  # the process id of the creator
     standing: bool = False
 
 
 class Record:
-    """The record of a cluster, which this process locks until `release` or `remove`.
+    """The record of a cluster. This process locks the record until `release` or `remove`.
 
     Create it within `exclusive()`.
     """
@@ -42,7 +44,7 @@ class Record:
         """Creates the record, or locks the existing record.
 
         Raises:
-            ClusterError: another process holds the lock.
+            ClusterError: if another process holds the lock.
         """
         self.path = FOLDER / f"{name}.json"
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -63,7 +65,7 @@ class Record:
         os.ftruncate(self._descriptor, len(content))
 
     def release(self) -> None:
-        """Unlocks the record; the cluster stays."""
+        """Unlocks the record. The cluster remains."""
         os.close(self._descriptor)
 
     def remove(self) -> None:
@@ -74,7 +76,7 @@ class Record:
 
 @contextlib.contextmanager
 def exclusive() -> Iterator[None]:
-    """A lock for reading and creating records, which one process can hold at a time."""
+    """A lock for reading and creating records. Only one process can have it at a time."""
     FOLDER.mkdir(mode=0o755, exist_ok=True)
     descriptor = os.open(FOLDER / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -85,7 +87,7 @@ def exclusive() -> Iterator[None]:
 
 
 def read(name: str) -> Facts | None:
-    """The content of a record; None if there is none, or its creator was killed while writing."""
+    """The content of a record; None if there is no record, or its creator was killed while writing."""
     try:
         return Facts(**json.loads((FOLDER / f"{name}.json").read_text()))
     except (FileNotFoundError, ValueError, TypeError):
@@ -98,7 +100,7 @@ def names() -> list[str]:
 
 
 def in_use(name: str) -> bool:
-    """Whether a living process holds the record; call it within `exclusive()`."""
+    """Whether a running process has locked the record. Call it within `exclusive()`."""
     try:
         descriptor = os.open(FOLDER / f"{name}.json", os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -113,6 +115,6 @@ def in_use(name: str) -> bool:
 
 
 def name_in(namespace: str) -> str | None:
-    """The name of the cluster that a network namespace belongs to; None if it belongs to none."""
+    """The name of the cluster to which a network namespace belongs; None if it belongs to no cluster."""
     match = re.fullmatch(r"hvdcomp-([a-z0-9]+)-(?:host\d+|switch)", namespace)
     return None if match is None else match[1]

@@ -1,6 +1,7 @@
-"""The throughput of a TCP connection between two hosts of a cluster, as a check of its links.
+"""Measures the throughput of a TCP connection between two hosts of a cluster, to check the links.
 
-As a program it is an end of the connection: `throughput.py receive SECONDS` or `throughput.py send ADDRESS`.
+If it is run as a program, it is one end of the connection: `throughput.py receive SECONDS` or `throughput.py send
+ADDRESS`.
 """
 
 from __future__ import annotations
@@ -11,27 +12,27 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the two ends do not need it, and must start quickly
+if TYPE_CHECKING:  # the programs at the two ends do not need it, and must start quickly
     from hvdcomp.tools.bench.cluster.cluster import Cluster
 
 _PORT = 5001
-_PIECE = 1 << 20  # bytes handed to the kernel at once
-_WARM_UP = 0.5  # seconds, while TCP's window grows
+_PIECE = 1 << 20  # number of bytes passed to the kernel at a time
+_WARM_UP = 0.5  # seconds in which TCP's window grows
 _TIMEOUT = 10.0
 
 
 def measure(cluster: Cluster, seconds: float = 3.0) -> float:
-    """Sends from host0 to host1 for some seconds; returns the bits of payload per second that arrived.
+    """Sends from host0 to host1 for some seconds. Returns the bits of payload per second that have arrived.
 
     Raises:
-        RuntimeError: an end of the connection failed.
+        RuntimeError: if one end of the connection failed.
     """
     from hvdcomp.tools.bench.cluster.namespaces import address
 
     program = [sys.executable, __file__]
     with cluster.start(1, [*program, "receive", str(seconds)], stdout=subprocess.PIPE) as receiver:
         assert receiver.stdout is not None
-        receiver.stdout.readline()  # it listens
+        receiver.stdout.readline()  # waits until it listens
         with cluster.start(0, [*program, "send", address(1)]):
             answer = receiver.stdout.readline()
     if not answer:
@@ -40,7 +41,7 @@ def measure(cluster: Cluster, seconds: float = 3.0) -> float:
 
 
 def receive(seconds: float) -> None:
-    """Prints that it listens; then receives from a sender, and prints the bits per second."""
+    """Listens, and prints that it listens. Then receives from a sender, and prints the bits per second."""
     with socket.create_server(("", _PORT)) as server:
         print("listening", flush=True)
         server.settimeout(_TIMEOUT)

@@ -1,6 +1,7 @@
 """Decides which measurements may be compared.
 
-The copy that is measured in turns with each method is always the same work, so its time shows the machine's speed.
+Each method is measured together with a copy. The copy is always the same work, so its time shows the speed of the
+machine.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MOST_QUARTILES = 0.3
 
 
 class UnsteadyError(Exception):
-    """The machine was not equally fast for all methods; the message has the difference and the remedy."""
+    """The machine was not equally fast for all methods. The message gives the difference and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,10 @@ class Row:
 
     Attributes:
         measurement: the measurement of a method.
-        ratio_to_peer: the median step over that of PyTorch's PowerSGD hook with the same number of threads; None if the
-            hook was not measured.
-        steady: whether no other work disturbed the measurement; see `steady`.
-        before_ms: the median step of the same request in an earlier comparison; None if it was not measured.
+        ratio_to_peer: the median time of a step / the median time of PyTorch's PowerSGD hook with the same number of
+            threads; None if the hook was not measured.
+        steady: whether no other work has disturbed the measurement (`steady`).
+        before_ms: the median time of a step for the same request in an earlier comparison; None if it was not measured.
     """
 
     measurement: Measurement
@@ -41,7 +42,7 @@ class Row:
     before_ms: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The row as flat plain data."""
+        """The row as plain data without nesting."""
         data = asdict(self.measurement)
         data = {**data.pop("request"), **data}
         for name in ("step_ms", "copy_ms", "ratio_to_copy", "cpu_ms", "device_ms", "device_copy_ms"):
@@ -65,10 +66,10 @@ def earlier(text: str) -> Earlier:
     """Reads the JSON of an earlier comparison.
 
     Raises:
-        ValueError: the text has another form.
+        ValueError: if the text has another form.
     """
     try:
-        # Earlier versions had one type, and the memory of each method, only.
+        # Earlier versions supported only one type, and only the default memory of each method.
         entries = [{"dtype": "float32", "memory": None} | entry for entry in parse_json(text)["measurements"]]
         return {tuple(entry[name] for name in _SAME): float(entry["step_ms"]) for entry in entries}
     except (KeyError, TypeError) as error:
@@ -97,17 +98,19 @@ def rows(measurements: Sequence[Measurement], before: Earlier | None = None) -> 
 
 
 def steady(measurements: Sequence[Measurement]) -> set[int]:
-    """The places of the measurements that were made on an equally fast machine, and whose steps took equally long.
+    """The places of the steady measurements: the machine was equally fast for all of them, and each one's steps took
+    equally long.
 
-    Of measurements with the same copy (framework, device and number of threads), they are the largest group whose
-    copies took at most `MOST_SPREAD` longer than its fastest copy. As the copy of a small model is so short that other
-    work rarely disturbs it, the steps must be steady, too.
+    Measurements with the same framework, device and number of threads have the same copy. Among these measurements, the
+    steady measurements are the largest group in which every copy took at most `MOST_SPREAD` longer than the fastest
+    copy. For a small model, the copy is so short that other work rarely disturbs it. Therefore the steps must also be
+    steady.
     """
     return {place for place in _equally_fast(measurements) if _uninterrupted(measurements[place])}
 
 
 def _uninterrupted(measurement: Measurement) -> bool:
-    """Whether steps took equally long, and a thread had a core all the time."""
+    """Whether all steps took equally long, and the thread had a core all the time."""
     equal = measurement.step_ms.high <= measurement.step_ms.low * (1 + MOST_QUARTILES)
     had_core = measurement.step_ms.median <= measurement.cpu_ms.median * (1 + MOST_SPREAD)
     return equal and (measurement.request.device != "cpu" or had_core)
@@ -121,7 +124,7 @@ def _equally_fast(measurements: Sequence[Measurement]) -> set[int]:
             {place for place, copy in copies.items() if fastest <= copy <= fastest * (1 + MOST_SPREAD)}
             for fastest in sorted(copies.values())
         ]
-        equally_fast |= max(bands, key=len)  # of several groups the fastest
+        equally_fast |= max(bands, key=len)  # if several groups are largest, the fastest of them
     return equally_fast
 
 
@@ -139,10 +142,10 @@ def unsteady(measurements: Sequence[Measurement]) -> list[int]:
 
 
 def check_steady(measurements: Sequence[Measurement]) -> None:
-    """Checks that the machine was equally fast for all methods, by the copy that took turns with each.
+    """Checks that the machine was equally fast for all methods. The check compares the times of the copies.
 
     Raises:
-        UnsteadyError: the slowest copy took more than `MOST_SPREAD` longer than the fastest.
+        UnsteadyError: if the slowest copy took more than `MOST_SPREAD` longer than the fastest copy.
     """
     equally_fast = _equally_fast(measurements)
     for places in _same_copies(measurements):

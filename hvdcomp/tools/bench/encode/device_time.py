@@ -1,4 +1,4 @@
-"""The time of a CUDA device for some work, without the time of the host for launching it."""
+"""Measures the time that a CUDA device needs for some work, without the time that the host needs to launch it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CYCLES = 10_000_000
 
 @functools.cache
 def _cycles_a_ms() -> float:
-    """Cycles of the idle device's clock in a millisecond."""
+    """The number of cycles of the idle device's clock in a millisecond."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(_CYCLES)  # the first launch takes longer
     start.record()
@@ -25,17 +25,17 @@ def _cycles_a_ms() -> float:
 
 
 def head_start() -> None:
-    """Lets the host run ahead: waits for the device, and then keeps it busy for a while."""
+    """Waits for the device, and then keeps it busy for a while, so that the host can launch work in advance."""
     cycles = int(_cycles_a_ms() * 1000 * _HEAD_START)
     torch.cuda.synchronize()
     torch.cuda._sleep(cycles)
 
 
 class Stopwatch:
-    """Times the work that the current device gets within a block.
+    """Measures the time of the work that is launched on the current device within a block.
 
     Attributes:
-        ms: milliseconds, after the block.
+        ms: the milliseconds, available after the block.
 
     Example:
         >>> with Stopwatch() as stopwatch:  # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""The properties of this machine and the versions of the software, on which the results depend."""
+"""The properties of this machine and the versions of the software. The results depend on both."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 
 from hvdcomp.files import commit
 
-# A framework's builds have names of their own.
+# Different builds of a framework have different names.
 _DISTRIBUTIONS = ("hvdcomp", "numpy", "torch", "triton", "tensorflow", "tensorflow-cpu", "tensorflow-gpu")
 
 
 def facts(device: str) -> dict[str, object]:
-    """Plain data: the commit of the sources, the processor's name, its cores, the cores that this process may use, the
-    accelerator, versions.
+    """The facts as plain data: the commit of the sources, the name of the processor, its cores, the cores that this
+    process may use, the accelerator, and versions.
 
     With "cuda", `gpu` has details of the accelerator: memory and second cache in bytes, multiprocessors, compute
     capability, and the versions of CUDA, NCCL and the driver.
@@ -56,7 +56,7 @@ def _gpu() -> dict[str, object]:
     return {
         "compute_capability": f"{properties.major}.{properties.minor}",
         "memory": properties.total_memory,
-        "second_cache": getattr(properties, "L2_cache_size", None),  # not in every version of PyTorch
+        "second_cache": getattr(properties, "L2_cache_size", None),  # not every version of PyTorch has this attribute
         "multiprocessors": properties.multi_processor_count,
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),

@@ -1,4 +1,4 @@
-"""A model's gradients in each framework: made once, restored before each step, and copied."""
+"""The gradients of a model in each framework. The gradients are made once, restored before each step, and copied."""
 
 from __future__ import annotations
 
@@ -22,51 +22,52 @@ Work = Callable[[Mapping[str, Any], bool], Mapping[str, Any]]
 
 
 class Gradients(ABC):
-    """The gradients of one model, normally distributed, the same values in each framework.
+    """The gradients of one model. The gradients are normally distributed, and have the same values in each framework.
 
     Attributes:
-        arrays: the gradients that a step gets, by the tensor's name. A step may write into them.
+        arrays: the gradients that a step gets, by tensor name. A step may write to them.
     """
 
     arrays: dict[str, Any]
 
     @abstractmethod
     def restore(self) -> None:
-        """Restores the original values of `arrays`, so that no step works on the output of the step before."""
+        """Restores the original values of `arrays`, so that no step uses the output of the previous step."""
 
     @abstractmethod
     def copy(self) -> None:
-        """Copies all original gradients at once into memory that was allocated at the beginning.
+        """Copies all original gradients together into memory that was allocated at the start.
 
-        If the memory were allocated anew, its cost would depend on the memory that a method has freed before. If each
-        tensor were copied separately, the time would depend on how a framework's threads wait for each other, and
-        PyTorch's hooks change this.
+        If the memory were allocated for each copy, its cost would depend on the memory that a method has freed before.
+        If each tensor were copied separately, the time would depend on how the threads of a framework wait for each
+        other, and PyTorch's hooks change this.
         """
 
     def through(self, work: Work) -> None:
-        """Makes a step with `arrays`, as the framework's binding does."""
+        """Makes a step with `arrays`, in the same way as the binding of the framework."""
         work(self.arrays, True)
 
     def synchronize(self) -> None:
-        """Waits until the device has done its work; does nothing on a CPU."""
+        """Waits until the device has done its work. On a CPU, the method does nothing."""
         return
 
     def device_ms(self, work: Callable[[], Any]) -> float | None:
-        """Milliseconds of an accelerator for `work` that the host has launched before it begins, because in a training
-        the host is ahead. None on a CPU."""
+        """The milliseconds that an accelerator needs for `work`. The host launches the work in advance, as it does in a
+        training. None on a CPU."""
         return None
 
     def operations(self, work: Callable[[], Any]) -> int | None:
-        """The number of the framework's operations on arrays that `work` calls; None if they cannot be counted."""
+        """The number of operations of the framework that `work` calls; None if they cannot be counted."""
         return None
 
     def kernel_launches(self, work: Callable[[], Any]) -> int | None:
-        """The number of kernels that `work` launches on an accelerator; None on a CPU, or if no profiler sees them."""
+        """The number of kernels that `work` launches on an accelerator; None on a CPU, or if the profiler does not see
+        them."""
         return None
 
 
 def _values(tensors: Sequence[TensorInfo]) -> np.ndarray:
-    """Two vectors, (2, elements): the first holds all gradients, the second is the target of copies."""
+    """Two vectors, (2, elements). The first contains all gradients, and the second is the target of copies."""
     values = np.zeros((2, sum(tensor.size for tensor in tensors)), np.float32)
     np.random.default_rng(0).standard_normal(dtype=np.float32, out=values[0])
     values[0] *= 1e-3
@@ -74,7 +75,7 @@ def _values(tensors: Sequence[TensorInfo]) -> np.ndarray:
 
 
 def _parts(flat: Any, tensors: Sequence[TensorInfo]) -> dict[str, Any]:
-    """The tensors in a vector, as views."""
+    """Views of the tensors in a vector."""
     parts, start = {}, 0
     for tensor in tensors:
         parts[tensor.name] = flat[start : start + tensor.size].reshape(tensor.shape)
@@ -83,7 +84,7 @@ def _parts(flat: Any, tensors: Sequence[TensorInfo]) -> dict[str, Any]:
 
 
 class NumpyGradients(Gradients):
-    """Gradients in NumPy, whose operations cannot be counted."""
+    """Gradients in NumPy. NumPy's operations cannot be counted."""
 
     def __init__(self, tensors: Sequence[TensorInfo], threads: int, device: str) -> None:
         self._flat, self._target = numpy_arrays.astype(_values(tensors), tensors[0].dtype)
@@ -99,7 +100,7 @@ class NumpyGradients(Gradients):
 
 
 class TorchGradients(Gradients):
-    """Gradients in PyTorch. Its operations are the calls that reach the dispatcher, including views."""
+    """Gradients in PyTorch. The counted operations are all calls that reach the dispatcher, including views."""
 
     def __init__(self, tensors: Sequence[TensorInfo], threads: int, device: str) -> None:
         import torch
@@ -111,7 +112,7 @@ class TorchGradients(Gradients):
         self.arrays = {name: original.clone() for name, original in self._originals.items()}
 
     def join(self) -> Any:
-        """Moves all gradients into one vector, and returns it; `arrays` become views of it."""
+        """Moves all gradients into one vector, and returns the vector. `arrays` become views of it."""
         import torch
 
         flat = torch.cat([array.reshape(-1) for array in self.arrays.values()])
@@ -165,13 +166,14 @@ class TorchGradients(Gradients):
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             work()
             self.synchronize()
-        # Calls of the CPU code: cudaLaunchKernel, cuLaunchKernel, cudaLaunchKernelExC and the like.
+        # Calls that the CPU makes: cudaLaunchKernel, cuLaunchKernel, cudaLaunchKernelExC and similar ones.
         return sum(event.count for event in profiler.key_averages() if "LaunchKernel" in event.key) or None
 
 
 @contextmanager
 def _entered_by_callbacks(mode: Any) -> Iterator[None]:
-    """Has callbacks that wait for a collective run in this thread's mode, whichever thread runs them."""
+    """Makes callbacks that wait for a collective use the dispatch mode of this thread, even if another thread runs
+    them."""
     from torch import _C
 
     futures: Any = _C.Future
@@ -192,11 +194,11 @@ def _entered_by_callbacks(mode: Any) -> Iterator[None]:
 
 
 class TensorFlowGradients(NumpyGradients):
-    """Gradients in TensorFlow. Its tensors are immutable, so restoring makes new ones, as a backward pass does. A step
-    takes them out of a graph and brings the results back into it.
+    """Gradients in TensorFlow. TensorFlow's tensors cannot be changed, so `restore` creates new ones, as a backward
+    pass does. A step takes the tensors out of a graph, and returns the results to the graph.
 
-    Copies are NumPy's, on one thread, because TensorFlow has no operation that copies into existing memory. Operations
-    are not counted, because the step is a single operation of TensorFlow.
+    NumPy makes the copies, on one thread, because TensorFlow has no operation that copies into existing memory.
+    Operations are not counted, because the step is a single operation of TensorFlow.
     """
 
     def __init__(self, tensors: Sequence[TensorInfo], threads: int, device: str) -> None:

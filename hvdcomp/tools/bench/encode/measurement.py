@@ -1,8 +1,8 @@
-"""Times one method in a separate process, which shows the method's peak memory too.
+"""Times one method in a separate process. So the peak memory of the process is the peak memory of the method.
 
-A step is all work that compression adds to a training, without the network: error feedback, the check for non-finite
-gradients, encoding, packing, decoding. Step and copy take turns, so that the machine's changing speed does not change
-their ratio.
+A step is all the work that compression adds to a training, without the network: error feedback, the check for
+non-finite gradients, encoding, packing, and decoding. Steps and copies alternate, so that changes of the machine's
+speed do not change their ratio.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from hvdcomp.perfmodel.shapes import tensors_of
 from hvdcomp.tools.bench.encode.gradients import FRAMEWORKS, Gradients, TorchGradients
 from hvdcomp.tools.bench.encode.peers import PEERS, peer
 
-# OpenMP, OpenBLAS and MKL, which a framework uses, read these when they are loaded.
+# Frameworks use OpenMP, OpenBLAS and MKL, which read these variables when they are loaded.
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-# After two copies of a small model the caches hold the same data for every method.
+# After two copies of a small model, the caches contain the same data for every method.
 _WARM_COPIES = 2
 _DEVICE_TURNS = 20
 
 
 class MeasurementError(Exception):
-    """A method could not be measured; the message names it, and the reason."""
+    """A method could not be measured. The message names the method and the reason."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure, as plain data that can be sent to another process.
+    """A description of a measurement, as plain data that can be sent to another process.
 
     Attributes:
         method: the spec of a compressor, or one of `PEERS`.
-        repeats: least number of turns of copy and step.
-        seconds: least duration of all turns together.
-        ranks: number of ranks whose payloads are decoded.
-        threads: number of threads of the framework, and of the libraries that it calls.
+        repeats: the least number of pairs of a copy and a step.
+        seconds: the least duration of all pairs together.
+        ranks: the number of ranks whose payloads are decoded.
+        threads: the number of threads of the framework, and of the libraries that it calls.
         dtype: element type of the gradients.
-        memory: the spec of the memory; None for each method's own.
+        memory: the spec of the memory; None for the default memory of each method.
     """
 
     method: str
@@ -72,7 +72,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Spread:
-    """The median and the quartiles of all turns."""
+    """The median and the quartiles of all values."""
 
     low: float
     median: float
@@ -80,7 +80,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """The spread of values, of which there must be at least one."""
+        """The spread of one or more values."""
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
         return cls(*statistics.quantiles(values, n=4, method="inclusive"))
@@ -91,20 +91,21 @@ class Measurement:
     """The results of one method on one model.
 
     Attributes:
-        turns: number of timed turns of copy and step.
-        step_ms, copy_ms: over all turns.
-        ratio_to_copy: step / copy, turn by turn.
-        cpu_ms: the processor time of all threads of the process in a step, over all turns; it is more reliable than
-            `step_ms` if other work takes cores away.
-        encode_ms, decode_ms: medians of the time of compressors and memories; None for a peer.
-        peak_mb: the rise of the process's peak memory over having the gradients and two copies of them, in MiB.
-        kept_bytes: bytes of state for each parameter, on the device of the gradients: residuals, velocities and warm
-            starts; None for a peer.
-        bytes_sent: bytes that one rank sends in a step; None for a peer.
-        operations: the framework's operations on arrays in one step; None where they cannot be counted.
+        turns: the number of timed pairs of a copy and a step.
+        step_ms, copy_ms: the times of steps and copies.
+        ratio_to_copy: step / copy, for each pair.
+        cpu_ms: the processor time of all threads of the process in a step. The processor time is more reliable than
+            `step_ms` if other programs use the cores.
+        encode_ms, decode_ms: the median times of compressors and memories; None for a peer.
+        peak_mb: the peak memory of the process in MiB, minus the memory of the process with the gradients and two
+            copies of them.
+        kept_bytes: the bytes of state for each parameter, on the device of the gradients (residuals, velocities and
+            warm starts); None for a peer.
+        bytes_sent: the bytes that one rank sends in a step; None for a peer.
+        operations: the number of operations of the framework in one step; None if they cannot be counted.
         kernel_launches: number of kernel launches on the accelerator in one step; None on a CPU.
-        device_ms, device_copy_ms: an accelerator's time for a step and for a copy when the host is ahead of it; None on
-            a CPU.
+        device_ms, device_copy_ms: the time that an accelerator needs for a step and for a copy if the host has launched
+            all work in advance; None on a CPU.
         native_kernels: the instruction set of hvdcomp's compiled kernels; None without them.
     """
 
@@ -131,7 +132,7 @@ def measure(request: Request) -> Measurement:
     """Measures one method in a fresh process.
 
     Raises:
-        MeasurementError: if that process fails.
+        MeasurementError: if this process fails.
     """
     context = multiprocessing.get_context("spawn")
     with _variables({name: str(request.threads) for name in _THREADS}), ProcessPoolExecutor(1, context) as pool:
@@ -163,7 +164,7 @@ def _variables(values: dict[str, str]) -> Iterator[None]:
 def measure_here(request: Request) -> Measurement:
     """Measures one method in this process.
 
-    Its libraries keep their number of threads, and on a CPU the peak memory is the peak since the process began.
+    The libraries keep their number of threads. On a CPU, the peak memory is the peak since the start of the process.
     """
     tensors = [dataclasses.replace(tensor, dtype=request.dtype) for tensor in tensors_of(request.model)]
     gradients = FRAMEWORKS[request.framework](tensors, request.threads, request.device)
@@ -177,7 +178,7 @@ def measure_here(request: Request) -> Measurement:
         step = _engine_step(engine, gradients)
 
     start_memory = _peak_memory(request.device, forget=True)
-    for _ in range(3):  # the first step makes the state and compiles kernels
+    for _ in range(3):  # the first step creates the state and compiles kernels
         gradients.restore()
         step()
     peak_memory = _peak_memory(request.device) - start_memory
@@ -224,7 +225,7 @@ def measure_here(request: Request) -> Measurement:
 
 
 def _kept_bytes(engine: Engine) -> float:
-    """Bytes of state for each parameter."""
+    """The bytes of state for each parameter."""
     unbucketed = sum(state.own_bytes for state in engine.states.values())
     return (engine.buckets.kept_bytes + unbucketed) / sum(tensor.size for tensor in engine.tensors.values())
 
@@ -247,7 +248,7 @@ def _timed(work: Callable[[], Any], gradients: Gradients) -> float:
 
 
 def _on_device(step: Callable[[], Any], gradients: Gradients, turns: int) -> tuple[list[float], list[float]]:
-    """The milliseconds of an accelerator for steps and for copies, in turns; empty lists on a CPU."""
+    """The milliseconds that an accelerator needs for steps and for copies, which alternate. Empty lists on a CPU."""
     steps, copies = [], []
     for _ in range(turns):
         for _ in range(_WARM_COPIES):
@@ -270,7 +271,7 @@ def _counted(
 
 
 def _peak_memory(device: str, forget: bool = False) -> int:
-    """The peak memory so far in bytes; on an accelerator, with `forget`, the peak begins anew."""
+    """The peak memory so far, in bytes. On an accelerator, `forget` resets the peak."""
     if device == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     import torch

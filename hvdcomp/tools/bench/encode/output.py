@@ -1,4 +1,4 @@
-"""Shows a comparison: as a table on the screen and in Markdown, as a plot, and as JSON."""
+"""Shows a comparison as a table on the screen, as a table in Markdown, as a plot, and as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BEFORE = ("before, ms", "times as fast")
 
 
 def title(options: Mapping[str, Any]) -> str:
-    """One line above a table."""
+    """The line above a table."""
     memory = "" if options["memory"] is None else f"memory {options['memory']}, "
     return (
         f"One step without a network: {options['model']}, {options['framework']}, {options['device']}, "
@@ -27,7 +27,8 @@ def title(options: Mapping[str, Any]) -> str:
 
 
 def table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The headings, and the cells of each row; with a device's time and an earlier comparison, if any row has them."""
+    """The headings, and the cells of each row. Columns for the time of a device and for an earlier comparison are
+    included only if a row has them."""
     headings, cells = HEADINGS, [_cells(row) for row in rows]
     optional: list[tuple[bool, tuple[str, ...], Callable[[Row], tuple[str, ...]]]] = [
         (any(row.measurement.device_ms is not None for row in rows), DEVICE, _device),
@@ -75,7 +76,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def number(value: float | None) -> str:
-    """A number with two significant digits, or with all digits before the decimal point."""
+    """A number with two significant digits. Digits before the decimal point are never rounded."""
     if value is None:
         return "-"
     places = next((places for places, least in enumerate((10, 1, 0.1, 0.01)) if value >= least), 4)
@@ -93,7 +94,7 @@ def as_json(rows: Sequence[Row], options: Mapping[str, Any], facts: Mapping[str,
     """All rows, with the options and the machine's facts.
 
     Args:
-        refused: why the rows may not be compared with each other; None if they may.
+        refused: the reason why the rows may not be compared with each other; None if they may be compared.
     """
     data = {
         "options": dict(options),

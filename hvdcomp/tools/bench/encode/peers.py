@@ -1,4 +1,4 @@
-"""PyTorch's communication hooks, on the same gradients in one bucket, with one rank."""
+"""Runs PyTorch's communication hooks with one rank, on the same gradients in one bucket."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ PEERS = (POWERSGD, FP16)
 
 
 class _DDPBucket:
-    """The gradients as one bucket, with the methods of DistributedDataParallel's buckets that its hooks call."""
+    """The gradients as one bucket. The bucket has the methods of DistributedDataParallel's buckets that the hooks
+    call."""
 
     def __init__(self, gradients: TorchGradients) -> None:
         self._flat = gradients.join()
@@ -33,14 +34,14 @@ class _DDPBucket:
 
 
 def peer(name: str, gradients: TorchGradients, device: str) -> Callable[[], Any]:
-    """A function that makes one step of a peer, which writes its result into the gradients.
+    """Returns a function that makes one step of a peer and writes the result into the gradients.
 
     The time excludes gathering gradients, because DistributedDataParallel keeps them in buckets. The PowerSGD
     hook has error feedback and warm start, which are its defaults.
 
     Args:
         name: one of `PEERS`.
-        gradients: become parts of one bucket.
+        gradients: the gradients. The gradients become parts of one bucket.
     """
     import torch.distributed as dist
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -54,5 +55,5 @@ def peer(name: str, gradients: TorchGradients, device: str) -> Callable[[], Any]
         assert world is not None
         return lambda: default_hooks.fp16_compress_hook(world, bucket).wait()
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-    state.iter = state.start_powerSGD_iter  # compress from the first step
+    state.iter = state.start_powerSGD_iter  # so that the first step already compresses
     return lambda: powerSGD_hook.powerSGD_hook(state, bucket).wait()

@@ -1,7 +1,7 @@
 """The launcher's requests to the API server, through the official client.
 
-Objects are plain dicts as in the API's JSON. Each request is sent once; `follow` repeats those that fail with
-`KubernetesError.transient`.
+Objects are plain dictionaries, as in the JSON of the API. Each request is sent once. `follow` repeats requests that
+fail with `KubernetesError.transient`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Call = Callable[..., Any]
 class Cluster:
     """One namespace of a cluster.
 
-    Arguments:
-        namespace: the namespace; None for the namespace of the kubeconfig, or else "default".
+    Args:
+        namespace: the namespace; None for the namespace of the kubeconfig, or "default" if it names none.
         context: context of the kubeconfig; None for its current context.
 
     Raises:
-        KubernetesError: the client is not installed, or no cluster is configured.
+        KubernetesError: if the client is not installed, or no cluster is configured.
     """
 
     def __init__(self, namespace: str | None = None, context: str | None = None) -> None:
@@ -57,7 +57,7 @@ class Cluster:
         self._server: str = client.configuration.host
 
     def create(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Create the MPIJob; returns the server's copy."""
+        """Creates the MPIJob, and returns the server's copy."""
         name = manifest["metadata"]["name"]
         with self._explained(f"MPIJob {self.namespace}/{name} cannot be created", creating=name):
             return self._jobs.create_namespaced_custom_object(
@@ -67,12 +67,12 @@ class Cluster:
     def delete(self, name: str, uid: str | None = None) -> None:
         """Delete the MPIJob and its pods.
 
-        The request contains the uid of the job that has the name now: a job created later under the same name is not
-        deleted.
+        The request contains the uid of the job that currently has this name. So if another job is created later with
+        the same name, it is not deleted.
 
-        Arguments:
+        Args:
             name: name of the job.
-            uid: uid of the only job that may be deleted; None for any job of this name.
+            uid: the uid of the only job that may be deleted; None for any job with this name.
         """
         jobs = [job["metadata"] for job in self.list_jobs(name)[1] if uid in (None, job["metadata"]["uid"])]
         if not jobs:
@@ -87,11 +87,11 @@ class Cluster:
             )
 
     def end(self, threads: Iterable[threading.Thread]) -> None:
-        """Cut all connections, and return when their threads have ended; see `Connections.end`."""
+        """Closes all connections, and returns when their threads have ended (`Connections.end`)."""
         self._connections.end(threads)
 
     def list_jobs(self, name: str | None = None) -> tuple[str, list[dict[str, Any]]]:
-        """The version from which to watch, and the MPIJob of that name, if it exists, or all MPIJobs."""
+        """The version from which to watch, and the MPIJob with this name, if it exists. Without a name, all MPIJobs."""
         return self._list("MPIJobs cannot be listed", *self._named(name))
 
     def list_pods(self, name: str | None = None) -> tuple[str, list[dict[str, Any]]]:
@@ -103,16 +103,16 @@ class Cluster:
         return self._list("events cannot be listed", *self._about(name))
 
     def watch_jobs(self, name: str, version: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """OPENED, then the changes of the MPIJob since `version`, as ("ADDED" and so on, object), until the server ends
-        the watch."""
+        """Yields OPENED, and then the changes of the MPIJob since `version`, as pairs ("ADDED" etc., object), until the
+        server ends the watch."""
         return self._watch("MPIJobs cannot be watched", version, *self._named(name))
 
     def watch_pods(self, name: str, version: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The changes of the pods since `version`, as above."""
+        """Yields the changes of the pods since `version`, like `watch_jobs`."""
         return self._watch("pods cannot be watched", version, *self._labelled(name))
 
     def watch_events(self, name: str, version: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The operator's events since `version`, as above."""
+        """Yields the operator's events since `version`, like `watch_jobs`."""
         return self._watch("events cannot be watched", version, *self._about(name))
 
     def _named(self, name: str | None) -> tuple[Call, dict[str, str]]:
@@ -151,12 +151,12 @@ class Cluster:
                 yield event["type"], event["object"]
 
     def log(self, pod: str, container: str, *, follow: bool, since: int | None = None) -> Iterator[bytes]:
-        """The lines of a container's log, each after its time, without their ends.
+        """Yields the lines of a container's log without line ends. Each line begins with its time.
 
-        A line cut off by a broken connection is not returned.
+        If a broken connection cuts off a line, the line is not returned.
 
-        Arguments:
-            follow: continue until the container ends.
+        Args:
+            follow: whether to continue until the container ends.
             since: only lines of the last `since` seconds.
         """
         options: dict[str, Any] = {"container": container, "follow": follow, "timestamps": True}
@@ -173,7 +173,8 @@ class Cluster:
 
     @contextlib.contextmanager
     def _answer(self, call: Call, **arguments: Any) -> Iterator[Any]:
-        """The raw answer. The client's models of objects refuse fields of other versions of the API."""
+        """The raw answer. The answer is not parsed with the client's models, because they refuse fields of other
+        versions of the API."""
         response = call(**arguments, _preload_content=False)
         try:
             if not 200 <= response.status <= 299:
@@ -188,7 +189,7 @@ class Cluster:
 
 
 class _Read:
-    """A raw response in the shape that ApiException reads."""
+    """A raw response in the form that ApiException reads."""
 
     def __init__(self, response: Any) -> None:
         self.status, self.reason, self.data = response.status, response.reason, response.read()

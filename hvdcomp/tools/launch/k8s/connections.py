@@ -1,7 +1,8 @@
 """Ending threads that wait for the API server.
 
-Python cannot end a thread that waits in C. It must not exit while such a thread exists either: the Kubernetes client
-runs inside Rust (pydantic), and there the end of a thread aborts the process. Closing the connection ends the wait.
+Python cannot end a thread that waits in C code. Python also must not exit while such a thread exists. The Kubernetes
+client runs inside Rust code (pydantic), and if a thread ends there, the process is aborted. If the connection is
+closed, the thread stops waiting.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ class Connections:
         }
 
     def end(self, threads: Iterable[threading.Thread]) -> None:
-        """Cut all connections, and return when their threads have ended.
+        """Closes all connections, and returns when their threads have ended.
 
-        The threads' waits fail with an error, and the threads must not retry for ever. A thread that is connecting may
-        take until the end of its timeout.
+        The threads stop waiting with an error. The threads must not retry without limit. A thread that is just
+        connecting may continue until its timeout.
         """
         with self._lock:
             self._refusing = True
             for connection in self._sockets:
-                with contextlib.suppress(OSError):  # closed meanwhile
-                    # Not SSLSocket's method, which changes what a reader uses.
+                with contextlib.suppress(OSError):  # it was closed in the meantime
+                    # The method of SSLSocket is not used, because it changes attributes that a reader uses.
                     socket.socket.shutdown(connection, socket.SHUT_RDWR)
         try:
             for thread in threads:
@@ -44,14 +45,14 @@ class Connections:
             self._refusing = False
 
     def _noting(self, pool: Any) -> Any:
-        """A subclass of the pool's class, which notes its connections."""
+        """A subclass of the pool's class that records its connections."""
 
         class Connection(pool.ConnectionCls):
             def connect(connection: Any) -> None:  # noqa: N805 - self is that of Connections
                 self._refuse()
                 super().connect()
                 with self._lock:
-                    # Through a proxy that is itself reached by TLS, urllib3 wraps the socket.
+                    # If the proxy is reached through TLS, urllib3 wraps the socket.
                     self._sockets.add(getattr(connection.sock, "socket", connection.sock))
                 try:
                     self._refuse()

@@ -3,11 +3,12 @@
 `python3 -m hvdcomp.tools.launch.k8s.elastic PORT LIST WORKERS [OPTION]... PROGRAM [ARGUMENT]...`, with horovodrun's
 options.
 
-LIST is the operator's program that prints the hosts of the running workers. The launcher waits until WORKERS of them
-answer on the port. Then it runs horovodrun, which follows the list, and returns the exit code of the ranks.
+LIST is a program of the operator that prints the hosts of the running workers. The launcher waits until WORKERS of
+these hosts answer on the port. Then the launcher runs horovodrun, which adapts to changes of the list. The program
+returns the exit code of the ranks.
 
-A pod that must end gets SIGTERM. On SIGTERM, horovodrun would end the ranks, so the launcher sends SIGUSR2 to the ranks
-of all workers instead: ranks that handle it save and end with code 213.
+A pod that must end gets SIGTERM. On SIGTERM, horovodrun would end the ranks. Therefore the launcher sends SIGUSR2 to
+the ranks of all workers instead. Ranks that handle SIGUSR2 save and end with code 213.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class _Workers:
         return listing.stdout.split() if listing.returncode == 0 else []
 
     def wait_for(self, count: int) -> None:
-        """Return when `count` workers answer, without a time limit, as placing pods may take long."""
+        """Waits until `count` workers answer. There is no time limit, because placing pods may take long."""
         announced = False
         while (ready := sum(answers(host, int(self._port)) for host in self.hosts())) < count:
             if not announced:
@@ -59,7 +60,7 @@ class _Workers:
             time.sleep(1)
 
     def warn(self, _process: subprocess.Popen[bytes]) -> None:
-        """Tell all ranks to save and end; returns at once."""
+        """Tells all ranks to save and end, and returns immediately."""
         if self._warning is None or not self._warning.is_alive():
             self._warning = threading.Thread(target=self._warn, daemon=True)
             self._warning.start()
@@ -88,7 +89,7 @@ def _main() -> NoReturn:
 
 
 def _make_ssh(folder: Path) -> None:
-    """Put a script that runs ssh with its options first in PATH."""
+    """Writes a script that runs ssh with the required options, and puts its folder first in PATH."""
     ssh = shutil.which("ssh")
     if ssh is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "ssh")

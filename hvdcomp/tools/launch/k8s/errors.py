@@ -1,4 +1,4 @@
-"""Explains errors of the API server, and missing answers: what happened, and how to fix it."""
+"""Explains errors of the API server, and missing answers. An explanation says what happened and how to fix it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class KubernetesError(SchedulerError):
     """The cluster refused a request, or cannot be reached.
 
     Attributes:
-        reason: what happened; the message also has the way out, if it is known.
+        reason: what happened. The message also has the way out, if it is known.
         status: the HTTP status, or None if there was no answer.
-        transient: whether to try again.
+        transient: whether it makes sense to try again.
     """
 
     def __init__(
@@ -36,16 +36,17 @@ class KubernetesError(SchedulerError):
 
     @property
     def denied(self) -> bool:
-        """Whether the server refused the user or the right; a server that has just started does not know them yet."""
+        """Whether the server did not accept the user or the user's rights. A server that has just started may not know
+        them yet."""
         return self.status in (401, 403)
 
 
 @contextlib.contextmanager
 def explained(failed: str, server: str, namespace: str, creating: str | None = None) -> Iterator[None]:
-    """Turn the Kubernetes client's exceptions into KubernetesError.
+    """A context manager that turns exceptions of the Kubernetes client into KubernetesError.
 
-    Arguments:
-        failed: the failure, as a sentence.
+    Args:
+        failed: a sentence that says what failed.
         server: the API server's address.
         creating: the name of the job that is being created, if any.
     """
@@ -61,7 +62,7 @@ def explained(failed: str, server: str, namespace: str, creating: str | None = N
     try:
         yield
     except kubernetes.client.ApiException as error:
-        if isinstance(error.__context__, urllib3.exceptions.SSLError):  # which the client turns into its own
+        if isinstance(error.__context__, urllib3.exceptions.SSLError):  # the client wraps this error in its own
             raise unanswered(error.__context__) from None
         message = _message(error)
         if error.status == 409:
@@ -74,11 +75,12 @@ def explained(failed: str, server: str, namespace: str, creating: str | None = N
 
 
 def _never_sent(error: BaseException) -> bool:
-    """Whether no request was sent, for lack of a connection: server or proxy refused it, is unknown or silent, or its
-    certificate was not accepted.
+    """Whether no request was sent because there was no connection. The server or proxy refused the connection, is
+    unknown or silent, or its certificate was not accepted.
 
-    The cause is asked for: urllib3 also calls a connection through a proxy that breaks after the request an error of
-    the proxy, and other errors of TLS come after the request, too.
+    This function looks at the cause, because the type of the error is not enough. urllib3 also raises an error of the
+    proxy if a connection through a proxy breaks after the request. Other errors of TLS may also occur after the
+    request.
     """
     from urllib3.exceptions import ConnectTimeoutError, NewConnectionError, ProxyError, SSLError
 
@@ -110,7 +112,7 @@ def _advice(status: int, message: str, namespace: str, creating: str | None) -> 
 
 
 def _message(error: Any) -> str:
-    """The server's message of an error: that of its Status object, if it sent one."""
+    """The server's message for an error. If the server sent a Status object, it is the message of this object."""
     body = error.body
     try:
         message = json.loads(body)["message"]
@@ -120,6 +122,6 @@ def _message(error: Any) -> str:
 
 
 def _innermost(error: BaseException) -> str:
-    """The first cause, which urllib3 wraps."""
+    """The innermost cause of an error, which urllib3 wraps in others."""
     reason = getattr(error, "reason", None)
     return _innermost(reason) if isinstance(reason, BaseException) else str(error)

@@ -1,7 +1,9 @@
-"""Follows a job to its end: its state and its launcher's log. A dropped connection is opened again.
+"""Follows a job to its end. The follower reports the state and the log of the launcher. If a connection is lost, it is
+opened again.
 
-Three threads watch the MPIJob, its pods and the operator's events about it; each lists first, then watches from there,
-and lists again whenever a watch ends. A fourth reads the log. The caller's thread combines their updates.
+Three threads watch the MPIJob, its pods, and the operator's events about it. Each thread first lists the objects, and
+then watches for changes. Whenever a watch ends, the thread lists the objects again. A fourth thread reads the log. The
+thread of the caller combines the updates.
 """
 
 from __future__ import annotations
@@ -38,19 +40,20 @@ def follow(
     remain: Callable[[list[str]], None],
     patience: float = PATIENCE,
 ) -> MPIJobState:
-    """Follow a job to its end; returns its last state.
+    """Follows a job to its end, and returns its last state.
 
-    Arguments:
+    Args:
         cluster, name: the cluster and the name of the job.
         uid: uid of the MPIJob, to notice if another job of the same name has replaced it.
         report: function that is called with each new state.
-        lost: function that is called with the reason, perhaps in another thread, when answers cease.
+        lost: a function that is called with the reason when the server no longer answers. This function may be called
+            in another thread.
         write: function that is called with each line of the launcher's log, in another thread.
         remain: function that is called with the names of the running pods if the job has failed.
-        patience: seconds for which the server may be silent.
+        patience: the seconds for which the server may be silent.
 
     Raises:
-        KubernetesError: the server refuses, or did not answer for `patience` seconds.
+        KubernetesError: if the server refuses, or has not answered for `patience` seconds.
     """
     updates: queue.Queue[tuple[str, Objects | KubernetesError]] = queue.Queue()
     watches = [
@@ -71,7 +74,7 @@ def follow(
         while True:
             kind, objects = updates.get()
             if isinstance(objects, KubernetesError):
-                if kind == "events":  # events only explain, and reading them needs a right
+                if kind == "events":  # events are optional: they only explain, and reading them requires a permission
                     continue
                 if not objects.transient or time.monotonic() - answered[kind] > patience:
                     raise objects
@@ -107,7 +110,8 @@ def follow(
 
 
 def _pods(cluster: Cluster, name: str, known_pods: Objects) -> Objects:
-    """The current pods, as their watch may lag behind the MPIJob's; the known pods if there is no answer."""
+    """The current pods. The pods are requested because the watch of pods may be later than the watch of the MPIJob. If
+    there is no answer, the known pods."""
     try:
         return cluster.list_pods(name)[1]
     except KubernetesError:
@@ -115,19 +119,21 @@ def _pods(cluster: Cluster, name: str, known_pods: Objects) -> Objects:
 
 
 def _still_writing(pods: Objects) -> float | None:
-    """Seconds to wait for the end of an ended job's log; None if its launcher has ended, so that its log ends."""
+    """The seconds to wait for the end of the log after a job has ended. None if the launcher has ended, because then
+    the log ends, too."""
     launcher = newest_launcher(pods)
     if launcher is None or not is_active(launcher):
         return None
-    # A launcher that is being deleted may write until its grace period is over.
+    # A launcher that is being deleted may write until the end of its grace period.
     return STILL_WRITING + (launcher["metadata"].get("deletionGracePeriodSeconds") or 0)
 
 
 class _Watch(threading.Thread):
-    """Puts all objects of a kind into a queue whenever one changes, and its errors.
+    """Puts all objects of a kind into a queue whenever one of them changes. Also puts errors of the watch into the
+    queue.
 
-    A denied request is repeated if it was granted before. The first watch is also repeated if the server refuses it
-    with 401 although it knew the user when it listed the objects: the server may have restarted in between.
+    A request that is denied although it was granted before is repeated. The first watch is also repeated if the server
+    refuses it with 401 although it accepted the user for the list. The server may have restarted in between.
     """
 
     def __init__(
@@ -137,7 +143,8 @@ class _Watch(threading.Thread):
         updates: queue.Queue[tuple[str, Objects | KubernetesError]],
         kind: str,
     ) -> None:
-        super().__init__(daemon=True, name=f"watch {kind}")  # it may wait for an event when the job has ended
+        # a daemon, because it may still wait for an event when the job has ended
+        super().__init__(daemon=True, name=f"watch {kind}")
         self._list, self._watch, self._updates, self.kind = list_all, watch, updates, kind
         self._stopped = threading.Event()
 
@@ -169,14 +176,14 @@ class _Watch(threading.Thread):
                     self._updates.put((self.kind, list(objects.values())))
             except KubernetesError as error:
                 error.transient |= error.denied and (request in granted or (error.status == 401 and bool(granted)))
-                if error.status != 410:  # the version is too old: list again
+                if error.status != 410:  # 410 means that the version is too old, and the objects must be listed again
                     self._updates.put((self.kind, error))
                 if not error.transient:
                     return
                 failures += 1
             except Exception as error:
-                # Without this thread the job's end would go unnoticed.
+                # Without this thread, nobody would notice the end of the job.
                 self._updates.put((self.kind, KubernetesError(f"{self.kind} cannot be watched: {error!r}")))
                 return
-            # Also after a watch that ended normally, so that a server that ends each at once is not flooded.
+            # Also wait after a watch that ended normally, because a server may end every watch immediately.
             self._stopped.wait(pause(failures))

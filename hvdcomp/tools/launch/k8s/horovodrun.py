@@ -1,4 +1,5 @@
-"""horovodrun with the exit code of the rank that failed first; horovodrun itself prints that code, and returns 1.
+"""Runs horovodrun, and returns the exit code of the rank that failed first. horovodrun itself only prints this code,
+and returns 1.
 
 `python3 -m hvdcomp.tools.launch.k8s.horovodrun [OPTION]... PROGRAM [ARGUMENT]...`
 """
@@ -12,7 +13,7 @@ _CODE = re.compile(r"^Exit code: (-?\d+)$", re.MULTILINE)
 
 
 def exit_code(message: str) -> int:
-    """The exit code in Horovod's message, as a shell counts it; 1 if there is none."""
+    """The exit code in Horovod's message, as a shell would report it; 1 if the message has none."""
     match = _CODE.search(message)
     code = 1 if match is None else int(match[1])
     return code if code > 0 else 128 - code
@@ -21,7 +22,8 @@ def exit_code(message: str) -> int:
 def _main() -> None:
     from horovod.runner import launch
 
-    # Horovod would import the frameworks to find out, for which the launcher's memory is too small. The ranks check.
+    # To find out, Horovod would import the frameworks, and the launcher has too little memory for this. The ranks check
+    # it.
     launch.gloo_built = lambda verbose=False: True
     try:
         launch.run_commandline()

@@ -1,4 +1,4 @@
-"""The configured cluster and a client for it, from the kubeconfig or from inside a pod."""
+"""Finds the configured cluster, from the kubeconfig or from inside a pod, and creates a client for it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _IN_CLUSTER = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 def connect(kubernetes: Any, context: str | None) -> tuple[Any, str]:
     """A client, and the default namespace. Nothing is sent yet.
 
-    Arguments:
+    Args:
         kubernetes: the module.
         context: context of the kubeconfig; None for its current context.
 
     Raises:
-        KubernetesError: no cluster is configured, or its configuration cannot be used.
+        KubernetesError: if no cluster is configured, or its configuration cannot be used.
     """
     import yaml
 
-    # The client reads KUBECONFIG only when it is imported.
+    # The client reads KUBECONFIG only when it is imported, so it is read here again.
     named = os.environ.get("KUBECONFIG")
     in_cluster = context is None and named is None and (_IN_CLUSTER / "token").exists()
     place = str(_IN_CLUSTER) if in_cluster else named or str(Path.home() / ".kube" / "config")
@@ -37,13 +37,13 @@ def connect(kubernetes: Any, context: str | None) -> tuple[Any, str]:
     except (
         kubernetes.config.ConfigException, yaml.YAMLError, OSError, ValueError, TypeError, KeyError, AttributeError,
     ) as error:  # fmt: skip
-        # The client does not check the form of the file.
+        # The client does not check the form of the file, so any error may occur.
         reason = " ".join(str(error).split())
         raise KubernetesError(
             f"{place} is not a usable kubeconfig ({type(error).__name__}: {reason}): correct this file, or set "
             "KUBECONFIG to another file; `kubectl config view` shows its content"
         ) from None
-    # The caller decides about retries; urllib3 would retry too, with a warning each time.
+    # The caller decides about retries. urllib3 would also retry, and warn each time.
     client.rest_client.pool_manager.connection_pool_kw["retries"] = False
     return client, namespace
 
@@ -80,7 +80,8 @@ def _from_file(kubernetes: Any, file: str, context: str | None) -> tuple[Any, st
 
 
 class _Errors(logging.Handler):
-    """Keeps the errors that the client logs: without credentials it continues as an anonymous user."""
+    """Keeps the errors that the client logs. These errors are kept because without credentials the client only logs an
+    error, and continues as an anonymous user."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)

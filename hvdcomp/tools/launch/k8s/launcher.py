@@ -1,11 +1,12 @@
 """The program of the launcher's container: `python3 -m hvdcomp.tools.launch.k8s.launcher PORT mpirun [ARGUMENT]...`.
 
-mpirun in a launcher that restarts after the loss of a worker would not wait for the new worker; so the launcher waits
-until the sshd of every worker answers on the port. Then it runs mpirun, and returns its exit code.
+If a launcher restarts after the loss of a worker, mpirun does not wait for the new worker. Therefore this program first
+waits until the sshd of every worker answers on the port. Then this program runs mpirun, and returns the exit code of
+mpirun.
 
-A pod that must end, because of a drain, a preemption or a deletion, gets SIGTERM. On SIGTERM, mpirun would kill the
-ranks, so the launcher sends them SIGUSR1 instead, like the batch script under Slurm: ranks that handle it save and end
-with code 213.
+A pod that must end (because of a drain, a preemption or a deletion) gets SIGTERM. On SIGTERM, mpirun would kill the
+ranks. Therefore this program sends SIGUSR1 to the ranks instead, like the batch script under Slurm. Ranks that handle
+SIGUSR1 save and end with code 213.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM)
 
 
 def hosts() -> list[str]:
-    """The workers' hosts, in the order of the operator's file; none if there is no such file."""
+    """The hosts of the workers, in the order of the operator's file; empty if there is no such file."""
     file = os.environ.get(HOSTS)
     return [] if file is None else [line.split()[0] for line in Path(file).read_text().splitlines() if line.strip()]
 
@@ -45,15 +46,15 @@ def answers(host: str, port: int) -> bool:
     try:
         with socket.create_connection((host, port), timeout=5):
             return True
-    except OSError:  # also while the name does not resolve yet
+    except OSError:  # also if the name cannot be resolved yet
         return False
 
 
 def wait_for(host: str, port: int, seconds: float = WORKERS_WITHIN) -> None:
-    """Return when something answers on a host's port.
+    """Waits until something answers on a port of a host.
 
     Raises:
-        TimeoutError: nothing answered.
+        TimeoutError: if nothing has answered.
     """
     until = time.monotonic() + seconds
     announced = False
@@ -61,7 +62,7 @@ def wait_for(host: str, port: int, seconds: float = WORKERS_WITHIN) -> None:
         try:
             with socket.create_connection((host, port), timeout=5):
                 return
-        except OSError as error:  # also while the name does not resolve yet
+        except OSError as error:  # also if the name cannot be resolved yet
             if time.monotonic() > until:
                 raise TimeoutError(f"no answer from worker {host} in {seconds:g} seconds ({error})") from None
             if not announced:
@@ -75,10 +76,12 @@ def _pass_on(process: subprocess.Popen[bytes]) -> None:
 
 
 class Ranks:
-    """The ranks of a command such as mpirun. `run` runs it, and warns the ranks when this process is told to end.
+    """The ranks of a command such as mpirun. `run` runs the command. If this process is told to end, `run` warns the
+    ranks.
 
-    Arguments:
-        warn: warns the ranks, given the process of the command; it may be called repeatedly, and must not wait.
+    Args:
+        warn: a function that gets the process of the command and warns its ranks. This function may be called several
+            times, and must not wait.
     """
 
     def __init__(self, warn: Callable[[subprocess.Popen[bytes]], None] = _pass_on) -> None:
@@ -87,7 +90,8 @@ class Ranks:
         self._warned = False
 
     def run(self, command: list[str]) -> int:
-        """The exit code of the command; 128 plus the number of the signal, if a signal ended it."""
+        """Runs a command, and returns its exit code. If a signal has ended it, this is 128 plus the number of the
+        signal."""
         for number in _SIGNALS:
             signal.signal(number, self._warn)
         self._process = subprocess.Popen(command)
@@ -106,12 +110,12 @@ class Ranks:
 
 
 def end_while_waiting() -> None:
-    """Let SIGTERM end this process, as the first process of a container ignores signals that it does not handle."""
+    """Makes SIGTERM end this process. Without a handler, the first process of a container ignores signals."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def finish(code: int) -> NoReturn:
-    """End with the exit code of the ranks."""
+    """Ends this process with the exit code of the ranks."""
     if code == EXIT_SAVED:
         print(
             "hvdcomp: the ranks have saved a checkpoint and stopped; the next start continues from this checkpoint",

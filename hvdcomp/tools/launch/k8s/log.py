@@ -1,4 +1,4 @@
-"""The launcher's log, through dropped connections: every line once."""
+"""Reads the log of the launcher. Every line is read exactly once, even if connections are lost."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ PAUSES = (0.5, 1.0, 2.0, 5.0, 10.0)
 
 
 def pause(failures: int) -> float:
-    """Seconds before the next request after so many consecutive failures."""
+    """The seconds to wait before the next request. failures: the number of failures in a row."""
     return PAUSES[min(failures, len(PAUSES) - 1)]
 
 
 class Log:
-    """Reads the log of one attempt after the other, each to its end.
+    """Reads the logs of the attempts of a job, one after the other, each to its end.
 
-    Arguments: cluster: the cluster of the job. write: function that is called with each line, in another thread. lost:
-        function that is called with the reason, in the same thread, if the log is denied; the request is repeated.
+    Args:
+        cluster: the cluster of the job.
+        write: function that is called with each line, in another thread.
+        lost: function that is called with the reason, in the same thread, if the log is denied; the request is
+            repeated.
         patience: seconds for which the request of a denied log is repeated.
 
     Attributes:
@@ -41,21 +44,21 @@ class Log:
         self._lines = NewLines()
 
     def read(self, attempt: tuple[str, int] | None) -> None:
-        """Read the log of this attempt, if it is not being read already."""
+        """Starts to read the log of this attempt, unless it is already being read."""
         if attempt is None or attempt == self._attempt:
             return
         self.finish()
         if self._attempt is None or self._attempt[0] != attempt[0]:
-            self._lines = NewLines()  # a container that restarts in its pod keeps its clock
+            self._lines = NewLines()  # if a container restarts in its pod, its clock continues
         self._attempt, self._ended = attempt, threading.Event()
         self.thread = threading.Thread(target=self._run, args=(attempt[0], self._ended), daemon=True, name="log")
         self.thread.start()
 
     def finish(self, seconds: float | None = None) -> None:
-        """After the end of the attempt: return when all its lines have been written.
+        """Waits until all lines of the attempt have been written. Call it after the end of the attempt.
 
-        Arguments:
-            seconds: the longest wait, for an attempt that may not have ended; None for no limit.
+        Args:
+            seconds: the longest time to wait, in case the attempt has not ended; None for no limit.
         """
         self._ended.set()
         if self.thread is not None:
@@ -64,14 +67,14 @@ class Log:
                 self.thread = None
 
     def stop(self) -> None:
-        """Write no further line, and repeat no request."""
+        """Stops writing lines and repeating requests."""
         self._stopped.set()
         self._ended.set()
 
     def _run(self, pod: str, ended: threading.Event) -> None:
         failures, since = 0, 0.0
         while not self._stopped.is_set():
-            last = ended.is_set()  # before reading: a log read after the end is complete
+            last = ended.is_set()  # checked before reading, because a log that is read after the end is complete
             try:
                 log = self._cluster.log(pod, LAUNCHER, follow=not last, since=self._lines.seconds())
                 for line in self._lines.of(log):
@@ -87,9 +90,9 @@ class Log:
                 if failures == 0:
                     since = time.monotonic()
                     if error.denied:
-                        # The remedy for a missing right only helps if the right was never there.
+                        # The remedy for a missing permission only helps if the permission was never granted.
                         self._lost(str(error) if self._lines.seconds() is None else error.reason)
-                # 400: the pod's node does not answer.
+                # 400 means that the node of the pod does not answer.
                 worth = error.transient or error.denied or error.status == 400
                 waited = time.monotonic() - since
                 more = failures < len(PAUSES) if last else not error.denied or waited <= self._patience
@@ -103,7 +106,7 @@ class Log:
 class NewLines:
     """The new lines of a log that is read several times.
 
-    Each line begins with its time. Several lines may have the same time, so those of the last time are counted.
+    Each line begins with its time. Several lines may have the same time, so the lines with the last time are counted.
     """
 
     def __init__(self) -> None:
@@ -112,8 +115,8 @@ class NewLines:
         self._received: float | None = None
 
     def seconds(self) -> int | None:
-        """The number of seconds at the end of the log that contain all new lines, with a margin; None before the first
-        line."""
+        """The number of seconds, with a margin, for which the end of the log must be requested to get all new lines.
+        None before the first line."""
         return None if self._received is None else int(time.monotonic() - self._received) + 30
 
     def of(self, lines: Iterable[bytes]) -> Iterator[str]:

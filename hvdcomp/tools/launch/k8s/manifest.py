@@ -1,7 +1,8 @@
-"""The MPIJob of a job, as plain dicts: unlike a template, they cannot be tricked by text in the settings.
+"""Makes the MPIJob of a job from plain dictionaries. Unlike with a template, text in the settings cannot change the
+structure.
 
-Kubernetes starts containers without a shell, but replaces `$(NAME)` in arguments and variables; `literal` prevents
-that. The manifests in the folder `k8s/` explain the same fields in comments.
+Kubernetes starts containers without a shell, but it replaces `$(NAME)` in arguments and variables. `literal` prevents
+this replacement. The manifests in the folder `k8s/` explain the same fields in comments.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ USER = 1000
 _COMMUNICATION = {
     "OMPI_MCA_pml": "ob1",
     "OMPI_MCA_btl": "self,vader,tcp",
-    # Ranks of one pod may not read each other's memory (no CAP_SYS_PTRACE): messages go through /dev/shm.
+    # Ranks of one pod are not allowed to read each other's memory (no CAP_SYS_PTRACE), so messages use /dev/shm.
     "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
 }
 """Variables for Horovod's data exchange, or only for its coordination if NCCL carries the data."""
@@ -51,15 +52,15 @@ _GPU_COMMUNICATION = {"NCCL_DEBUG": "WARN"}
 
 
 def literal(text: str) -> str:
-    """The text as `args` and `env` must contain it to be passed unchanged: `$$` is a dollar sign."""
+    """The text in the form in which `args` and `env` pass it unchanged. `$$` stands for a dollar sign."""
     return text.replace("$", "$$")
 
 
 def render(settings: KubernetesSettings) -> dict[str, Any]:
-    """The MPIJob, ready for the API server or for `yaml.safe_dump`.
+    """Makes the MPIJob, in the form for the API server or for `yaml.safe_dump`.
 
     Raises:
-        ConfigurationError: the patch cannot be read.
+        ConfigurationError: if the patch cannot be read.
     """
     job = settings.job
     metadata: dict[str, Any] = {
@@ -78,7 +79,7 @@ def render(settings: KubernetesSettings) -> dict[str, Any]:
             "slotsPerWorker": settings.slots_per_worker,
             "sshAuthMountPath": f"{settings.home}/.ssh",
             "mpiImplementation": "OpenMPI",
-            # The launcher of an elastic job waits itself, for the least number of workers.
+            # The launcher of an elastic job itself waits for the least number of workers.
             "launcherCreationPolicy": "AtStartup" if settings.elastic else "WaitForWorkersReady",
             "runPolicy": _run_policy(settings),
             "mpiReplicaSpecs": {
@@ -89,7 +90,8 @@ def render(settings: KubernetesSettings) -> dict[str, Any]:
                 },
                 "Worker": {
                     "replicas": settings.workers,
-                    # A failed pod is never replaced; a container that is killed, as for its memory, restarts.
+                    # A failed pod is never replaced. A container that is killed (for example because of its memory)
+                    # restarts.
                     "restartPolicy": "OnFailure",
                     "template": _template(settings, _worker(settings), _scraped(settings)),
                 },
@@ -100,8 +102,9 @@ def render(settings: KubernetesSettings) -> dict[str, Any]:
 
 
 def _run_policy(settings: KubernetesSettings) -> dict[str, Any]:
-    # The default gang is the workers and the launcher, which is created only when all workers run: it would never
-    # start. The launcher of an elastic job is created at once, and starts with the least number of workers.
+    # By default the gang consists of the workers and the launcher. But the launcher is created only when all workers
+    # run, so the gang would never start. The launcher of an elastic job is created immediately, and starts with the
+    # least number of workers.
     least = settings.workers if settings.elastic is None else settings.bounds[0] // settings.slots_per_worker + 1
     gang: dict[str, Any] = {"minAvailable": least}
     if settings.queue is not None:
@@ -125,8 +128,9 @@ def _template(settings: KubernetesSettings, spec: dict[str, Any], annotations: M
 
 
 def _scraped(settings: KubernetesSettings) -> dict[str, str]:
-    """Annotations that make Prometheus scrape a job's only worker. Of several workers only the first would answer,
-    because mpirun starts rank 0 there. All workers share a template, so Prometheus would report the others as down."""
+    """Annotations that make Prometheus scrape the worker, if a job has only one. If there are several workers, only the
+    first would answer, because mpirun starts rank 0 there. But all workers have the same annotations, so Prometheus
+    would report the others as down."""
     if settings.metrics_port is None or settings.bounds[1] > settings.slots_per_worker:
         return {}
     return {"prometheus.io/scrape": "true", "prometheus.io/port": str(settings.metrics_port)}
@@ -158,7 +162,8 @@ def _launcher(settings: KubernetesSettings) -> dict[str, Any]:
 
 
 def _variables(settings: KubernetesSettings) -> dict[str, str]:
-    """Variables of the launcher's container, which mpirun or horovodrun passes to the ranks; the job's come first."""
+    """The variables of the launcher's container. mpirun or horovodrun passes them to the ranks. The variables of the
+    job come first."""
     if settings.elastic is not None:
         needed = _ELASTIC_COMMUNICATION
     else:
@@ -174,8 +179,8 @@ def _variables(settings: KubernetesSettings) -> dict[str, str]:
 
 
 def _rendezvous(settings: KubernetesSettings) -> dict[str, str]:
-    """The address at which torch.distributed's ranks meet: mpirun starts rank 0 in the first worker, whose name is that
-    in the headless Service that the operator creates under the job's name."""
+    """The address to which the ranks of torch.distributed connect. mpirun starts rank 0 in the first worker. The
+    operator creates a headless Service with the name of the job, and this Service gives the worker its host name."""
     name = settings.job.name
     return {"MASTER_ADDR": f"{name}-worker-0.{name}", "MASTER_PORT": DEFAULT_PORT, "TORCHELASTIC_RUN_ID": name}
 
@@ -187,24 +192,26 @@ def _secret(source: str) -> dict[str, Any]:
 
 def _mpirun(settings: KubernetesSettings, variables: list[str]) -> list[str]:
     arguments = ["-np", str(settings.job.ranks), "--bind-to", "none", "--map-by", "slot"]
-    # The operator sets OMPI_MCA_plm_rsh_args too, without the port; an argument overrides a variable.
+    # The operator also sets OMPI_MCA_plm_rsh_args, but without the port. An argument overrides this variable.
     ssh = (
         f"-p {SSH_PORT} -o ConnectionAttempts=10 -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null "
         "-o LogLevel=ERROR"
     )
     arguments += ["--mca", "plm_rsh_args", ssh]
-    job_names = (name for name in variables if not name.startswith("OMPI_MCA_"))  # Open MPI passes those itself
+    # Open MPI itself passes the variables that begin with OMPI_MCA_
+    job_names = (name for name in variables if not name.startswith("OMPI_MCA_"))
     for name in dict.fromkeys([*settings.forward, *job_names]):
         arguments += ["-x", name]
     return [*arguments, *_RANK]
 
 
 def _horovodrun(settings: KubernetesSettings) -> list[str]:
-    """The options of horovodrun that `hvdcomp.tools.launch.k8s.elastic` does not add itself, and the ranks' program."""
+    """The program of the ranks, after the options of horovodrun that `hvdcomp.tools.launch.k8s.elastic` does not add
+    itself."""
     least, most = settings.bounds
     return [
         *("-np", str(least), "--min-np", str(least), "--max-np", str(most)),
-        *("--slots-per-host", str(settings.slots_per_worker)),  # the operator's list contains none
+        *("--slots-per-host", str(settings.slots_per_worker)),  # the operator's list does not contain the slots
         *("--network-interfaces", settings.interface),
         *("--elastic-timeout", str(_WORKERS_WITHIN)),
         *("--blacklist-cooldown-range", *map(str, _USED_AGAIN)),
@@ -255,8 +262,9 @@ def _worker(settings: KubernetesSettings) -> dict[str, Any]:
 
 
 def _sshd(settings: KubernetesSettings) -> list[str]:
-    """Arguments of sshd, for a user without rights and without the image's configuration. StrictModes=no, because root
-    owns the mounted key; LogLevel, because each readiness probe is an error to sshd."""
+    """The arguments of sshd, for a user without privileges. The configuration of the image is not used. StrictModes=no
+    is needed because root owns the mounted key. LogLevel is set because sshd reports each readiness probe as an
+    error."""
     options = ("PidFile=none", "StrictModes=no", "UsePAM=no", "PasswordAuthentication=no", "LogLevel=FATAL")
     arguments = ["-D", "-e", "-f", "/dev/null", "-p", str(SSH_PORT), "-h", f"{settings.home}/.ssh/id_rsa"]
     return arguments + [word for option in options for word in ("-o", option)]
@@ -280,7 +288,8 @@ def _placement(settings: KubernetesSettings) -> dict[str, Any]:
 
 
 def _pod(settings: KubernetesSettings) -> dict[str, Any]:
-    """The specification that launcher and workers share: user 1000, no rights, no credentials of the cluster."""
+    """The pod specification that launcher and workers share: user 1000, no privileges, and no credentials of the
+    cluster."""
     pod: dict[str, Any] = {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,

@@ -1,4 +1,4 @@
-"""A file that is merged into the MPIJob, for fields without a setting."""
+"""Reads a file that is merged into the MPIJob. With such a file, users can set fields for which there is no setting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def read_patch(path: Path) -> dict[str, Any]:
     """The content of a patch file, in YAML or JSON.
 
     Raises:
-        ConfigurationError: the file cannot be read, or has other content than an MPIJob's fields.
+        ConfigurationError: if the file cannot be read, or does not consist of fields of an MPIJob.
     """
     try:
         import yaml
@@ -44,9 +44,9 @@ def read_patch(path: Path) -> dict[str, Any]:
 def merged(base: Any, patch: Any) -> Any:
     """The base, merged with the patch.
 
-    Tables are merged field by field, and null removes a field. Lists of items with a `name`, such as containers,
-    volumes and variables, are merged item by item, and new items come last; mounts are matched by their `mountPath`.
-    Any other value replaces the base's.
+    Tables are merged field by field, and null removes a field. Lists whose items have a `name` (such as containers,
+    volumes and variables) are merged item by item, and new items are added at the end. Mounts are matched by
+    `mountPath`. Any other value replaces the value in the base.
     """
     if isinstance(base, Mapping) and isinstance(patch, Mapping):
         result = {key: value for key, value in base.items() if patch.get(key, value) is not None}
@@ -55,7 +55,7 @@ def merged(base: Any, patch: Any) -> Any:
                 result[key] = merged(base.get(key), value)
         return result
     if isinstance(patch, Mapping):
-        return merged({}, patch)  # without its nulls
+        return merged({}, patch)  # this removes the nulls of the patch
     if isinstance(base, list) and isinstance(patch, list):
         whole = [*base, *patch]
         tables = all(isinstance(item, Mapping) for item in whole)

@@ -14,10 +14,10 @@ _SCALES |= {f"{unit}i": Decimal(1024) ** (power + 1) for power, unit in enumerat
 
 
 def quantity(name: str, text: str) -> Decimal:
-    """A Kubernetes quantity as a number, "1500m" as 1.5 and "1Ki" as 1024.
+    """A Kubernetes quantity as a number. For example, "1500m" is 1.5, and "1Ki" is 1024.
 
     Raises:
-        ConfigurationError: the text is not a quantity; the message begins with the setting's `name`.
+        ConfigurationError: if the text is not a quantity. The message begins with the `name` of the setting.
     """
     match = _QUANTITY.fullmatch(text)
     if match is None:

@@ -18,7 +18,7 @@ from hvdcomp.tools.launch.scheduler import Scheduler
 
 @dataclass(frozen=True)
 class MPIJob:
-    """A job's name, and its uid to exclude other jobs of the same name."""
+    """The name of a job, and its uid, which distinguishes it from other jobs with the same name."""
 
     name: str
     uid: str | None = None
@@ -52,7 +52,8 @@ class Kubernetes(Scheduler[KubernetesSettings, MPIJob]):
                 f"there is no MPIJob {place}: see `hvdcomp launch k8s list --namespace {self.namespace}`", 404
             )
         events: list[dict[str, Any]] = []
-        with contextlib.suppress(KubernetesError):  # events only explain, and reading them needs a right
+        # events are optional: they only explain, and reading them requires a permission
+        with contextlib.suppress(KubernetesError):
             _, events = self._cluster.list_events(job.name)
         return read_state(jobs[0], pods, events), pods
 

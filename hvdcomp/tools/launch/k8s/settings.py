@@ -1,7 +1,8 @@
-"""The settings of a job on Kubernetes, checked as the API server and the mpi-operator would check them.
+"""The settings of a job on Kubernetes. The settings are checked in the same way as by the API server and the
+mpi-operator.
 
-The operator refuses a wrong MPIJob only after the API server accepted it, by an event on an object that then does
-nothing; so all its checks are made here, before anything is sent.
+The operator refuses a wrong MPIJob only after the API server has accepted it. The operator then writes an event, and
+the MPIJob exists but does nothing. Therefore this module makes all checks of the operator before anything is sent.
 """
 
 from __future__ import annotations
@@ -48,50 +49,55 @@ _MPI_PARAMETER = re.compile(r"[\w.,:^/@=+-]*", re.ASCII)
 
 @dataclass(frozen=True)
 class KubernetesSettings:
-    """An MPIJob. Each worker pod runs `slots_per_worker` ranks; the launcher pod runs only `mpirun`.
+    """The settings of an MPIJob. Each worker pod runs `slots_per_worker` ranks. The launcher pod runs only `mpirun`.
 
     Attributes:
-        job: the program; its ranks must be a multiple of slots_per_worker.
-        image: the image of launcher and workers, which contains the program, Horovod or PyTorch, Open MPI 4.1 and sshd.
-        slots_per_worker: ranks in each worker pod.
-        namespace, context: namespace of the job and context of the kubeconfig; None for the defaults of the kubeconfig.
-        gpu_resource: extended resource, of which every rank gets one, as "nvidia.com/gpu"; None for CPU.
-        worker_cpu, worker_memory: requests of each worker pod. The memory is also its limit; the CPU is with cpu_limit.
+        job: the program. The number of its ranks must be a multiple of slots_per_worker.
+        image: the image of launcher and workers. The image must contain the program, Horovod or PyTorch, Open MPI 4.1
+            and sshd.
+        slots_per_worker: the number of ranks in each worker pod.
+        namespace, context: the namespace of the job, and the context of the kubeconfig; None for the defaults of the
+            kubeconfig.
+        gpu_resource: an extended resource such as "nvidia.com/gpu". Every rank gets one. None for CPU.
+        worker_cpu, worker_memory: the CPU and the memory that each worker pod requests. The memory is also the limit.
+            The CPU is the limit only with cpu_limit.
         cpu_limit: whether workers are limited to the cores that they requested.
-        shared_memory: size of /dev/shm, through which ranks of a pod exchange; it counts as the pod's memory.
+        shared_memory: the size of /dev/shm, through which the ranks of a pod exchange data. This memory counts as
+            memory of the pod.
         launcher_cpu, launcher_memory: CPU and memory of the launcher pod.
         checkpoint_claim: an existing PersistentVolumeClaim, mounted in every worker.
-        checkpoint_path: the folder where it is mounted.
-        home: home folder of user 1000 in the image; the operator's ssh key is mounted in its `.ssh`.
+        checkpoint_path: the folder where this claim is mounted.
+        home: the home folder of user 1000 in the image. The operator's ssh key is mounted in its `.ssh`.
         node_selector: labels that the workers' nodes must have.
-        spread: put workers on different nodes ("hosts"), close together ("zone": in one zone), or let the scheduler
-            choose ("none").
-        restart_policy: restart policy of the launcher: "Never" creates a new pod for another attempt, "OnFailure"
-            restarts in place.
-        retries: how often the launcher restarts after it failed, or after it saved because the job was preempted.
-        grace_period: seconds in which the pods can save before they are killed.
-        clean_pods: the pods that the operator deletes at the end.
-        time_limit: seconds from the creation of the launcher, over all its attempts, to the end of the job; None for no
-            limit. The launcher is created when all workers are ready, so waiting for workers has no limit. The launcher
-            of an elastic job is created at once, so there waiting counts.
-        keep_finished: seconds after which a finished launcher is deleted; None to keep it.
+        spread: "hosts" puts workers on different nodes, "zone" puts them close together in one zone, and with "none"
+            the scheduler chooses.
+        restart_policy: the restart policy of the launcher. "Never" creates a new pod for another attempt, and
+            "OnFailure" restarts the container in its pod.
+        retries: how often the launcher restarts after a failure, or after the job was preempted and has saved.
+        grace_period: the seconds in which the pods can save before they are killed.
+        clean_pods: which pods the operator deletes at the end.
+        time_limit: the largest number of seconds from the creation of the launcher to the end of the job, including all
+            attempts; None for no limit. The launcher is created when all workers are ready, so the time of waiting for
+            workers does not count. The launcher of an elastic job is created immediately, so there the time does count.
+        keep_finished: the seconds after which a finished launcher is deleted; None to keep it.
         pull_secret: name of the Secret for a private registry.
         pull_policy: when nodes fetch the image.
-        forward: variables of the image that ranks need; sessions of sshd do not inherit them.
+        forward: the names of variables of the image that ranks need. Sessions of sshd do not inherit these variables.
         labels, annotations: labels and annotations of the MPIJob, such as a queue of Kueue.
         pod_labels, pod_annotations: labels and annotations of the pods of launcher and workers.
         queue: queue of a gang scheduler.
         priority_class: priority class of launcher and workers.
-        tolerations: taints that launcher and workers tolerate, as "KEY=VALUE:EFFECT"; VALUE and EFFECT may be missing.
-        service_account: service account of launcher and workers. Its token is not mounted.
-        secrets: variables of every rank from Secrets, each as "SECRET/KEY".
-        volumes: existing PersistentVolumeClaims, by the folder of every worker where they are mounted; "CLAIM:ro" is
-            read-only.
-        resources: extended resources of each worker pod besides gpu_resource, as for RDMA.
-        patch: a YAML file that is merged into the MPIJob, for other fields; see `patch.merged`.
-        elastic: "MIN:MAX": elastic Horovod. Training needs at least MIN ranks, and uses at most MAX. The job begins
-            with `job.ranks`, between them. None: the number of ranks is fixed.
-        interface: network interface of the pods, over which the ranks of an elastic job find each other.
+        tolerations: the taints that launcher and workers tolerate, as "KEY=VALUE:EFFECT". VALUE and EFFECT may be left
+            out.
+        service_account: service account of launcher and workers. The token of this account is not mounted.
+        secrets: variables of every rank whose values come from Secrets, each as "SECRET/KEY".
+        volumes: existing PersistentVolumeClaims. The key is the folder of every worker where a claim is mounted.
+            "CLAIM:ro" is read-only.
+        resources: further extended resources of each worker pod, for example for RDMA.
+        patch: a YAML file that is merged into the MPIJob, to set other fields (`patch.merged`).
+        elastic: "MIN:MAX" for elastic Horovod. The training needs at least MIN ranks, and uses at most MAX ranks. The
+            training begins with `job.ranks` ranks, a number from MIN to MAX. None if the number of ranks is fixed.
+        interface: the network interface of the pods through which the ranks of an elastic job find each other.
     """
 
     job: Job
@@ -151,7 +157,7 @@ class KubernetesSettings:
         self._check_environment()
         self._check_mounts()
         self._check_labels()
-        _ = self.metrics_port  # raises if the port is wrong
+        _ = self.metrics_port  # raises an error if the port is wrong
         for name, number, least in (
             ("retries", self.retries, 0),
             ("grace_period", self.grace_period, 1),
@@ -174,7 +180,8 @@ class KubernetesSettings:
 
     @property
     def program(self) -> tuple[str, ...]:
-        """The command of each rank: `hvdcomp train` gets the options for an elastic job and for Prometheus."""
+        """The command of each rank. If the program is `hvdcomp train`, the options for an elastic job and for
+        Prometheus are added."""
         words = self.job.program
         if not _trains(self.job.command):
             return words
@@ -188,7 +195,8 @@ class KubernetesSettings:
 
     @property
     def metrics_port(self) -> int | None:
-        """The port at which Prometheus scrapes rank 0, of the program's option `--metrics-port`; None without it."""
+        """The port at which Prometheus scrapes rank 0. The port is the value of the program's option `--metrics-port`;
+        None without this option."""
         port = None
         for word, following in zip(self.job.command, [*self.job.command[1:], ""], strict=True):
             if word == _METRICS_PORT:
@@ -370,7 +378,7 @@ class KubernetesSettings:
             if name in (COMMAND, EXPECTED_SIZE):
                 raise ConfigurationError(f"environment: {name} is set by the launcher itself: leave it out")
             if name.startswith("OMPI_MCA_") and not _MPI_PARAMETER.fullmatch(value):
-                # mpirun puts them on a command line that a shell reads on every host.
+                # mpirun puts these values on a command line that a shell interprets on every host.
                 raise ConfigurationError(
                     f"environment: {name}={value!r}: Open MPI's parameters may only have letters, digits and _.,:^/@=+-"
                 )
@@ -398,14 +406,14 @@ def check_job_name(name: str) -> None:
     """Check the name of an MPIJob.
 
     Raises:
-        ConfigurationError: the name is not valid for a job or for a Service.
+        ConfigurationError: if the name is not valid for a job or for a Service.
     """
     if not _DNS_LABEL.fullmatch(name) or len(name) > NAME_LENGTH:
         raise ConfigurationError(
             f"name: {name!r} cannot be the name of a job on Kubernetes, because the job's hosts are named after it: "
             f"use at most {NAME_LENGTH} lower-case letters, digits and hyphens, with a letter or digit first and last"
         )
-    # The operator also creates a Service of this name, which must not begin with a digit (DNS-1035).
+    # The operator also creates a Service with this name. The name of a Service must not begin with a digit (DNS-1035).
     if name[0].isdigit():
         raise ConfigurationError(
             f"name: {name!r} must begin with a letter, because a Service of Kubernetes will have the same name"
@@ -423,7 +431,7 @@ def check_namespace(namespace: str) -> None:
     """Check the name of a namespace.
 
     Raises:
-        ConfigurationError: the name is not a DNS-1123 label.
+        ConfigurationError: if the name is not a DNS-1123 label.
     """
     if not _DNS_LABEL.fullmatch(namespace) or len(namespace) > 63:
         raise ConfigurationError(

@@ -1,4 +1,5 @@
-"""The state of a job, from its MPIJob and its pods, with the messages of the scheduler and the nodes."""
+"""Determines the state of a job from its MPIJob and its pods, and collects the messages of the scheduler and the
+nodes."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ class MPIJobState:
     """The state of an MPIJob.
 
     Attributes:
-        phase: "waiting" for workers, "starting" the launcher, "running", "stopped" after the end of the launcher and
-            before that of the job, or how the job ended.
-        detail: what the job waits for, or why it failed; may be empty.
-        exit_code: the launcher's, after the end of the job.
+        phase: "waiting" (for workers), "starting" (the launcher), "running", "stopped" (the launcher has ended, but the
+            job has not), or how the job ended.
+        detail: the reason why the job waits, or why it failed. The text may be empty.
+        exit_code: the exit code of the launcher, after the end of the job.
     """
 
     phase: Phase
@@ -42,10 +43,10 @@ class MPIJobState:
 def read_state(
     job: Mapping[str, Any] | None, pods: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]] = ()
 ) -> MPIJobState:
-    """The state of a job; `job` is None if it was deleted.
+    """Determines the state of a job. job: None if the job was deleted.
 
-    The MPIJob tells whether the job has ended, the pods give its exit code and what it waits for, and the operator's
-    events tell why pods are missing.
+    The MPIJob shows whether the job has ended. The pods show the exit code of the job, and why the job waits. The
+    events of the operator show why pods are missing.
     """
     if job is None:
         return MPIJobState("deleted", "the MPIJob no longer exists")
@@ -76,17 +77,18 @@ def read_state(
         if phase == "Running" and not troubles:
             return MPIJobState("running", "" if ready == replicas else missing)
         retries = (job["spec"].get("runPolicy") or {}).get("backoffLimit")
-        # A pod whose container ended, and is started again in place, stays in the phase Running.
+        # If a container has ended and is started again in its pod, the pod remains in the phase Running.
         again = ["the job restarts as long as retries are left"] if phase in ("Failed", "Running") and retries else []
         ended = phase in ("Succeeded", "Failed", "Running")
         return MPIJobState("stopped" if ended else "starting", "; ".join([*troubles, *again]))
-    # The operator warns if it cannot create pods. Once all exist, its warnings are obsolete, though they stay.
+    # The operator warns if it cannot create pods. When all pods exist, these warnings are obsolete, but they still
+    # exist.
     warning = "" if ready < len(workers) == replicas else _warning(job, events)
     return MPIJobState("waiting", "; ".join(filter(None, (missing, warning))))
 
 
 def _warning(job: Mapping[str, Any], events: Iterable[Mapping[str, Any]]) -> str:
-    """The operator's last warning about the job; empty if there is none."""
+    """The last warning of the operator about the job; empty if there is none."""
     uid = job["metadata"]["uid"]
     about = [event for event in events if event["involvedObject"].get("uid") == uid]
     warnings = [event for event in about if event.get("type") == "Warning"]
@@ -95,30 +97,30 @@ def _warning(job: Mapping[str, Any], events: Iterable[Mapping[str, Any]]) -> str
 
 
 def newest_launcher(pods: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The launcher's last attempt."""
+    """The pod of the launcher's last attempt."""
     launchers = [pod for pod in pods if is_role(pod, "launcher")]
     return max(launchers, key=lambda pod: pod["metadata"].get("creationTimestamp") or "", default=None)
 
 
 def is_active(pod: Mapping[str, Any]) -> bool:
-    """Whether a pod's container runs, or may yet run."""
+    """Whether the container of a pod runs, or may still run later."""
     return pod["status"].get("phase") not in ("Succeeded", "Failed") and "terminated" not in _container(pod).get(
         "state", {}
     )
 
 
 def remaining(pods: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The names of an ended job's pods that continue to run; none after the end of its launcher.
+    """The names of pods that still run although the job has ended. The result is empty if the launcher has ended.
 
-    At the launcher's end, the operator deletes workers by `cleanPodPolicy`. After an eviction of workers, the operator
-    marks the job as failed, and leaves the other pods running.
+    When the launcher ends, the operator deletes workers according to `cleanPodPolicy`. But if workers are evicted, the
+    operator marks the job as failed, and the other pods continue to run.
     """
     active = [pod for pod in pods if is_active(pod) and "deletionTimestamp" not in pod["metadata"]]
     return sorted(pod["metadata"]["name"] for pod in active) if newest_launcher(active) is not None else []
 
 
 def attempt(launcher: Mapping[str, Any] | None) -> tuple[str, int] | None:
-    """The pod and the restart whose log can be read; None before the container has started."""
+    """The pod, and the number of the restart, whose log can be read. None before the container has started."""
     if launcher is None:
         return None
     status = _container(launcher)
@@ -142,7 +144,8 @@ def _is_ready(pod: Mapping[str, Any]) -> bool:
 
 
 def _troubles(pods: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Problems of pods, or how they ended: each once, with the first pod that has it and the number of others."""
+    """The problems of pods, or how pods have ended. Each text occurs once, with the first pod and the number of other
+    pods."""
     names: dict[str, list[str]] = {}
     for pod in pods:
         if trouble := _trouble(pod):
@@ -154,7 +157,8 @@ def _troubles(pods: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _trouble(pod: Mapping[str, Any]) -> str:
-    """Why a pod does not run, or how its container ended, as a text after the pod's name; empty if neither is known."""
+    """A text that follows the name of a pod. The text says why the pod does not run, or how its container has ended.
+    Empty if neither is known."""
     status = pod["status"]
     for condition in status.get("conditions") or ():
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
@@ -162,7 +166,7 @@ def _trouble(pod: Mapping[str, Any]) -> str:
     container = _container(pod)
     state = container.get("state", {})
     waiting, terminated = state.get("waiting", {}), state.get("terminated", {})
-    if waiting.get("reason") == "CrashLoopBackOff":  # it waits for its restart
+    if waiting.get("reason") == "CrashLoopBackOff":  # the container waits for its restart
         terminated = container.get("lastState", {}).get("terminated", {})
     if waiting and not terminated and waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
         return ": " + ": ".join(filter(None, (waiting["reason"], waiting.get("message"))))

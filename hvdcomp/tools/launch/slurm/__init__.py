@@ -1,3 +1,3 @@
-"""Training under Slurm: `settings` describes a job, `script` makes its batch script from `job.sh`, `client` runs the
-commands of Slurm, and `follow` follows a job to its end. `scheduler` puts them together.
+"""Runs a training under Slurm. `settings` describes a job, `script` makes its batch script from `job.sh`, `client` runs
+the commands of Slurm, and `follow` follows a job to its end. `scheduler` combines them.
 """

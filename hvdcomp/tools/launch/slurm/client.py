@@ -1,7 +1,7 @@
-"""Slurm's own commands: submit, state, cancel.
+"""Calls Slurm's own commands to submit a job, read its state, and cancel it.
 
-The state comes from the controller (`scontrol show job`), which forgets a job some minutes after its end; then from the
-accounting (`sacct`), if the cluster has it.
+The state comes from the controller (`scontrol show job`). Some minutes after the end of a job, the controller no longer
+knows the job. The state then comes from the accounting (`sacct`), if the cluster has it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from pathlib import Path
 from hvdcomp.tools.launch.scheduler import SchedulerError
 
 _COMMAND_SECONDS = 120
-_CLUSTER = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"}  # they say which Slurm to ask, and by which right
+# these variables say which Slurm to use, and with which credentials
+_CLUSTER = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"}
 _NOT_NOW = re.compile(
     r"Unable to contact slurm controller|Socket timed out|Zero Bytes were transmitted|Connection refused|"
     r"Transport endpoint|Resource temporarily unavailable|protocol authentication error",
@@ -39,7 +40,7 @@ _ENDED = {
 
 
 class SchedulerUnavailableError(SchedulerError):
-    """Slurm's controller did not answer; it may answer later."""
+    """Slurm's controller did not answer. The controller may answer later."""
 
 
 class UnknownJobError(SchedulerError):
@@ -47,10 +48,10 @@ class UnknownJobError(SchedulerError):
 
 
 class RefusedError(SchedulerError):
-    """A command of Slurm failed for good.
+    """A command of Slurm failed, and repeating it will not help.
 
     Attributes:
-        message: the command's error message, on one line.
+        message: the error message of the command, on one line.
     """
 
     def __init__(self, name: str, code: int, message: str) -> None:
@@ -60,15 +61,15 @@ class RefusedError(SchedulerError):
 
 @dataclass(frozen=True)
 class SlurmJobState:
-    """The state of a job, as Slurm shows it.
+    """The state of a job, as Slurm reports it.
 
     Attributes:
-        state: Slurm's word, such as PENDING, RUNNING, COMPLETED.
-        reason: why the job is pending, or ended in this state; "None" without a reason.
+        state: Slurm's word for the state, such as PENDING, RUNNING or COMPLETED.
+        reason: why the job is pending, or why it ended in this state; "None" if there is no reason.
         nodes: the job's nodes; "" before it starts.
         restarts: the number of requeues.
-        code, signal: exit code of its script, and signal that ended it.
-        output: the file of its output; None if Slurm does not know it.
+        code, signal: the exit code of the script, and the number of the signal that ended it.
+        output: the file of the job's output; None if Slurm does not know the file.
     """
 
     job_id: int
@@ -87,8 +88,8 @@ class SlurmJobState:
 
     @property
     def exit_code(self) -> int:
-        """The exit code for a shell: that of the job's script, or 128 plus the number of the signal that ended it, or 1
-        for a job that Slurm ended without either."""
+        """The exit code for a shell. The result is the exit code of the script, or 128 plus the number of the signal
+        that ended the script. If Slurm ended the job without either, it is 1."""
         if self.code:
             return self.code
         if self.signal:
@@ -97,14 +98,14 @@ class SlurmJobState:
 
 
 def submit(script: str) -> int:
-    """Submits the script by sbatch, and returns the job's number.
+    """Submits the script with sbatch, and returns the number of the job.
 
     Raises:
-        RefusedError: sbatch refused it.
-        SchedulerUnavailableError: Slurm does not answer; it may have the job nevertheless.
+        RefusedError: if sbatch refused the script.
+        SchedulerUnavailableError: if Slurm does not answer. The job may have been submitted nevertheless.
     """
-    # SBATCH_ variables would override the script's options, and those of a surrounding job (its binding to cores, its
-    # memory) the ranks' own, as sbatch passes them on to srun.
+    # SBATCH_ variables would override the options of the script. Variables of a surrounding job (its binding to cores,
+    # its memory) would override those of the ranks, because sbatch passes them on to srun.
     variables = {
         name: value
         for name, value in os.environ.items()
@@ -126,8 +127,8 @@ def state_of(job_id: int) -> SlurmJobState:
     """The state of a job.
 
     Raises:
-        UnknownJobError: Slurm does not know the job, or forgot it.
-        SchedulerUnavailableError: Slurm does not answer.
+        UnknownJobError: if Slurm does not know the job, or no longer knows it.
+        SchedulerUnavailableError: if Slurm does not answer.
     """
     try:
         return _parse_job(job_id, _run(["scontrol", "show", "job", str(job_id)]))
@@ -136,23 +137,23 @@ def state_of(job_id: int) -> SlurmJobState:
 
 
 def my_jobs() -> list[SlurmJobState]:
-    """This user's jobs that Slurm's controller knows, also ended ones, the newest first."""
+    """The jobs of this user that Slurm's controller knows, the newest first. Jobs that have ended are included."""
     output = _run(["squeue", "--me", "--states=all", "--noheader", "--format=%A"])
     jobs = []
     for number in sorted({int(line) for line in output.split()}, reverse=True):
         try:
             jobs.append(state_of(number))
         except UnknownJobError:
-            continue  # Slurm forgot it meanwhile
+            continue  # Slurm no longer knows the job
     return jobs
 
 
 def cancel(job_id: int) -> None:
-    """Cancels a job; an ended job stays as it is.
+    """Cancels a job. A job that has already ended does not change.
 
     Raises:
-        SchedulerError: Slurm refused, as for another user's job.
-        UnknownJobError: there is no such job.
+        SchedulerError: if Slurm refused, for example because the job belongs to another user.
+        UnknownJobError: if there is no such job.
     """
     _run(["scancel", str(job_id)])
 
@@ -181,7 +182,7 @@ def _parse_job(job_id: int, text: str) -> SlurmJobState:
 
 
 def _accounted(job_id: int) -> SlurmJobState:
-    """The state from the accounting, which knows neither the file of the output nor the restarts."""
+    """The state according to the accounting, which does not know the file of the output or the restarts."""
     forgotten = f"Slurm does not know job {job_id}, or forgot it after its end"
     try:
         output = _run(
@@ -195,7 +196,7 @@ def _accounted(job_id: int) -> SlurmJobState:
         raise UnknownJobError(f"{forgotten}; `squeue --me` lists your jobs")
     name, state, nodes, codes = output.strip().splitlines()[-1].split("|")
     code, _, signal = codes.partition(":")
-    word = state.split()[0]  # "CANCELLED by 1000"
+    word = state.split()[0]  # the text may be "CANCELLED by 1000"
     return SlurmJobState(job_id, name, word, "None", nodes, 0, int(code), int(signal or 0), None)
 
 
@@ -211,7 +212,7 @@ def _run(command: list[str], text: str | None = None, variables: dict[str, str] 
             text=True,
             timeout=_COMMAND_SECONDS,
             check=False,
-            # Ctrl-C must reach this program only.
+            # Only this program must get Ctrl-C.
             start_new_session=True,
         )
     except FileNotFoundError:
@@ -236,6 +237,7 @@ def _run(command: list[str], text: str | None = None, variables: dict[str, str] 
 
 
 def _one_line(name: str, text: str) -> str:
-    """A command's output on one line, without its name and the word error at the start of each line."""
+    """The output of a command on one line. The name of the command and the word error at the start of each line are
+    removed."""
     lines = (re.sub(rf"^{name}: ((error|fatal): )?", "", line.strip()) for line in text.splitlines())
     return "; ".join(line for line in lines if line)

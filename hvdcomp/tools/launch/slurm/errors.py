@@ -1,6 +1,6 @@
-"""Explanations of Slurm's refusals and of the reasons for which a job waits: the settings concerned, and the way out.
+"""Explains why Slurm refuses a job, and why a job waits. An explanation names the settings and the way out.
 
-Refusals are recognised by Slurm's texts for its errors (src/common/slurm_errno.c), which many versions share.
+Refusals are recognised by the texts of Slurm's errors (src/common/slurm_errno.c), which are the same in many versions.
 """
 
 from __future__ import annotations
@@ -113,14 +113,15 @@ _REASONS: dict[str, str] = {
 
 
 def refusal(message: str, settings: SlurmJob) -> str | None:
-    """Why Slurm refuses a job: its message, the flags concerned with their values, and the way out.
+    """Explains why Slurm refuses a job. The explanation has Slurm's message, the flags with their values, and the way
+    out.
 
     Args:
         message: the output of sbatch, on one line.
         settings: the settings of the job.
 
     Returns:
-        one line; None for an unknown message.
+        One line; None if the message is unknown.
     """
     for text, (names, way_out) in _REFUSALS.items():
         if text in message:
@@ -129,5 +130,6 @@ def refusal(message: str, settings: SlurmJob) -> str | None:
 
 
 def explain_reason(reason: str) -> str:
-    """Why a job is pending, by Slurm's reason; "" if it waits for its turn, or the reason is unknown."""
+    """Explains why a job is pending. reason: Slurm's reason. "" if the job waits for its turn, or the reason is
+    unknown."""
     return next((words for pattern, words in _REASONS.items() if re.fullmatch(pattern, reason)), "")

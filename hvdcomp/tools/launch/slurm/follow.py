@@ -1,4 +1,5 @@
-"""Follows a job: changes of its state, its output while it is written, and its exit code at the end."""
+"""Follows a job. The follower reports changes of the state, the output while it is written, and the exit code at the
+end."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from hvdcomp.tools.launch.slurm import client
 from hvdcomp.tools.launch.slurm.client import SchedulerUnavailableError, SlurmJobState
 from hvdcomp.tools.launch.slurm.errors import explain_reason
 
-_LOG_SECONDS = 0.5  # between two reads of the log
-_PATIENCE_SECONDS = 900.0  # how long Slurm's controller may be silent, as during a restart
+_LOG_SECONDS = 0.5  # seconds between two reads of the log
+_PATIENCE_SECONDS = 900.0  # how long Slurm's controller may be silent, for example during a restart
 
 
 class Log:
-    """Reads a job's log as it grows. The file may come later, or be written on another node."""
+    """Reads the log of a job while it grows. The file may not exist at first, and may be written on another node."""
 
     def __init__(self, path: Path, show: Callable[[str], None]) -> None:
         self.path = path
@@ -36,7 +37,7 @@ class Log:
             self._show(line.decode(errors="replace"))
 
     def close(self) -> None:
-        """Shows the remaining lines, also a last line without an end."""
+        """Shows the remaining lines, including a last line that has no line end."""
         self.read()
         if self._partial:
             self._show(self._partial.decode(errors="replace"))
@@ -70,11 +71,11 @@ class Follower:
         self._last_line = ""
 
     def until_ended(self) -> SlurmJobState:
-        """Follows the job until it has ended for good; returns its last state.
+        """Follows the job until it has ended and will not be started again. Returns its last state.
 
         Raises:
-            UnknownJobError: Slurm forgot the job before its end was seen.
-            SchedulerUnavailableError: Slurm did not answer for a quarter of an hour.
+            UnknownJobError: if Slurm no longer knows the job before its end was seen.
+            SchedulerUnavailableError: if Slurm has not answered for a quarter of an hour.
         """
         try:
             while True:

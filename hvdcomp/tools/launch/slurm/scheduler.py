@@ -1,4 +1,4 @@
-"""Slurm's implementation of the protocol `Scheduler`: each job is a batch job."""
+"""The implementation of the protocol `Scheduler` for Slurm. Each job is a batch job."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from hvdcomp.tools.launch.slurm.settings import SlurmJob
 
 @dataclass(frozen=True)
 class BatchJob:
-    """A job's number in Slurm, and the file of its output."""
+    """The number of a job in Slurm, and the file of its output."""
 
     number: int
     log: Path
 
 
 class Slurm(Scheduler[SlurmJob, BatchJob]):
-    """The jobs of one cluster, through the commands of this login node.
+    """The jobs of one cluster. The object uses the commands of this login node.
 
     Args:
         poll_seconds: seconds between two queries to Slurm's controller while a job is followed.
-        log_folder: folder of the output of a job that Slurm no longer knows.
+        log_folder: the folder of the output, used if Slurm no longer knows the job.
     """
 
     def __init__(self, poll_seconds: float = 5.0, log_folder: Path = Path()) -> None:
@@ -49,7 +49,8 @@ class Slurm(Scheduler[SlurmJob, BatchJob]):
         return BatchJob(number, folder / log_name(settings.job.name, number))
 
     def find(self, number: int) -> BatchJob:
-        """A submitted job; its output is the file that Slurm names, or the file of its number in `log_folder`."""
+        """A submitted job. The output of the job is the file that Slurm names, or the file with the job's number in
+        `log_folder`."""
         try:
             output = client.state_of(number).output
         except UnknownJobError:

@@ -1,8 +1,8 @@
-"""The batch script of a job: the template `job.sh` with the job's own lines in it.
+"""Makes the batch script of a job. The module inserts the lines of the job into the template `job.sh`.
 
-A line of the template that is a mark, such as `#@options`, is replaced by lines made here. User text enters the script
-only through `quoted`, after the first line that is no comment, where sbatch reads no options; `SlurmJob` checked the
-values before that line.
+A line of the template that is a mark, such as `#@options`, is replaced by lines of this module. Text of the user is
+inserted only through `quoted`, and only after the first line that is not a comment, because sbatch no longer reads
+options there. `SlurmJob` has checked all values that are inserted before this line.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from hvdcomp.tools.launch.promise import EXIT_SAVED
 from hvdcomp.tools.launch.slurm.settings import SlurmJob
 
 _TEMPLATE = Path(__file__).with_name("job.sh")
-# srun returns the largest code of all ranks, and ranks that it kills after a failure have large codes: so the first
-# rank that fails notes its code. If srun cannot start a rank it may return 0: so a rank that succeeds leaves a note,
-# too. srun's signals reach the program itself.
+# srun returns the largest exit code of all ranks. If it kills ranks after a failure, these have large codes. So the
+# first rank that fails writes its code to a file. If srun cannot start a rank, it may return 0. So a rank that succeeds
+# also writes a file. The program itself receives the signals of srun.
 _SRUN_RANK: tuple[str, ...] = (
     'notes="$PWD/.job-$SLURM_JOB_ID"',
     'rm -rf "$notes"',
@@ -37,7 +37,7 @@ _SRUN_CODE = (
     "fi",
     'rm -rf "$notes"',
 )
-# srun's own message would not name the missing plugin.
+# The message of srun itself would not name the missing plugin.
 _PYXIS = (
     "if ! srun --help | grep -q -e --container-image; then",
     '  echo "job $SLURM_JOB_ID: srun has no --container-image here: enroot needs the plugin pyxis.'
@@ -45,17 +45,18 @@ _PYXIS = (
     "  exit 1",
     "fi",
 )
-# mpirun returns the code of the rank that failed first, and signals the process that it started.
+# mpirun returns the code of the rank that failed first, and sends signals to the process that it has started.
 _MPIRUN_RANK: tuple[str, ...] = ("rank=\"trap '' USR1; exec $program\"",)
-# srun's --gpu-bind=none does not help: with it Slurm 22.05 sets no CUDA_VISIBLE_DEVICES, so that ranks may see the GPUs
-# of other jobs.
+# srun's option --gpu-bind=none is not used. With it, Slurm 22.05 does not set CUDA_VISIBLE_DEVICES, so ranks may see
+# the GPUs of other jobs.
 _ALL_GPUS = (
     "# Each rank sees all GPUs of its job on its node, which is Slurm's default, and uses the GPU of its local rank.",
     "# With --gpus-per-task or --gpu-bind, it would see one GPU, as number 0: a program that uses the GPU of its local",
     "# rank would find none, and NCCL might not reach the neighbours' GPUs directly, as over NVLink.",
     "unset SLURM_GPU_BIND SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU SLURM_TRES_BIND SLURM_TRES_PER_TASK",
 )
-# A node may run ranks of several jobs, so a job's number sets its port, below Linux's ephemeral ports.
+# A node may run ranks of several jobs. So the port depends on the number of the job. It is below Linux's ephemeral
+# ports.
 _TORCH = (
     "",
     "# torch.distributed's ranks meet at rank 0, which runs on the first node.",
@@ -88,14 +89,14 @@ def batch_script(settings: SlurmJob) -> str:
 
 
 def quoted(text: str) -> str:
-    """The text as one word of bash, without line ends, as sbatch refuses carriage returns."""
+    """The text as a single word of bash. The word has no line ends, because sbatch refuses carriage returns."""
     if text.isprintable():
         return shlex.quote(text)
     return "$'" + "".join(chr(byte) if byte in _PLAIN_BYTES else f"\\{byte:03o}" for byte in text.encode()) + "'"
 
 
 def log_name(name: str, job_id: int | str = "%j") -> str:
-    """The name of a job's output file in `log_folder`, for all its starts."""
+    """The name of the output file of a job in `log_folder`. The name is the same for all starts of the job."""
     return f"{name}-{job_id}.log"
 
 
@@ -128,7 +129,7 @@ def _options(settings: SlurmJob) -> list[str]:
 
 
 def _variables(settings: SlurmJob) -> dict[str, str]:
-    """The variables of every rank; the job's environment overrides the defaults."""
+    """The variables of every rank. The environment of the job overrides the defaults."""
     on_gpus = bool(settings.gpus_per_node) and settings.job.backend == "horovod"
     return (HOROVOD_ON_GPUS if on_gpus else {}) | dict(settings.job.environment)
 
@@ -153,7 +154,7 @@ def _launch(settings: SlurmJob) -> list[str]:
 
 
 def _apptainer(settings: SlurmJob) -> str:
-    """The words before the program; "" without Apptainer."""
+    """The words before the program; "" if Apptainer is not used."""
     if settings.container != "apptainer":
         return ""
     assert settings.image is not None
@@ -166,7 +167,7 @@ def _pyxis(settings: SlurmJob) -> list[str]:
     if settings.container != "enroot":
         return []
     assert settings.image is not None
-    # Apptainer mounts the folder of the submission by itself; enroot needs an option.
+    # Apptainer itself mounts the folder from which the job was submitted. enroot needs an option for this.
     mounts = "".join(f",{mount if ':' in mount else f'{mount}:{mount}'}" for mount in settings.mounts)
     return [
         f"--container-image={quoted(settings.image)}",

@@ -26,13 +26,14 @@ _RESOURCE = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9_-]*)(?::[A-Za-z_][A-Za-z0-9
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """A job for Slurm. All but `job` are keys of the table [slurm] and flags of `hvdcomp launch slurm`.
+    """A job for Slurm. All fields except `job` are keys of the table [slurm] and flags of `hvdcomp launch slurm`.
 
-    The product of `nodes` and `tasks_per_node` must be `job.ranks`. Each of them follows from the other and the ranks.
-    The ranks follow from them, or from nodes and GPUs: see `ranks_of`.
+    The product of `nodes` and `tasks_per_node` must be `job.ranks`. If you leave out one of the two, it is computed
+    from the other and the ranks. If you leave out the ranks, they are computed from both, or from nodes and GPUs
+    (`ranks_of`).
 
     Raises:
-        ConfigurationError: a field has a wrong value; the message names the field and the way out.
+        ConfigurationError: if a field has a wrong value. The message names the field and the way out.
     """
 
     # fmt: off
@@ -46,7 +47,7 @@ class SlurmJob:
     gres: tuple[str, ...] = option((), "Other resource of each node, such as nic:1; repeatable.")
     memory: str | None = option(None, "Memory of each node, such as 64G.")
     time: str = option("01:00:00", "Time limit of each start of the job, such as 04:00:00. [default: 01:00:00]")
-    warning_seconds: int = option(  # Slurm may tell them up to a minute earlier
+    warning_seconds: int = option(  # Slurm may warn the ranks up to a minute earlier
         120, "How many seconds before the time limit the ranks are told to save a checkpoint."
     )
     requeue: bool = option(
@@ -54,7 +55,7 @@ class SlurmJob:
     )
     max_requeues: int = option(100, "Largest number of requeues.")
     launcher: Literal["srun", "mpirun"] = option("srun", "Program that starts the ranks.")
-    mpi: str | None = option(  # None is pmix for Horovod
+    mpi: str | None = option(  # None means pmix for Horovod
         None, "MPI plugin of srun (see srun --mpi=list); not needed for --backend torch.", metavar="PLUGIN"
     )
     partition: str | None = option(None, "Partition, as in sbatch.")
@@ -90,15 +91,15 @@ class SlurmJob:
 
     @staticmethod
     def ranks_of(settings: Mapping[str, Any]) -> int | None:
-        """The number of ranks that follows from some settings: `tasks_per_node` on each node, or one for each GPU. None
-        if neither is given."""
+        """Computes the number of ranks from some settings: `tasks_per_node` ranks on each node, or one rank for each
+        GPU. None if neither is given."""
         on_each = settings.get("tasks_per_node") or settings.get("gpus_per_node")
-        # Values below 1 are refused later, by the name of their field.
+        # Values below 1 lead to an error later, which names their field.
         return max(1, on_each) * max(1, settings.get("nodes") or 1) if on_each else None
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The number of nodes, and of ranks on each of them."""
+        """The number of nodes, and the number of ranks on each node."""
         if self.tasks_per_node is None:
             nodes = 1 if self.nodes is None else self.nodes
             return nodes, self.job.ranks // nodes
@@ -106,9 +107,10 @@ class SlurmJob:
         return nodes, self.tasks_per_node
 
     def flags(self, names: Iterable[str]) -> str:
-        """Fields, or "ranks", as flags with the values that Slurm gets, defaults and computed values included.
+        """Fields, or "ranks", in the form of flags with the values that Slurm gets. Defaults and computed values are
+        included.
 
-        Only the first is also named if it is not set.
+        If a field is not set, it is left out, except the first.
         """
         nodes, tasks = self.shape
         values: dict[str, Any] = {**vars(self), "ranks": self.job.ranks, "nodes": nodes, "tasks_per_node": tasks}
@@ -138,7 +140,7 @@ class SlurmJob:
             )
 
     def _misfit(self) -> str:
-        """The nodes that the ranks do not fill, and the way out."""
+        """The message if the ranks do not fill all nodes, with the way out."""
         if self.tasks_per_node is None:
             return (
                 f"{self.nodes} nodes evenly: use a multiple of {self.nodes} (ranks), or another number of nodes (nodes)"
@@ -208,7 +210,7 @@ class SlurmJob:
 
     def _check_log_folder(self) -> None:
         _check_plain("log_folder", self.log_folder)
-        # Slurm replaces %j and the like in this name, and has no way to escape quotes and blanks.
+        # Slurm replaces %j and similar marks in this name. Quotes and blanks cannot be escaped.
         if not self.log_folder or re.search(r"[%\s\"'\\]", self.log_folder):
             raise ConfigurationError(
                 f"log_folder: {self.log_folder!r} is empty or has a blank, a quote, a backslash or %, which Slurm "
@@ -224,7 +226,7 @@ def seconds_of(time: str) -> int:
     """A time limit in seconds.
 
     Raises:
-        ConfigurationError: the limit has none of the forms of sbatch.
+        ConfigurationError: if the limit does not have a form that sbatch knows.
     """
     match = _TIME.fullmatch(time)
     if match is None:
