@@ -17,13 +17,14 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROO
 FENCED = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?:^ {4}.*\n)+", re.MULTILINE)
 SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
+FORMER = re.compile(r"Before commit `\w+`, the command\s+was\s+`[^`]+`")
 COMMAND = re.compile(r"(?:^|\s|/)hvdcomp ([a-z].*)")
 ENDS = re.compile(r" (?:\||>|&&|\|\|) ?.*| # .*")
 
 
 def commands_of(page: Path) -> Iterator[str]:
-    """What stands after `hvdcomp` in blocks and spans of code."""
-    text = page.read_text(encoding="utf-8")
+    """What stands after `hvdcomp` in blocks and spans of code, but for commands of older commits."""
+    text = FORMER.sub("", page.read_text(encoding="utf-8"))
     blocks = [*FENCED.findall(text), *INDENTED.findall(FENCED.sub("", text))]
     lines = [line for block in blocks for line in re.sub(r"\\\n\s*", "", block).splitlines()]
     lines += [" ".join(span.split()) for span in SPAN.findall(FENCED.sub("", INDENTED.sub("", text)))]
