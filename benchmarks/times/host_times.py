@@ -12,6 +12,7 @@ the median of the microseconds of a step, with the quartiles.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import sys
 import time
@@ -75,17 +76,20 @@ def warm_step(spec: str, tensors: int, ranks: int) -> Callable[[], None]:
 
 
 def calls_of(step: Callable[[], None]) -> Counter[str]:
-    """The number of calls in a step: "call" of Python functions, and "c_call" of functions in C."""
+    """The number of calls in a step: "call" of Python functions, and "c_call" of functions in C; without those of the
+    garbage collector, which runs at any time."""
     events: Counter[str] = Counter()
 
     def note(frame: Any, event: str, argument: Any) -> None:
         events[event] += 1
 
+    gc.disable()
     sys.setprofile(note)
     try:
         step()
     finally:
         sys.setprofile(None)
+        gc.enable()
     events["c_call"] -= 1  # setprofile itself
     return events
 

@@ -72,8 +72,9 @@ def test_payloads_of_more_than_two_gigabytes(spec: str, far_apart: Any, monkeypa
         if name in DECODED.values():
             seen.add(name)
             place = max(place for place, one in enumerate(arguments) if isinstance(one, torch.Tensor))
-            first, ranks, row, *rest = arguments[place:]
+            rows, ranks, row, *rest = arguments[place:]
             assert ranks == RANKS
+            first = rows[0]
             size = first.numel() * first.element_size()
             near = first.view(torch.uint8).as_strided((ranks, size), (row, 1))
             far = far_apart.as_strided((ranks, size), (ROW, 1))
@@ -221,7 +222,7 @@ def test_places_further_than_32_bits_can_count(spec: str, monkeypatch: pytest.Mo
         before = {field: self.segments[field].copy() for field in fields}
         for field in fields:
             self.segments[field] += np.where(before[field] >= 0, FAR, 0)
-        self._rows._columns[table.FIELDS.index("first_task")] |= PIECES
+        self._on_device._columns[table.FIELDS.index("first_task")] |= PIECES
         found = call(self, name, *arguments, **options)
         for field in fields:
             self.segments[field] = before[field]
@@ -289,8 +290,8 @@ def last_piece_of(spec: str, size: int, memory: Memory | None = None, dtype: str
     compressors = [parse_compressor(spec)]
     bucket = Bucket([tensor], compressors, memory or NoMemory(), torch.device("cpu"), widens=widens)
     bucket.table.tasks = bucket.table.tasks[-1:].copy()
-    bucket.kernels._pieces = bucket.kernels._pieces[-1:]
-    bucket.kernels._rows._columns[[table.FIELDS.index(name) for name in ("first_task", "tasks")]] = [[0], [1]]
+    bucket.kernels._pieces, bucket.kernels.tasks = bucket.kernels._pieces[-1:], 1
+    bucket.kernels._on_device._columns[[table.FIELDS.index(name) for name in ("first_task", "tasks")]] = [[0], [1]]
     bucket.begin(Context("", 0, 0, 0, 1))
     return bucket
 
