@@ -95,19 +95,18 @@ def calls_of(step: Callable[[], None]) -> Counter[str]:
 
 
 @contextmanager
-def no_kernels() -> Iterator[None]:
-    """Kernels on the host do nothing, and find nothing."""
-    with mock.patch.object(Bucket, "call", _nothing_found):
-        yield
-
-
-@contextmanager
-def no_launches() -> Iterator[None]:
-    """Gradients on the CPU are served as if they were on a CUDA device, whose kernels do nothing."""
+def without_kernels(path: str, spec: str, tensors: int, ranks: int) -> Iterator[Callable[[], None]]:
+    """A `warm_step` whose kernels do nothing. On the path "device", gradients on the CPU are served as if they were on
+    a CUDA device."""
+    if path == "host":
+        step = warm_step(spec, tensors, ranks)
+        with mock.patch.object(Bucket, "call", _nothing_found):
+            yield step
+        return
     from hvdcomp.kernels.cuda.device import DeviceKernels
 
     with cuda.serving_host(), mock.patch.object(DeviceKernels, "launch", _nothing_launched):
-        yield
+        yield warm_step(spec, tensors, ranks)
 
 
 def _nothing_found(bucket: Bucket, kernel: str, *arguments: Any, aside: bool = False) -> bool:
@@ -116,16 +115,6 @@ def _nothing_found(bucket: Bucket, kernel: str, *arguments: Any, aside: bool = F
 
 def _nothing_launched(kernels: Any, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
     pass
-
-
-def row(path: str, spec: str, tensors: int, ranks: int, steps: int) -> str:
-    """A row of the output."""
-    if path == "host":
-        step = warm_step(spec, tensors, ranks)
-        with no_kernels():
-            return _measured(step, steps)
-    with no_launches():
-        return _measured(warm_step(spec, tensors, ranks), steps)
 
 
 def _measured(step: Callable[[], None], steps: int) -> str:
@@ -153,7 +142,8 @@ def main(
         for spec in methods:
             for tensors in numbers:
                 for size in ranks:
-                    measured = row(path, spec, tensors, size, steps)
+                    with without_kernels(path, spec, tensors, size) as step:
+                        measured = _measured(step, steps)
                     click.echo(f"{path:7} {spec:18} {tensors:7} {size:5} {measured}")
 
 
