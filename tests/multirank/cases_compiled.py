@@ -159,11 +159,8 @@ def by_the_operator(spec: str, with_residuals: bool = False) -> Means:
     return lambda gradients, step: compiled.allreduce_means(gradients, spec, step, residuals=residuals)
 
 
-def in_ddp(spec: str) -> tuple[list[float], torch.Tensor]:
-    """The same training in DistributedDataParallel, by hvdcomp's hook."""
-    model = torch.nn.parallel.DistributedDataParallel(own_model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
-    hvdcomp.ddp.register(model, hvdcomp.Compression.from_spec(spec, min_numel=0, min_ndim=0), optimizer)
+def losses_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """The losses of `STEPS` steps that are not compiled."""
     generator, losses = own_generator(), []
     for _ in range(STEPS):
         inputs, classes = batch(generator)
@@ -172,6 +169,15 @@ def in_ddp(spec: str) -> tuple[list[float], torch.Tensor]:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+    return losses
+
+
+def in_ddp(spec: str) -> tuple[list[float], torch.Tensor]:
+    """The same training in DistributedDataParallel, by hvdcomp's hook."""
+    model = torch.nn.parallel.DistributedDataParallel(own_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    hvdcomp.ddp.register(model, hvdcomp.Compression.from_spec(spec, min_numel=0, min_ndim=0), optimizer)
+    losses = losses_of(model, optimizer)
     return losses, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
@@ -305,14 +311,7 @@ def in_fsdp(spec: str) -> tuple[list[float], torch.Tensor]:
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     hvdcomp.fsdp.register(model, hvdcomp.Compression.from_spec(spec, min_numel=0))
-    generator, losses = own_generator(), []
-    for _ in range(STEPS):
-        inputs, classes = batch(generator)
-        loss = torch.nn.functional.cross_entropy(model(inputs), classes)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = losses_of(model, optimizer)
     return losses, model.weight.detach().to_local()
 
 

@@ -91,7 +91,7 @@ def replace_reductions(
     results: set[Node] = set()
     for start in graph.nodes:
         for begun in _begun_by(start, group_name):
-            if _may_replace(begun, least, size) and (name := name_of(begun)) is not None:
+            if _may_replace(start, begun, least, size) and (name := name_of(begun)) is not None:
                 reduction = _reduction(start, begun, name, size, results)
                 results.add(reduction.result)
                 found.setdefault(start, []).append(reduction)
@@ -144,12 +144,12 @@ def _summand(start: Node, begun: Node) -> Node:
     return summand
 
 
-def _may_replace(begun: Node, least: int, size: int) -> bool:
+def _may_replace(start: Node, begun: Node, least: int, size: int) -> bool:
     """Whether a reduction adds up a tensor of this many numbers, or more."""
     example, ends = _example(begun), list(begun.users)
     if example is None or not example.dtype.is_floating_point or len(ends) != 1 or not _calls(ends[0], "wait_tensor"):
         return False
-    return example.numel() * (size if _scatters(begun) else 1) >= least
+    return example.numel() * (size if _calls(start, *_REDUCE_SCATTERS) else 1) >= least  # a part of it is scattered
 
 
 def _reduction(start: Node, begun: Node, name: str, size: int, results: Set[Node]) -> _Reduction:
@@ -277,12 +277,6 @@ def _calls(node: Node, *names: str) -> bool:
     """Whether a node calls one of these functional collectives, with or without the name of its overload."""
     called = [getattr(torch.ops._c10d_functional, name) for name in names]
     return node.op == "call_function" and any(node.target in (one, one.default) for one in called)
-
-
-def _scatters(begun: Node) -> bool:
-    """Whether the result of a reduction is a part of its tensor."""
-    (start,) = begun.all_input_nodes if begun.target is operator.getitem else (begun,)
-    return _calls(start, *_REDUCE_SCATTERS)
 
 
 def _is_division(node: Any, size: int) -> bool:
