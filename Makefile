@@ -101,7 +101,7 @@ test: setup  ## lint, then the quick tests: what continuous integration runs (15
 	@STARTED=$(STARTED) scripts/run-tests quick $(PARTS)
 
 test-all: export HVDCOMP_EXAMPLES := $(or $(EXAMPLES),12)
-test-all: setup  ## lint, then all tests (2 hours); PARTS="lint in-process ranks clusters", SEED=N, EXAMPLES=100 a test
+test-all: setup  ## lint, then all tests (many hours); PARTS="lint in-process ranks clusters", SEED=N, EXAMPLES=100 a test
 	@STARTED=$(STARTED) SEED=$(SEED) scripts/run-tests all $(PARTS)
 
 bench-encode: setup  ## measure what encoding costs, and write the pages in docs/encode (10 minutes, on an idle machine)
