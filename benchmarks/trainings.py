@@ -10,12 +10,12 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import multiprocessing
 import os
 import re
 import shlex
 import signal
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cache, cached_property
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -203,10 +204,15 @@ class Trainer:
     def __init__(self, workers: int, say: Callable[[str], None]) -> None:
         self._workers = workers
         self._say = say
-        self._processes: set[subprocess.Popen[bytes]] = set()
+        self._processes: set[ForkServerProcess] = set()
         self._lock = threading.Lock()
         self._stopped = False
         self._commit = commit()
+        # Its processes begin with PyTorch imported, because the imports take longer than half of a quick training. The
+        # imported libraries read the number of threads from the variables with which the server starts.
+        os.environ["OMP_NUM_THREADS"] = "1"
+        self._server = multiprocessing.get_context("forkserver")
+        self._server.set_forkserver_preload(["torch._dynamo"])
 
     def train(self, todo: Sequence[Run], took: Mapping[str, Sequence[float]]) -> list[Run]:
         """Trains all runs; returns those that failed.
@@ -238,31 +244,36 @@ class Trainer:
         """Trains a run, and returns its notes. A stopped run counts as unfinished."""
         run.begin()
         start = time.monotonic()
-        with (run.folder / "log.txt").open("wb") as log:
-            with self._lock:
-                if self._stopped:
-                    raise KeyboardInterrupt
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "hvdcomp", *run.words],
-                    env={**os.environ, **run.variables},
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C reaches this process only, which ends the others
-                )
-                self._processes.add(process)
-            code = process.wait()
-            with self._lock:
-                self._processes.remove(process)
+        with self._lock:
+            if self._stopped:
+                raise KeyboardInterrupt
+            process = self._server.Process(target=_run, args=(run.words, run.variables, run.folder / "log.txt"))
+            process.start()
+            self._processes.add(process)
+        process.join()
+        with self._lock:
+            self._processes.remove(process)
         if self._stopped:
             raise KeyboardInterrupt
-        return run.end(self._commit, time.monotonic() - start, code)
+        return run.end(self._commit, time.monotonic() - start, process.exitcode or 0)
 
     def _stop(self) -> None:
         with self._lock:
             self._stopped = True
             for process in self._processes:
                 process.terminate()
+
+
+def _run(words: Sequence[str], variables: Mapping[str, str], log: Path) -> None:
+    """Runs `hvdcomp` with these arguments in this process, which writes what it prints to a file."""
+    os.setsid()  # Ctrl-C reaches the benchmark only, which ends its trainings
+    with log.open("wb") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    os.environ.update(variables)
+    from hvdcomp.tools.cli import main
+
+    main(words, prog_name="hvdcomp")
 
 
 def _outcome(run: Run, about: Mapping[str, Any]) -> str:
