@@ -63,6 +63,13 @@ FAMILIES = (  # pairs of models, and of the data on which they can be trained
 )
 
 OPTIMIZERS = ("sgd", "adamw", "compressed-adam", "muon")
+
+
+def is_dotted(optimizer: str) -> bool:
+    """Whether this names a class or a function of a module, such as torch.optim.Adafactor."""
+    return all(part.isidentifier() for part in optimizer.split(".")) and "." in optimizer
+
+
 MUON_MODELS = ("mlp", "cnn", "cnn1d", "vit", "dlrm", "encoder", *TEXT_MODELS)  # models with hidden matrices
 SCHEDULES = ("step", "cosine")
 
@@ -175,9 +182,12 @@ class TrainingOptions:
     )
     batch_size: int | None = option(None, "Samples per rank and backward pass.", at_least(1))
     optimizer: str | None = option(
-        None, "Optimizer. muon (only in PyTorch) uses Muon for hidden matrices, and AdamW for the head, embeddings, "
-        "convolutions, norms and biases.",
-        choices=OPTIMIZERS, shown="adamw for gpt, vit, encoder and heavy-tails, else sgd", before="sgd",
+        None, f"Optimizer: {', '.join(OPTIMIZERS)}, or a class of an installed package, such as torch.optim.Adafactor "
+        "(only in PyTorch). muon (only in PyTorch) uses Muon for hidden matrices, and AdamW for the head, embeddings, "
+        "convolutions, norms and biases. A class of a package gets the parameters, the weight decay and --lr, and "
+        "keeps its own defaults for everything else. For other values, name a function of a module of yours that takes "
+        "parameter groups and lr=, and returns an optimizer.",
+        metavar="NAME", shown="adamw for gpt, vit, encoder and heavy-tails, else sgd", before="sgd",
     )
     lr: float | None = option(None, "Learning rate. It is not scaled by the number of ranks.", _POSITIVE)
     momentum: float = option(0.9, "Momentum of SGD.", below(0, 1))
@@ -330,6 +340,11 @@ class TrainingOptions:
     def _check_names(self) -> None:
         backends = BACKENDS if self.simulate_ranks is None else ("auto", SIMULATED)
         check(self, SetupError, {"backend": backends})
+        if self.optimizer is not None and self.optimizer not in OPTIMIZERS and not is_dotted(self.optimizer):
+            raise SetupError(
+                f"--optimizer {self.optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)}, or name a class with "
+                "its module, such as torch.optim.Adafactor"
+            )
         suitable = [name for models, data in FAMILIES if self.model in models for name in data]
         if self.data not in suitable:
             raise SetupError(
@@ -382,6 +397,11 @@ class TrainingOptions:
             (
                 self.model not in TORCH_MODELS or self.framework == "torch",
                 f"--model {self.model} works only with --framework torch",
+            ),
+            (
+                self.framework == "torch" or not is_dotted(self.optimizer or ""),
+                f"--optimizer {self.optimizer} works only with --framework torch; use --optimizer adamw with "
+                f"--framework {self.framework}",
             ),
             (
                 self.optimizer != "muon" or self.framework == "torch",

@@ -26,10 +26,11 @@ from hvdcomp.files import write_file
 from hvdcomp.tools.train import environment
 from hvdcomp.tools.train.dataset import DataSet
 from hvdcomp.tools.train.learner import Arrays, Learner, reading
-from hvdcomp.tools.train.models_torch import build_model, hidden_matrices
+from hvdcomp.tools.train.models_torch import build_model
+from hvdcomp.tools.train.optimizers_torch import build_optimizer, prepare
 from hvdcomp.tools.train.options import SetupError, TrainingOptions
 from hvdcomp.tools.train.ranks import Ranks
-from hvdcomp.torch import CompressedAdam, LocalSteps, MuonWithAdamW, RowExchange
+from hvdcomp.torch import CompressedAdam, LocalSteps, RowExchange
 
 _SHARED, OWN = "model.pt", "rank-{}.pt"  # the files of a checkpoint
 OWN_ENTRIES = ("buffers", "random", "cuda_random")  # the keys of `_own_state`
@@ -63,40 +64,8 @@ class TorchLearner(Learner):
 
     def _begin(self) -> None:
         """Creates the optimizer. Call it at the end of `broadcast`."""
-        self._optimizer = self._new_optimizer()
+        self._optimizer = build_optimizer(self._options, self._model)
         torch.manual_seed(self._options.seed + self._rank * 2**31)
-
-    def _new_optimizer(self) -> torch.optim.Optimizer:
-        """An optimizer for all parameters, without state. The learning rate of the optimizer is set before each
-        step."""
-        options, model = self._options, self._model
-        decay = options.weight_decay or 0.0
-        if options.optimizer == "sgd":
-            return torch.optim.SGD(
-                model.parameters(), lr=0.0, momentum=options.momentum, nesterov=options.nesterov, weight_decay=decay
-            )
-        matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-        vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
-        groups: list[dict[str, Any]] = [
-            {"params": matrices, "weight_decay": decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        if options.optimizer == "adamw":
-            return torch.optim.AdamW(groups, lr=0.0, betas=options.betas)
-        if options.optimizer == "muon":
-            hidden = hidden_matrices(model)
-            groups[0]["params"] = [matrix for matrix in matrices if matrix not in {*hidden}]
-            groups.insert(0, {"params": hidden, "weight_decay": decay, "use_muon": True})
-            return MuonWithAdamW(groups, lr=0.0, adamw={"betas": options.betas})
-        return CompressedAdam(
-            groups,
-            lr=0.0,
-            betas=options.betas,
-            freeze_after=options.freeze_after,
-            warm_up=options.freeze_compression,
-            local_steps=int(options.local_steps),
-            refreshes_per_gap=options.refreshes_per_gap,
-        )
 
     def compression(self, spec: str, **options: Any) -> Compression:
         layers = [(name, parameter) for name, parameter in self._model.named_parameters() if name not in self._tables]
@@ -131,6 +100,7 @@ class TorchLearner(Learner):
     def step(self, inputs: np.ndarray, targets: np.ndarray, accumulation: int) -> float:
         passes = accumulation * self._options.backward_passes_per_step
         self._model.train()
+        prepare(self._optimizer, training=True)
         self._optimizer.zero_grad()
         total = torch.zeros((), device=self._device)
         parts = [self._tensor(array).chunk(passes) for array in (inputs, targets)]
@@ -194,6 +164,7 @@ class TorchLearner(Learner):
     @torch.no_grad()
     def evaluate(self, inputs: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
         self._model.eval()
+        prepare(self._optimizer, training=False)
         answers = self._tensor(targets)
         outputs = self._model(self._tensor(inputs))
         right = 0 if answers.is_floating_point() else int((outputs.argmax(dim=-1) == answers).sum().item())

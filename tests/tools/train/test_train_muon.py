@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +17,8 @@ if not hasattr(torch.optim, "Muon"):
 
 from hvdcomp.tools.train.frameworks import build_model  # noqa: E402
 from hvdcomp.tools.train.models_torch import hidden_matrices  # noqa: E402
+from hvdcomp.tools.train.optimizers_torch import build_optimizer  # noqa: E402
 from hvdcomp.tools.train.options import MODELS, MUON_MODELS, TrainingOptions  # noqa: E402
-from hvdcomp.tools.train.torch_learner import TorchLearner  # noqa: E402
 from hvdcomp.torch import MuonWithAdamW  # noqa: E402
 
 _LAYERS = ("attention", "projection", "expansion", "contraction")
@@ -46,7 +45,7 @@ def _optimizer_of_a_run(name: str, model: torch.nn.Module) -> MuonWithAdamW:
     given = TrainingOptions(
         model=name, data=_DATA.get(name, "digits"), optimizer="muon", betas=_BETAS, weight_decay=_DECAY
     )
-    found = TorchLearner._new_optimizer(SimpleNamespace(_options=given.resolved(), _model=model))  # type: ignore[arg-type]
+    found = build_optimizer(given.resolved(), model)
     assert isinstance(found, MuonWithAdamW)
     return found
 

@@ -1,0 +1,97 @@
+"""The optimizers of `hvdcomp train` in PyTorch: those with a name, and those of other packages."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hvdcomp.tools.train.models_torch import hidden_matrices
+from hvdcomp.tools.train.options import SetupError, TrainingOptions, is_dotted
+from hvdcomp.torch import CompressedAdam, MuonWithAdamW
+
+
+def build_optimizer(options: TrainingOptions, model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer for all parameters, without state. The learning rate of the optimizer is set before each step.
+
+    Raises:
+        SetupError: if the optimizer is of another package, and cannot be imported or made.
+    """
+    decay = options.weight_decay or 0.0
+    if options.optimizer == "sgd":
+        return torch.optim.SGD(
+            model.parameters(), lr=0.0, momentum=options.momentum, nesterov=options.nesterov, weight_decay=decay
+        )
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    if options.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=0.0, betas=options.betas)
+    if options.optimizer == "muon":
+        hidden = hidden_matrices(model)
+        groups[0]["params"] = [matrix for matrix in matrices if matrix not in {*hidden}]
+        groups.insert(0, {"params": hidden, "weight_decay": decay, "use_muon": True})
+        return MuonWithAdamW(groups, lr=0.0, adamw={"betas": options.betas})
+    if options.optimizer == "compressed-adam":
+        return CompressedAdam(
+            groups,
+            lr=0.0,
+            betas=options.betas,
+            freeze_after=options.freeze_after,
+            warm_up=options.freeze_compression,
+            local_steps=int(options.local_steps),
+            refreshes_per_gap=options.refreshes_per_gap,
+        )
+    return _of_other_package(options, groups)
+
+
+def _of_other_package(options: TrainingOptions, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    shown = f"--optimizer {options.optimizer}"
+    make = _imported(options.optimizer or "", shown)
+    groups = [group for group in groups if group["params"]]  # some optimizers refuse a group without parameters
+    try:
+        optimizer = make(groups, lr=options.lr)  # some optimizers refuse a rate of 0
+    except Exception as error:
+        raise SetupError(
+            f"{shown} does not take the parameter groups of a model and lr=: {type(error).__name__}: {error}; write a "
+            "function that takes them and returns the optimizer, and name this function"
+        ) from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise SetupError(
+            f"{shown} makes an object of type {type(optimizer).__name__}; name a class of torch.optim.Optimizer, or a "
+            "function that returns an optimizer"
+        )
+    return optimizer
+
+
+def _imported(name: str, shown: str) -> Callable[..., Any]:
+    """The class or function with a dotted name."""
+    assert is_dotted(name)
+    module, _, attribute = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise SetupError(
+            f"{shown} cannot be imported: {error}; name a class of an installed package, such as "
+            "torch.optim.Adafactor, or a function in a module of this folder (with PYTHONPATH=.)"
+        ) from error
+    if not callable(found):
+        raise SetupError(f"{shown} is neither a class nor a function, but of type {type(found).__name__}")
+    return found  # type: ignore[no-any-return]
+
+
+def prepare(optimizer: torch.optim.Optimizer, *, training: bool) -> None:
+    """Exchanges the weights of an optimizer that trains other weights than it evaluates, such as schedule-free AdamW.
+
+    Args:
+        training: whether the next step comes next, rather than an evaluation.
+    """
+    change = getattr(optimizer, "train" if training else "eval", None)
+    if change is not None:
+        change()
