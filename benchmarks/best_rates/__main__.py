@@ -27,7 +27,7 @@ import click
 
 from benchmarks.best_rates.page import write_page
 from benchmarks.best_rates.plan import OWN, SAME, STAGES, Item, estimates, items, next_items, variant_runs
-from benchmarks.best_rates.rows import TRAINED, WORKLOADS, RateRun, methods_of, name_of
+from benchmarks.best_rates.rows import TRAINED, WORKLOADS, WORKLOADS_OF_OTHERS, RateRun, methods_of, name_of
 from benchmarks.best_rates.search import (
     FARTHEST,
     HELD_OUT,
@@ -91,7 +91,7 @@ def show_plan(plan: Sequence[Item], runs: Path, console: Any) -> None:
 
 
 @click.command()
-@options_of_trainings(WORKLOADS, "best-rates", seeds=",".join(map(str, HELD_OUT)))
+@options_of_trainings({**WORKLOADS, **WORKLOADS_OF_OTHERS}, "best-rates", seeds=",".join(map(str, HELD_OUT)))
 @click.option("--only", multiple=True, metavar="METHOD", help="A row, or a compressor; repeatable; default: all.")
 def main(
     workloads: tuple[str, ...],
@@ -107,7 +107,7 @@ def main(
     if SEARCHED in seeds:
         raise click.BadParameter(f"the search sees {SEARCHED}; give others, from 101 on", param_hint="--seeds")
     console = make_console(soft_wrap=True)
-    names = workloads or tuple(WORKLOADS)
+    names = workloads or (*WORKLOADS, *WORKLOADS_OF_OTHERS)
 
     def plan() -> list[Item]:
         return [item for item in items(runs) if item.workload in names and _is_chosen(item.method, only)]

@@ -15,6 +15,7 @@ from benchmarks.best_rates.rows import (
     LONGER,
     MANY_RANKS,
     METHODS_OF_MANY_RANKS,
+    OTHER_OPTIMIZERS,
     SEEDS_OF_VARIANTS,
     TRAINED,
     WORKLOADS,
@@ -31,6 +32,7 @@ STAGES = (
     "three times as many steps",
     "all methods at dense training's best rate",
     "sixteen ranks",
+    "optimizers of other packages",
 )
 OWN, SAME = "at its own best rate", "at dense training's best rate"
 
@@ -178,7 +180,7 @@ def seconds_of(workload: str, runs: Path) -> tuple[float, float]:
     return _QUIET_SECONDS[workload], _QUIET_SECONDS[workload]
 
 
-_SIMILAR = {LONG: float(LONGER), MANY_RANKS: 4.0, "-muon": 1.0}
+_SIMILAR = {LONG: float(LONGER), MANY_RANKS: 4.0, "-muon": 1.0, **{f"-{name}": 1.0 for name in OTHER_OPTIMIZERS}}
 """Times the seconds of the workload without this part of its name."""
 
 

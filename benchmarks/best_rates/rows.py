@@ -40,6 +40,30 @@ WORKLOADS: dict[str, dict[str, Any]] = {
 }
 """The options of `hvdcomp train`; the learning rate is that at which the first search begins."""
 
+OTHER_OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adafactor": {"optimizer": "torch.optim.Adafactor", "lr": 2.0},
+    "adamw-8bit": {"optimizer": "bitsandbytes.optim.AdamW8bit", "lr": 1.0},
+    "galore": {"optimizer": "benchmarks.best_rates.galore.galore", "lr": 1.0},
+    "lion": {"optimizer": "pytorch_optimizer.Lion", "lr": 0.125},
+    "schedule-free": {"optimizer": "pytorch_optimizer.ScheduleFreeAdamW", "lr": 1.0, "schedule": "step"},
+    "soap": {"optimizer": "pytorch_optimizer.SOAP", "lr": 0.5},
+}
+"""By name, optimizers of other packages: what they change in a workload of AdamW. The learning rate at which the first
+search begins is a multiple of the workload's."""
+
+
+def _of_other_optimizers(task: str) -> dict[str, dict[str, Any]]:
+    given = WORKLOADS[task]
+    return {
+        f"{task}-{name}": {**given, **changes, "lr": changes["lr"] * given["lr"]}
+        for name, changes in OTHER_OPTIMIZERS.items()
+    }
+
+
+TASKS_OF_OTHERS = ("heavy-tails", "sorting")
+"""The workloads that are trained with other optimizers, too: those of AdamW that are quick."""
+WORKLOADS_OF_OTHERS = {name: one for task in TASKS_OF_OTHERS for name, one in _of_other_optimizers(task).items()}
+
 DENSE = "none"
 PAIRS = {"eden": ("terngrad", "powersgd"), "eden:bits=1": ("powersgd",)}
 """The methods, and their rivals. PowerSGD has the lowest rank that sends at least as many bytes."""
@@ -83,6 +107,9 @@ CANDIDATES = {
 }
 """The compressors among which README's table chooses, by optimizer, from the fewest bytes to the most."""
 
+METHODS_OF_OTHERS = ("topk:ratio=0.01", "eden:bits=1", "eden", "int4")
+"""The compressors that are trained with other optimizers, from the fewest bytes to the most."""
+
 LONGER = 3
 """Times as many steps as in a workload of long trainings."""
 LONG, MANY_RANKS = "-long", "-16"
@@ -97,7 +124,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     **{name + MANY_RANKS: {**WORKLOADS[name], "simulate_ranks": 16} for name in ("mnist1d", "lstm", "gpt", "gpt-muon")},
 }
-TRAINED = {**WORKLOADS, **VARIANTS}
+TRAINED = {**WORKLOADS, **WORKLOADS_OF_OTHERS, **VARIANTS}
 
 
 def is_accuracy(workload: str) -> bool:
@@ -124,6 +151,8 @@ def _of_equal_bytes(workload: str, spec: str) -> str:
 
 def methods_of(workload: str) -> list[str]:
     """The specs, and names of `NAMED`, that a workload is trained with, dense training first."""
+    if workload in WORKLOADS_OF_OTHERS:
+        return [DENSE, *METHODS_OF_OTHERS]
     options = TRAINED[workload]
     optimizer = options["optimizer"]
     if options["data"] in QUICK_RANKS:

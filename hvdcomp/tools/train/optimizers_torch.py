@@ -83,7 +83,7 @@ def _imported(name: str, shown: str) -> Callable[..., Any]:
         ) from error
     if not callable(found):
         raise SetupError(f"{shown} is neither a class nor a function, but of type {type(found).__name__}")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def prepare(optimizer: torch.optim.Optimizer, *, training: bool) -> None:

@@ -342,8 +342,8 @@ class TrainingOptions:
         check(self, SetupError, {"backend": backends})
         if self.optimizer is not None and self.optimizer not in OPTIMIZERS and not is_dotted(self.optimizer):
             raise SetupError(
-                f"--optimizer {self.optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)}, or name a class with "
-                "its module, such as torch.optim.Adafactor"
+                f"--optimizer {self.optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)}, or name a class "
+                "with its module, such as torch.optim.Adafactor"
             )
         suitable = [name for models, data in FAMILIES if self.model in models for name in data]
         if self.data not in suitable:

