@@ -19,6 +19,7 @@ from benchmarks.best_rates.rows import (
     SEEDS_OF_VARIANTS,
     TRAINED,
     WORKLOADS,
+    WORKLOADS_OF_OTHERS,
     RateRun,
     methods_of,
 )
@@ -98,6 +99,9 @@ def _items(runs: Path) -> Iterator[Item]:
     for workload in (name for name in by_time if name + MANY_RANKS in TRAINED):
         for method in METHODS_OF_MANY_RANKS:
             yield Item(4, MANY_RANKS, workload, method)
+    for workload in WORKLOADS_OF_OTHERS:
+        for method in methods_of(workload):
+            yield Item(5, OWN, workload, method)
 
 
 def _with_control(methods: Sequence[str]) -> list[str]:
