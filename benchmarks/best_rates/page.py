@@ -17,6 +17,7 @@ from benchmarks.best_rates.rows import (
     SEEDS_OF_VARIANTS,
     TRAINED,
     WORKLOADS,
+    WORKLOADS_OF_OTHERS,
     is_accuracy,
     rate_of,
     rivals_of,
@@ -32,7 +33,7 @@ ByWorkload = Mapping[str, Mapping[str, Outcome]]
 
 def write_page(file: Path, runs: Path, seeds: Sequence[int]) -> bool:
     """Writes the page of all trainings in the file of records, and a CSV file beside it; False if there are none."""
-    records = list(kept_records(runs).values())
+    records = [one for one in kept_records(runs).values() if one["workload"] not in WORKLOADS_OF_OTHERS]
     if not records:
         return False
     found = {name: outcomes_of(name, runs, seeds) for name in WORKLOADS}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.best_rates import plan, rows, rule, search, which_method
+from benchmarks.best_rates import optimizers, plan, rows, rule, search, which_method
 from benchmarks.best_rates.__main__ import main
 from benchmarks.quality.equal_bytes import payload_bytes
 from hvdcomp.files import csv_of
@@ -309,3 +309,51 @@ def test_a_variant_has_three_times_the_steps_or_four_times_the_ranks() -> None:
         else:
             other = {"simulate_ranks": 4 * base["simulate_ranks"]}
         assert options == {**base, **other}
+
+
+# Optimizers of other packages.
+
+
+def test_the_page_of_optimizers_names_by_the_rule_what_to_use(records: Records, tmp_path: Path) -> None:
+    for workload, losses in (("heavy-tails-soap", (30.0, 2.0, 0.5)), ("sorting-soap", (40.0, 0.5, 0.0))):
+        records.add(workload, "none", 0.0)
+        for method, lost in zip(("topk:ratio=0.01", "eden:bits=1", "eden"), losses, strict=True):
+            records.add(workload, method, lost)
+    records.add("heavy-tails-lion", "none", 0.0)
+    records.add("heavy-tails-lion", "eden", math.nan)
+    file = tmp_path / "optimizers.md"
+    done = CliRunner().invoke(optimizers.main, ["--runs", str(records.runs), "--table", str(file)])
+    assert done.exit_code == 0, done.output
+    page = file.read_text()
+    assert "| SOAP | `eden` (13 times fewer) | `eden:bits=1` (22 times fewer) |  |" in page
+    first, second = page.partition("## sorting")[::2]
+    assert "| SOAP | 0.008 | 2.0000 ± 0.0000 | +30.0 ± 0.0 | +2.0 ± 0.0 | +0.5 ± 0.0 | not measured |" in first
+    assert "| SOAP | 0.004 | 90.00 ± 0.00 | +40.0 ± 0.0 | +0.5 ± 0.0 | +0.0 ± 0.0 | not measured |" in second
+    assert "| Lion | 0.002 | 2.0000 ± 0.0000 | not measured | not measured | 5 diverged | not measured |" in first
+    assert "Lion" not in second.partition("## How")[0], "without uncompressed training there is nothing to compare with"
+
+
+@pytest.mark.parametrize("workload", rows.WORKLOADS_OF_OTHERS)
+def test_a_workload_of_another_optimizer_is_that_of_adamw_with_this_optimizer(workload: str, tmp_path: Path) -> None:
+    task = next(task for task in rows.TASKS_OF_OTHERS if workload.startswith(task))
+    options = TrainingOptions(**rows.RateRun(workload, 0, tmp_path, "eden", 0).options).resolved()
+    like = TrainingOptions(**rows.RateRun(task, 0, tmp_path, "eden", 0).options).resolved()
+    differing = {name for name, value in vars(like).items() if vars(options)[name] != value}
+    assert differing <= {"optimizer", "lr", "schedule"}
+    assert "optimizer" in differing
+    assert ("schedule" in differing) == workload.endswith("schedule-free"), "which has no schedule"
+
+
+def test_galore_projects_hidden_matrices_to_a_quarter_of_their_rank() -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("pytorch_optimizer", reason="pip install pytorch-optimizer")
+    from benchmarks.best_rates.galore import galore
+
+    shapes = ((64, 192), (192, 64), (1, 64), (256, 128), (64,))
+    parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
+    found = galore([{"params": parameters[:-1], "weight_decay": 0.1}, {"params": parameters[-1:]}], 0.01)
+    of_shape = {tuple(one.shape): group for group in found.param_groups for one in group["params"]}
+    assert {shape: group.get("rank") for shape, group in of_shape.items()} == dict(
+        zip(shapes, (16, 16, None, 32, None), strict=True)
+    )
+    assert all(group["weight_decay"] == 0.1 for shape, group in of_shape.items() if shape != (64,))

@@ -1,0 +1,171 @@
+"""Writes docs/optimizers.md: which method goes with which optimizer, from the trainings of best learning rates.
+
+    python -m benchmarks.best_rates.optimizers
+
+It reads benchmarks/measured/best-rates/trainings.csv, and trains nothing. `python -m benchmarks.best_rates --workload
+sorting-soap` adds trainings of one optimizer on one task.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from benchmarks.best_rates.outcomes import Outcome, outcome_of
+from benchmarks.best_rates.page import in_one_sentence
+from benchmarks.best_rates.rows import (
+    DENSE,
+    METHODS_OF_OTHERS,
+    TASKS_OF_OTHERS,
+    is_accuracy,
+    rate_of,
+)
+from benchmarks.best_rates.rule import BOUNDS, Situation, chosen, standings_of, undecided
+from benchmarks.best_rates.search import HELD_OUT
+from benchmarks.pages import MEASURED, filled, findings_of, with_interval
+from benchmarks.trainings import kept_records
+from hvdcomp.files import commits_in_words, provenance_last, replace_text
+
+OPTIMIZERS = {
+    "AdamW": "",
+    "AdamW in 8 bits (bitsandbytes)": "-adamw-8bit",
+    "Adafactor (PyTorch)": "-adafactor",
+    "GaLore, rank 1/4": "-galore",
+    "Lion": "-lion",
+    "Muon": "-muon",
+    "schedule-free AdamW": "-schedule-free",
+    "SOAP": "-soap",
+}
+"""By name, the end of the names of the optimizer's workloads."""
+TASKS = {
+    "heavy-tails": "A regression with outliers: a network with two hidden layers, 400 steps.",
+    "sorting": "A transformer that sorts 16 numbers: two layers, 300 steps.",
+}
+
+
+def write_page(file: Path, runs: Path) -> None:
+    """Writes the page of all records in a folder."""
+    records = [one for one in kept_records(runs).values() if _task_of(one["workload"])]
+    commits = commits_in_words(record["commit"] for record in records) if records else "none"
+    lines = [
+        "# Which method goes with which optimizer",
+        "",
+        filled(
+            "After this page you can choose a compression method for optimizers other than SGD and AdamW. Each method "
+            "was trained at its own best learning rate, and is compared with uncompressed training by the same "
+            "optimizer at the best learning rate of uncompressed training."
+        ),
+        "",
+        "Made by `python -m benchmarks.best_rates.optimizers`,\nfrom trainings at commit " + commits + ".",
+        "",
+        findings_of(file),
+        "",
+        "<!-- made: tables -->",
+        *_choices(runs),
+        *(line for task in TASKS_OF_OTHERS for line in _section(task, runs)),
+        *_method(),
+        "<!-- end of tables -->",
+    ]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(file, provenance_last("\n".join(lines).rstrip() + "\n"))
+
+
+def _task_of(workload: str) -> str | None:
+    """The task of a workload of this page; None for any other workload."""
+    return next((task for task in TASKS for end in OPTIMIZERS.values() if workload == task + end), None)
+
+
+def _choices(runs: Path) -> list[str]:
+    lines = []
+    for name, end in OPTIMIZERS.items():
+        workloads = tuple(task + end for task in TASKS_OF_OTHERS)
+        standings = standings_of(Situation(name, workloads, METHODS_OF_OTHERS, None), runs)
+        found, missing = chosen(standings), undecided(standings)
+        first, second = found.get(BOUNDS[0]), found.get(BOUNDS[1])
+        best, next_best = (
+            "-" if one is None else f"`{one.method}` ({one.factor:.0f} times fewer)" for one in (first, second)
+        )
+        still = in_one_sentence([f"`{standing.method}`" for standing in missing])
+        lines.append(f"| {name} | {best} | {next_best} | {still} |")
+    return [
+        "## What to use",
+        "",
+        filled(
+            "The table shows the method that sends the fewest bytes among the methods that lose little on both tasks. "
+            f"The second column allows a loss of at most {BOUNDS[0]:g} % or {BOUNDS[0]:g} point of accuracy, at the "
+            f"upper end of the 95 % interval; the third column allows {BOUNDS[1]:g}. A method is in the third column "
+            "only if it sends fewer bytes than the method in the second column."
+        ),
+        "",
+        f"| optimizer | loses at most {BOUNDS[0]:g} | loses at most {BOUNDS[1]:g} | not measured yet |",
+        "|---|---|---|---|",
+        *lines,
+        "",
+    ]
+
+
+def _section(task: str, runs: Path) -> list[str]:
+    unit = "points of accuracy" if is_accuracy(task) else "% of the loss"
+    quality = "accuracy (%)" if is_accuracy(task) else "validation loss"
+    lines = []
+    for name, end in OPTIMIZERS.items():
+        dense = outcome_of(task + end, DENSE, runs, HELD_OUT)
+        if dense.lacks:
+            continue
+        own = dense.complete
+        cells = [f"{rate_of(task + end, own.doublings):g}", own.shown]
+        cells += [_lost(outcome_of(task + end, method, runs, HELD_OUT), dense) for method in METHODS_OF_OTHERS]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    head = ["optimizer", "best rate", f"uncompressed: {quality}", *(f"`{method}`" for method in METHODS_OF_OTHERS)]
+    return [
+        f"## {task}",
+        "",
+        filled(
+            f"{TASKS[task]} The columns of methods show how much worse the method is than uncompressed training, in "
+            f"{unit}."
+        ),
+        "",
+        f"| {' | '.join(head)} |",
+        f"|---|{'--:|' * (len(head) - 1)}",
+        *(lines or ["| no complete row yet |" + " |" * (len(head) - 1)]),
+        "",
+    ]
+
+
+def _lost(outcome: Outcome, dense: Outcome) -> str:
+    if outcome.lacks:
+        return "not measured"
+    own = outcome.complete
+    return f"{own.diverged} diverged" if own.diverged else with_interval(own.lost_beside(dense.complete), "+.1f")
+
+
+def _method() -> list[str]:
+    packages = ("pytorch-optimizer 4.1.0 (GaLore, Lion, schedule-free AdamW, SOAP)", "bitsandbytes 0.50.2")
+    items = (
+        f"**Ranks and seeds**: four simulated ranks. The tables show the means of the seeds "
+        f"{in_one_sentence([str(seed) for seed in HELD_OUT])} with their 95 % intervals.",
+        "**Learning rates**: rates that differ by factors of two, trained with seed 0, until the best rate is between "
+        "two worse rates. Every method and every optimizer has a search of its own.",
+        "**Other options** of an optimizer keep the defaults of its package. For GaLore, the rank of a projection is a "
+        "quarter of the matrix's smaller side, and the projection changes every 50 steps. Schedule-free AdamW has a "
+        "constant learning rate after the warm-up; all other optimizers have a cosine. The weight decay is that of the "
+        "trainings with AdamW: 0 for the regression, and 0.1 for the transformer.",
+        f"**Packages**: {in_one_sentence(packages)}. Adafactor and Muon are those of PyTorch.",
+        "**Train with such an optimizer yourself**: `hvdcomp train` takes the name of a class, for example "
+        "`hvdcomp train --optimizer pytorch_optimizer.SOAP`.",
+    )
+    return ["## How this was measured", "", *(filled(item, bullet=True) for item in items), ""]
+
+
+@click.command()
+@click.option("--runs", type=click.Path(path_type=Path), default=MEASURED / "best-rates", show_default=True)
+@click.option("--table", type=click.Path(path_type=Path), default=Path("docs/optimizers.md"), show_default=True)
+def main(runs: Path, table: Path) -> None:
+    """Writes the page of methods by optimizer from the records of trainings."""
+    write_page(table, runs)
+    click.echo(f"wrote {table}")
+
+
+if __name__ == "__main__":
+    main()
