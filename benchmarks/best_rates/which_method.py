@@ -91,7 +91,7 @@ def table_of(runs: Path) -> str:
 
 
 def rows_of(situation: Situation, runs: Path) -> list[tuple[str, str, str, str]]:
-    """The rows of a situation: what the rule chooses, else what was chosen at one rate; and what is not measured."""
+    """The rows of a situation: what the rule chooses; else what was chosen at one rate; else what is not measured."""
     standings = standings_of(situation, runs)
     found, missing = chosen(standings), undecided(standings)
     rows: list[tuple[str, str, str, str]] = []
@@ -101,7 +101,7 @@ def rows_of(situation: Situation, runs: Path) -> list[tuple[str, str, str, str]]
     if BOUNDS[0] not in found and missing:
         old = AT_ONE_RATE.get(situation.optimizer or "", ())
         rows += [(name, method, factor, quality + ONE_RATE) for name, method, factor, quality in old]
-    if missing:
+    if missing and not rows:
         first, others = [_shown(standing.method) for standing in missing[:2]], len(missing) - 2
         first += [f"{others} other{'s' if others > 1 else ''}"] if others > 0 else []
         best = "each at its own best learning rate" if len(missing) > 1 else "at its own best learning rate"
