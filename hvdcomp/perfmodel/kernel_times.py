@@ -89,7 +89,8 @@ def _element_s(moved: float, picoseconds: float, card: Card) -> float:
 
 # Bytes of an element: making x takes 12 if residuals are kept (gradient and residual are read, x is written), or else
 # 4, and a momentum 8 more. The payload is written once and read once, and a result takes 4. Codes read x once more,
-# after their scales are known. PowerSGD multiplies x once more (4), and its decoding reads and writes x (8).
+# after their scales are known; not those of EDEN, which has a scale for each block, and makes the codes of a block while
+# the block is in registers. PowerSGD multiplies x once more (4), and its decoding reads and writes x (8).
 _SCATTERED = 64 * 0.01  # 1 % of the elements, each in a sector of 32 bytes that is read and written
 
 _SAME = "of the same kernels"
@@ -120,8 +121,8 @@ KERNELS = {
     "int4": Kernels(12, 25, 3.8, 0.5, 1.6, f"estimated: int8 with residuals, {_BY_CPU}presets.json)"),
     "fp8": Kernels(12, 14, 2.0, 1.0, 0.4),
     "bf16": Kernels(7, 12, 0.4, 2.0, 0.3, ROOFLINE),
-    "eden": Kernels(12, 12.5, 6.7, 0.25, 1.8, f"estimated: qsgd:bits=2, {_BY_CPU}presets-rotated.json)"),
-    "eden:bits=1": Kernels(12, 12.25, 6.0, 0.125, 1.6, f"estimated: qsgd:bits=2, {_BY_CPU}presets-rotated.json)"),
+    "eden": Kernels(12, 8.5, 6.7, 0.25, 1.8, f"estimated: qsgd:bits=2, {_BY_CPU}presets-rotated.json)"),
+    "eden:bits=1": Kernels(12, 8.25, 6.0, 0.125, 1.6, f"estimated: qsgd:bits=2, {_BY_CPU}presets-rotated.json)"),
 }
 """The kernels of each method, by its spec."""
 
