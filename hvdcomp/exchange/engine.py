@@ -32,7 +32,7 @@ from hvdcomp.compressors.two_level import within
 from hvdcomp.exchange.buckets import BucketOrGroup, Buckets, in_parts
 from hvdcomp.exchange.clock import Spans
 from hvdcomp.exchange.engine_bucket import Sums
-from hvdcomp.exchange.ledger import Ledger, Sent, StepCost
+from hvdcomp.exchange.ledger import Cost, Ledger, Part, Sent, StepCost
 from hvdcomp.exchange.nodes import FoundLevels
 from hvdcomp.exchange.overlap import Overlap
 from hvdcomp.exchange.plan import Planner
@@ -100,6 +100,7 @@ class Engine:
         self.buckets = Buckets(self.tensors, self.states, self.planner.memory_for, warns, gathered_bytes, ranks)
         self.before_compress: BeforeCompress | None = None
         self.found_inf: Array | None = None
+        self._elsewhere: dict[str, Cost] = {}  # tensors of the present step that the binding exchanges itself
         self._forget_sent: Callable[[], None] | None = None  # call it before the next step
         self.overlap = Overlap(communicator, self.tensors, self.buckets, self.ledger.clock, overlap_bytes)
 
@@ -126,6 +127,7 @@ class Engine:
     def begin(self) -> Plan:
         """`Planner.begin`. Waits for the device if the step before sent whole residuals."""
         self.overlap.end()  # needed if the step before ended with an error
+        self._elsewhere = {}
         if self._forget_sent is not None:
             self._forget_sent()
             self._forget_sent = None
@@ -161,8 +163,10 @@ class Engine:
         """
         cost = self.planner.cost_of_casts(names)
         bytes_beside = self.bytes_beside(len(names)) if beside else 0
-        sums = (cost.bytes_sent + bytes_beside, cost.dense_bytes, cost.floats_sent)
-        self.ledger.record(StepCost(*sums, step=self.step_number, parts=cost.parts))
+        elsewhere, sent = self._take_elsewhere()
+        parts = (*cost.parts, elsewhere) if elsewhere else cost.parts
+        sent += Sent(cost.bytes_sent + bytes_beside)
+        self.ledger.record(self.ledger.step_cost(self.step_number, parts, sent))
         self.step_number += 1
 
     def enter_alone(self, names: Set[str], bytes_beside: int = 0) -> None:
@@ -171,6 +175,15 @@ class Engine:
         dense = sum(cost.dense_bytes for cost in part.values())
         self.ledger.record(StepCost(bytes_beside, dense, step=self.step_number, parts=(part,)))
         self.step_number += 1
+
+    def count_elsewhere(self, name: str, nbytes: int) -> None:
+        """Counts the bytes of a gradient that the binding itself exchanges, uncompressed, in the present step."""
+        self._elsewhere[name] = Cost(nbytes, nbytes, nbytes / 4)
+
+    def _take_elsewhere(self) -> tuple[Part, Sent]:
+        """What `count_elsewhere` has counted in the present step."""
+        part, self._elsewhere = self._elsewhere, {}
+        return part, Sent(sum(cost.bytes_sent for cost in part.values()))
 
     # A step.
 
@@ -290,8 +303,11 @@ class Engine:
     def _record(self, xp: ModuleType, waves: Sequence[Wave], number_of_tensors: int, kept: Set[str]) -> None:
         """Enters the costs of a step in the ledger, after its end."""
         rounds = [span for wave in waves for span in wave.rounds]
-        sent = sum((wave.sent for wave in waves), Sent(self.bytes_beside(number_of_tensors)))
+        elsewhere, sent = self._take_elsewhere()
+        sent = sum((wave.sent for wave in waves), sent + Sent(self.bytes_beside(number_of_tensors)))
         parts_and_spans = [bucket.part for wave in waves for bucket in wave.buckets]
+        if elsewhere:
+            parts_and_spans.append((elsewhere, Spans([], [])))
         if kept:
             parts_and_spans.append((self.planner.costs_of_nothing(kept), Spans([], [])))
         parts, spans = zip(*parts_and_spans, strict=True)

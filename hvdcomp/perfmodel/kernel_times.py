@@ -89,8 +89,8 @@ def _element_s(moved: float, picoseconds: float, card: Card) -> float:
 
 # Bytes of an element: making x takes 12 if residuals are kept (gradient and residual are read, x is written), or else
 # 4, and a momentum 8 more. The payload is written once and read once, and a result takes 4. Codes read x once more,
-# after their scales are known; not those of EDEN, which has a scale for each block, and makes the codes of a block while
-# the block is in registers. PowerSGD multiplies x once more (4), and its decoding reads and writes x (8).
+# after their scales are known. EDEN has a scale for each block, and makes the codes of a block while the block is in
+# registers. PowerSGD multiplies x once more (4), and its decoding reads and writes x (8).
 _SCATTERED = 64 * 0.01  # 1 % of the elements, each in a sector of 32 bytes that is read and written
 
 _SAME = "of the same kernels"

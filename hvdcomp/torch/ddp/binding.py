@@ -163,6 +163,8 @@ class DDPBinding(TorchTraining):
         whole = self._wire is not None or buffer.is_sparse
         if whole:
             self.observe("local", gradients)  # now, because means will overwrite the gradients
+            if buffer.is_sparse:
+                self.engine.count_elsewhere(names[0], _sparse_bytes(buffer))
         future = self._reduce_whole(buffer) if whole else _future(buffer)
         self._step.append(_DDPBucket(names, buffer, gradients, future, whole))
         if not whole:
@@ -389,6 +391,12 @@ def _by_users_names(setup: Setup, trained: Mapping[str, torch.nn.Parameter]) -> 
 
 def _named_parameters(setup: Setup) -> dict[str, torch.nn.Parameter]:
     return by_name(setup.parameters, None)
+
+
+def _sparse_bytes(gradient: torch.Tensor) -> int:
+    """Bytes of the rows that a rank sends of a sparse gradient: of their numbers and of their values."""
+    rows = gradient.coalesce()  # the process group also adds up equal rows before it sends them
+    return int(rows.indices().nbytes + rows.values().nbytes)
 
 
 def _future(like: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
