@@ -1,4 +1,4 @@
-"""Common parts of several benchmarks' pages: intervals, commits, and the text that is written by hand."""
+"""Parts that the pages of several benchmarks share: confidence intervals, commits, and text that is written by hand."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ MEASURED = ROOT / "benchmarks/measured"
 
 
 def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and half of its 95 % confidence interval, which is nan for a single value."""
+    """The mean, and half of its 95 % confidence interval. For a single value, the interval is NaN."""
     interval = estimate(values)
     assert interval is not None
     return interval.mean, math.nan if interval.half is None else interval.half
 
 
 def with_interval(values: Sequence[float], form: str) -> str:
-    """The mean with half of its 95 % confidence interval, in a format; "-" without a value."""
+    """The mean and half of its 95 % confidence interval, as text in a given format; "-" if there is no value."""
     if not values:
         return "-"
     mean, half = mean_and_interval(values)
@@ -60,7 +60,7 @@ def formerly(command: str) -> str:
 
 
 def filled(text: str, bullet: bool = False) -> str:
-    """A paragraph or an item of a list, in lines of at most 120 characters."""
+    """A paragraph, or an item of a list, wrapped to lines of at most 120 characters."""
     first, others = ("- ", "  ") if bullet else ("", "")
     return textwrap.fill(
         " ".join(text.split()), 120, initial_indent=first, subsequent_indent=others,
@@ -79,7 +79,7 @@ FINDINGS, END_OF_FINDINGS = "<!-- findings: written by hand, and kept -->", "<!-
 
 
 def findings_of(page: Path) -> str:
-    """The text of an existing page that is written by hand, with its marks; empty for a new page."""
+    """The part of an existing page that was written by hand, with its marks; empty for a new page."""
     before = page.read_text() if page.exists() else ""
     findings = before.partition(FINDINGS)[2].partition(END_OF_FINDINGS)[0].strip()
     return f"{FINDINGS}\n{findings}\n{END_OF_FINDINGS}"
@@ -101,9 +101,9 @@ def options_of_trainings(
     """A decorator that adds the common options of benchmarks that train workloads over seeds and write a page.
 
     Args:
-        workloads: names of the workloads.
-        name: the name of the folder of trainings below `MEASURED`, and of the page in docs.
-        seeds: the default of --seeds.
+        workloads: names of the workloads that a user may choose.
+        name: name of the folder of trainings in `MEASURED`, and name of the page in docs.
+        seeds: default of the option --seeds.
     """
     path = click.Path(path_type=Path)
     options = (

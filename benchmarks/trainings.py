@@ -1,4 +1,4 @@
-"""Trainings for figures: each a process of `hvdcomp train`, with a folder of its own.
+"""Runs the trainings that figures need. Each training is a separate process of `hvdcomp train`, with its own folder.
 
 A complete training with the same options is not repeated, so that an interrupted series of trainings continues. The
 benchmarks also store the figures of their pages in `trainings.csv`, which is part of the repository: a training in it
@@ -94,12 +94,13 @@ class Run:
         return summary if same and summary.get("status") in ("finished", "diverged") else None
 
     def figures(self) -> dict[str, Any]:
-        """Numbers of the complete training in the folder, for the file of records."""
+        """The figures of the complete training in the folder, for the file of records."""
         return {}
 
     @property
     def target(self) -> str:
-        """The target on the validation part for the figures; "" without one, or if it is an option of the training."""
+        """The target on the validation data up to which the figures count; empty if there is none, or if it is an
+        option of the training."""
         return ""
 
     @property
@@ -120,7 +121,7 @@ class Run:
 
     @property
     def about(self) -> dict[str, Any]:
-        """The notes of the run: its command, commit, seconds and error."""
+        """What is known about the run: its command, commit, seconds and error."""
         return _json(self.folder / "run.json") or {}
 
     def begin(self) -> None:
@@ -136,7 +137,8 @@ class Run:
         return {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, **self.environment}
 
     def end(self, at_commit: str, seconds: float, code: int) -> dict[str, Any]:
-        """Writes and returns the notes `about`, with the error from log.txt if the training failed."""
+        """Writes and returns what is known about the run (`about`), with the error from log.txt if the training
+        failed."""
         error = None
         if self.summary is None:
             lines = (self.folder / "log.txt").read_text(errors="replace").split("\n")
@@ -181,7 +183,7 @@ def keep_records(runs: Iterable[Run], folder: Path) -> None:
 
 
 def seeds_there(runs: Path) -> list[int]:
-    """Seeds of all trainings in a folder, or in its file of records."""
+    """The seeds of all trainings whose results are in a folder or in its file of records."""
     in_folders = {int(folder.name.removeprefix("seed")) for folder in runs.glob("*/*/seed*")}
     return sorted(in_folders | {seed for _, _, seed in kept_records(runs)})
 
@@ -194,11 +196,11 @@ def _json(file: Path) -> Any:
 
 
 class Trainer:
-    """Trains runs, several at a time, each in a process of its own.
+    """Runs trainings, several at a time, each in a separate process.
 
     Args:
-        workers: trainings at a time.
-        say: shows a line.
+        workers: number of trainings that run at a time.
+        say: function that shows a line of text.
     """
 
     def __init__(self, workers: int, say: Callable[[str], None]) -> None:
@@ -215,11 +217,11 @@ class Trainer:
         self._server.set_forkserver_preload(["torch._dynamo"])
 
     def train(self, todo: Sequence[Run], took: Mapping[str, Sequence[float]]) -> list[Run]:
-        """Trains all runs; returns those that failed.
+        """Runs all trainings, and returns those that failed.
 
         Args:
-            todo: the runs.
-            took: seconds of earlier runs, by workload.
+            todo: the trainings to run.
+            took: seconds of earlier trainings, by workload.
         """
         seconds = {name: list(values) for name, values in took.items()}
         failed, waiting = [], list(todo)
@@ -241,7 +243,8 @@ class Trainer:
         return failed
 
     def _train(self, run: Run) -> dict[str, Any]:
-        """Trains a run, and returns its notes. A stopped run counts as unfinished."""
+        """Runs a training, and returns what is known about it (`about`). A training that was stopped counts as
+        unfinished."""
         run.begin()
         start = time.monotonic()
         with self._lock:
@@ -297,13 +300,13 @@ def _interrupt(*_: Any) -> None:
 
 
 def train_missing(runs: Sequence[Run], console: Any, *, workers: int | None = None, dry_run: bool = False) -> list[Run]:
-    """Trains the runs without a record; returns those that failed. Ends the process if it is stopped.
+    """Runs the trainings that have no record, and returns those that failed. Ends the process if the user stops it.
 
     Args:
-        runs: of any workloads.
-        console: of `rich`, for the progress.
-        workers: trainings at a time; None for a training on each core.
-        dry_run: only print the commands.
+        runs: the trainings, of any workloads.
+        console: console of `rich`, on which the progress is shown.
+        workers: number of trainings that run at a time; None for one training on each core.
+        dry_run: whether to only print the commands.
     """
     todo = [run for run in runs if run.record is None]
     workers = workers or len(os.sched_getaffinity(0))

@@ -2,8 +2,8 @@
 
 Pass an `hvdcomp.Compression` as the `compression=` argument of `hvd.DistributedOptimizer`, or to `hvdcomp.ddp.register`
 or `hvdcomp.fsdp.register`. For trainers, use `hvdcomp.accelerate`, `hvdcomp.lightning` or `hvdcomp.transformers`.
-Compressors and memories are frozen dataclasses with a method and its parameters, without tensors. Importing this
-package imports no framework: PyTorch is imported when its first gradient arrives.
+Compressors and memories are frozen dataclasses. They contain the parameters of a method, but no tensors. `import
+hvdcomp` imports no framework: PyTorch or TensorFlow is imported when the first gradient arrives.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ from hvdcomp.policies.schedules import WarmUp as WarmUp
 
 __version__ = VERSION
 
-# The imports above under their own names are for type checkers; registered classes need no line here.
+# The imports above are for type checkers. hvdcomp finds its compressors, memories and policies in their folders, so
+# that a new class works without an import here.
 globals().update({kind.__name__: kind for kind in (*COMPRESSORS.values(), *MEMORIES.values(), *POLICIES.values())})
 __all__ = [
     "__version__",
@@ -84,7 +85,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports modules of a framework or a trainer when they are first used."""
+    """Imports the modules that need a framework or a trainer when they are first used."""
     if name in ("accelerate", "compiled", "dcp", "ddp", "fsdp", "lightning", "transformers", *NAMES):
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

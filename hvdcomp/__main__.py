@@ -1,4 +1,4 @@
-"""`python -m hvdcomp`: the command `hvdcomp`."""
+"""Runs the command `hvdcomp`, so that it can also be started with `python -m hvdcomp`."""
 
 from hvdcomp.tools.cli import main
 

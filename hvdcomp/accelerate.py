@@ -1,4 +1,4 @@
-"""Gradient compression for loops in Hugging Face's accelerate."""
+"""Gradient compression for training loops with Hugging Face's accelerate."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def register(accelerator: Accelerator, model: Any, compression: UsedCompression,
         compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))
         hvdcomp.accelerate.register(accelerator, model, compression, optimizer)
 
-    Call it on every rank, right after `prepare`. `accelerator.save_state` then saves the state of each rank to
-    `compressionRANK.pt` in the checkpoint's folder, and `accelerator.load_state` restores this state. Call `load_state`
-    after `register` and before the first step. If the number of ranks has changed, the new ranks share the residuals of
-    all old ranks. In float16 hvdcomp finds the GradScaler by itself.
+    Call this function on every rank, right after `prepare`. `accelerator.save_state` then saves the state of each rank
+    to `compressionRANK.pt` in the checkpoint's folder, and `accelerator.load_state` restores this state. Call
+    `load_state` after `register` and before the first step. If the number of ranks has changed, the new ranks share the
+    residuals of all old ranks. With float16, hvdcomp finds the GradScaler by itself.
 
     Args:
-        accelerator: the accelerator, with two or more processes.
+        accelerator: the accelerator. It must have two or more processes.
         model: the model that `prepare` returned, wrapped in DistributedDataParallel.
-        compression: a compression of this model only.
+        compression: a `Compression` that no other model uses.
         optimizer: the optimizer that `prepare` returned. Policies that follow the learning rate need it.
 
     Raises:
         ConfigurationError: if accelerate has not wrapped the model in DistributedDataParallel, or if another model uses
-            the compression.
+            this `Compression`.
         RankMismatchError: on every rank, if some ranks raised an error.
     """
     if not isinstance(accelerator, Accelerator):
@@ -61,11 +61,12 @@ def register(accelerator: Accelerator, model: Any, compression: UsedCompression,
     if isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     ddp.register(model, compression, optimizer, accelerator.scaler)
-    prepared = ref(_inner(model))  # the accelerator keeps its hooks, and must be able to free the model
+    # The accelerator keeps the hooks below. If they referred to the model, it could not be freed.
+    prepared = ref(_inner(model))
 
     def names_of(models: list[Any]) -> str | None:
-        """What the names of this model's files begin with; None if the accelerator has let go of the model."""
-        # The accelerator lists modules as they were before it put them in DistributedDataParallel.
+        """The beginning of the names of this model's files; None if the accelerator no longer has the model."""
+        # The accelerator passes the modules as they were before it wrapped them in DistributedDataParallel.
         parameters = [_first_parameter(one) for one in models]
         own = _first_parameter(prepared())
         if own not in parameters:
@@ -92,7 +93,7 @@ def register(accelerator: Accelerator, model: Any, compression: UsedCompression,
 
 
 def _inner(model: Any) -> Any:
-    """The model without torch.compile."""
+    """The model without the wrapper of torch.compile."""
     return getattr(model, "_orig_mod", model)
 
 

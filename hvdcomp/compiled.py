@@ -1,4 +1,4 @@
-"""Compressed means of gradients inside of a compiled graph.
+"""Computes compressed means of gradients inside a compiled graph.
 
     means = hvdcomp.compiled.allreduce_means(gradients, "eden", step)
 
@@ -38,34 +38,35 @@ def allreduce_mean(
     seed: int = 0,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The compressed mean of a tensor over all ranks of a process group.
+    """Computes the compressed mean of a tensor over all ranks of a process group.
 
     In a graph of `torch.compile` or `make_fx`, the call is one node, `torch.ops.hvdcomp.allreduce_mean`. The function
     works in eager mode too. All ranks must make their calls in the same order. A call returns when the mean is ready.
 
     Args:
-        tensor: float16, bfloat16, float32 or float64, of any shape. It is not changed.
+        tensor: the tensor of this rank, in float16, bfloat16, float32 or float64, of any shape. It is not changed.
         spec: the method, such as "eden", "int8", "fp8", "bf16" or "none". Write `str(hvdcomp.EDEN(bits=1))` to get
             the spec of an object.
         step: number of the step, from 0: a whole number, or a tensor with one whole number on the CPU. A method with
             random numbers draws new numbers in each step. With a tensor, `torch.compile` compiles once. With a Python
             number, `torch.compile` compiles a second time in the second step.
-        name: name of the tensor, such as the name of its parameter. Random numbers and patterns of names depend on it.
-            Tensors of the same step need different names.
+        name: name of the tensor, such as the name of its parameter. Random numbers depend on the name, and rules in
+            `spec` may choose a method by it. Tensors of the same step need different names.
         group: the process group, or its `group_name`; None for all ranks.
         seed: seed of the random numbers; the same on all ranks.
         residual: the residual of a method with error feedback, such as "int4" or "topk:ratio=0.01": the part of earlier
-            gradients that was not sent. A tensor of the same shape, in float32, or in float64 for a tensor of float64.
-            The call changes the residual in place. Begin with zeros, and save the residual of each rank in checkpoints.
+            gradients that was not sent. It has the shape of the tensor, in float32, or in float64 if the tensor is in
+            float64. The call changes the residual in place. Begin with zeros, and save the residual of each rank in
+            checkpoints. None for methods without error feedback.
 
     Returns:
-        The mean, with the shape, element type and layout of the tensor. If the tensor of any rank holds an inf or NaN,
-        the mean holds a NaN on all ranks, and the residual stays as it was.
+        The mean, with the shape, element type and layout of the tensor. If the tensor of any rank contains an inf or
+        NaN, the mean contains a NaN on all ranks, and the residual does not change.
 
     Raises:
-        SpecError: for a method that keeps a state other than a residual, for a policy, or if a method needs a residual
-            and none is given. `torch.compile` shows the message inside an error of its own.
-        ConfigurationError: for other arguments that are not allowed.
+        SpecError: if the spec is a policy, if the method keeps a state other than a residual, or if the method needs a
+            residual and there is none. `torch.compile` shows the message inside an error of its own.
+        ConfigurationError: if another argument is not allowed.
         RankMismatchError: on every rank, in the first call, if the arguments of the ranks differ.
 
     Example:
@@ -89,17 +90,20 @@ def allreduce_means(
     seed: int = 0,
     residuals: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The compressed means of several tensors, in few collectives: faster than `allreduce_mean` for each.
+    """Computes the compressed means of several tensors, in few collectives. This is faster than a call of
+    `allreduce_mean` for each tensor.
 
     Args:
-        tensors: the tensors by name.
-        spec: a method for all tensors, or rules by name or size, such as '{"numel<1024": "none", "ndim<2": "none", "*":
-            "eden"}'.
+        tensors: the tensors of this rank, by name.
+        spec: the spec of a method for all tensors, or rules that choose a method by the tensor's name or size, such as
+            '{"numel<1024": "none", "ndim<2": "none", "*": "eden"}'.
         step, group, seed: as in `allreduce_mean`.
-        residuals: the residuals by the same names, as in `allreduce_mean`; None for methods without error feedback.
+        residuals: the residual of each tensor, by the same names, as in `allreduce_mean`; None for methods without
+            error feedback.
 
     Returns:
-        The means by name, as in `allreduce_mean`. Each holds a NaN if any tensor of any rank holds an inf or NaN.
+        The mean of each tensor, by name, as in `allreduce_mean`. If any tensor of any rank contains an inf or NaN, each
+        mean contains a NaN.
 
     Raises:
         SpecError, ConfigurationError, RankMismatchError: as in `allreduce_mean`.
@@ -125,26 +129,27 @@ def reduce_scatter_mean(
     group: dist.ProcessGroup | str | None = None,
     seed: int = 0,
 ) -> torch.Tensor:
-    """This rank's part of the mean of a tensor over all ranks of a process group.
+    """Computes this rank's part of the mean of a tensor over all ranks of a process group.
 
-    Within a node the mean is exact, and between nodes it is quantized, as `hvdcomp.fsdp.register` does without
-    replicas. On a single node, nothing is compressed, and rank 0 warns you. The node in a graph is
-    `torch.ops.hvdcomp.reduce_scatter_mean`.
+    Within a node, tensors are sent uncompressed, and between nodes they are quantized. `hvdcomp.fsdp.register` does the
+    same for models without replicas. On a single node, nothing is compressed, and rank 0 warns you. In a graph, the
+    call is one node, `torch.ops.hvdcomp.reduce_scatter_mean`.
 
     Args:
-        tensor: float16, bfloat16, float32 or float64. The number of ranks must divide the first dimension. It is not
-            changed. Means that are compressed are computed in float32.
+        tensor: the tensor of this rank, in float16, bfloat16, float32 or float64. Its first dimension must be a
+            multiple of the number of ranks. The tensor is not changed. Compressed means are computed in float32.
         spec: a quantizer that keeps nothing from step to step, such as "int8", "int4:rounding=stochastic", "fp8",
             "eden" or "bf16", or "none".
         step, name, group, seed: as in `allreduce_mean`.
 
     Returns:
-        The mean of the rows of this rank: the n-th of equal parts of the tensor along its first dimension, if this is
-        the n-th rank of the group. If the tensor of any rank holds an inf or NaN, so does the part of some rank.
+        This rank's part of the mean. The mean is cut into equal parts along its first dimension, and the n-th rank of
+        the process group gets the n-th part. If the tensor of any rank contains an inf or NaN, the part of at least one
+        rank also contains an inf or NaN.
 
     Raises:
-        SpecError: for a method that does not work in a reduce-scatter, or keeps a state.
-        ConfigurationError: for other arguments that are not allowed.
+        SpecError: if the method does not work in a reduce-scatter, or keeps a state.
+        ConfigurationError: if another argument is not allowed.
         RankMismatchError: on every rank, in the first call, if the arguments of the ranks differ.
 
     Example:
@@ -183,25 +188,26 @@ def compress_reductions(
 
     Args:
         module: a graph from `make_fx`, from Dynamo, or from AOTAutograd. The graph is changed in place.
-        spec: the method, which must have no state between steps, such as "eden", "int8" or "fp8".
-        step: number of the step, from 0: a tensor with one whole number on the CPU, to which you add 1 in place after
-            each step. The tensor becomes a buffer of the module. Alternatively, a node of the graph that has such a
-            tensor, such as a placeholder. Inside of Inductor's own passes, pass a node, because Inductor turns small
-            buffers into constants.
-        group: the process group whose reductions are replaced, or its `group_name`; None for the group of all ranks.
+        spec: spec of a method that keeps no state between steps, such as "eden", "int8" or "fp8".
+        step: number of the step, from 0, in one of two forms. The first form is a tensor with one whole number on the
+            CPU. It becomes a buffer of the module, and you add 1 to it in place after each step. The second form is a
+            node of the graph that has such a tensor as its value, such as a placeholder. Use a node inside Inductor's
+            own passes, because Inductor turns small buffers into constants.
+        group: the process group whose reductions are replaced, or its `group_name`; None for the process group of all
+            ranks.
         seed: seed of the random numbers; the same on all ranks.
-        least: tensors of fewer elements, such as the loss, stay uncompressed.
-        name_of: function from a node to the name of the tensor that the node reduces, or to None to leave the tensor
-            uncompressed. The node is the `all_reduce` or `reduce_scatter_tensor`; in the forms for several tensors, it
-            is the `getitem` that picks the result of this tensor. Default: the name of the node.
+        least: least number of elements of a compressed tensor. Smaller tensors, such as the loss, stay uncompressed.
+        name_of: function that gets a node, and returns the name of the tensor that the node reduces, or None to leave
+            the tensor uncompressed. The node is the `all_reduce` or `reduce_scatter_tensor`; in the forms for several
+            tensors, it is the `getitem` that picks the result of this tensor. Default: the name of the node.
 
     Returns:
-        The names of the tensors that are now compressed; an empty list if the graph has none. All other reductions of
-        the graph are as before.
+        The names of the tensors that are now compressed; an empty list if there are none. All other reductions of the
+        graph have not changed.
 
     Raises:
-        SpecError: as in `allreduce_mean`; and for a method that does not work in a reduce-scatter that would be
-            replaced.
+        SpecError: as in `allreduce_mean`; and if a reduce-scatter would be replaced, but the method does not work in a
+            reduce-scatter.
         ConfigurationError: if several tensors get the same name, or if there is no such process group.
     """
     return rewrite.replace_reductions(module, spec, step, _name_of(group), seed, least, name_of)
@@ -210,7 +216,7 @@ def compress_reductions(
 def backend(
     spec: str, step: torch.Tensor, *, then: str = "inductor", **options: Any
 ) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
-    """A backend of `torch.compile` that first calls `compress_reductions`.
+    """Creates a backend for `torch.compile` that first calls `compress_reductions`.
 
         train = torch.compile(train, fullgraph=True, backend=hvdcomp.compiled.backend("eden", step))
 
@@ -219,13 +225,13 @@ def backend(
 
     Args:
         spec, step: as in `compress_reductions`.
-        then: the backend that compiles the changed graph.
+        then: name of the backend that compiles the changed graph.
         options: the other arguments of `compress_reductions`.
     """
 
     def compile_compressed(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        # A new module: AOTAutograd looks up which variable of the program each tensor of a module from Dynamo is, and
-        # Dynamo knows no variable for the step.
+        # For each tensor of a module from Dynamo, AOTAutograd looks up its variable in the program. The step has no
+        # such variable, so the graph is put into a new module.
         module = GraphModule(module, module.graph)
         compress_reductions(module, spec, step, **options)
         return rewrite.compile_by(then, module, inputs)

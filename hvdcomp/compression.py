@@ -28,7 +28,8 @@ from hvdcomp.specs.levels import Level
 
 
 class Compression:
-    """The object that you pass as `compression=` to `hvd.DistributedOptimizer`, or to `hvdcomp.ddp.register`.
+    """Compresses the gradients of one training. Pass it as `compression=` to `hvd.DistributedOptimizer`, or pass it to
+    `hvdcomp.ddp.register` or `hvdcomp.fsdp.register`.
 
         compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))
         optimizer = hvd.DistributedOptimizer(
@@ -37,47 +38,50 @@ class Compression:
 
     Args:
         compressor: the compressor, the same on every rank.
-        named_parameters: PyTorch: pairs of name and parameter as given to Horovod, or a function that returns them.
-            Residuals and other state are stored under these names. Default: the names in Horovod's optimizer.
-        variables: TensorFlow: all trained variables, `model.trainable_variables`, or a function that returns them.
-            Residuals and other state are stored under their names. Default: the variables of the first step.
-        optimizer: TensorFlow: the Keras optimizer, for policies that follow its learning rate. Needed only with
-            gradient tapes.
+        named_parameters: only for PyTorch: the pairs of name and parameter that you pass to Horovod, or a function that
+            returns them. Residuals and other state are stored under these names. Default: the names in Horovod's
+            optimizer.
+        variables: only for TensorFlow: all trained variables, `model.trainable_variables`, or a function that returns
+            them. Residuals and other state are stored under their names. Default: the variables of the first step.
+        optimizer: only for TensorFlow: the Keras optimizer. It is needed only if you use gradient tapes together with a
+            policy that follows the learning rate.
         memory: the memory, which keeps the part of a gradient that was not sent, for later steps. Default:
             `ErrorFeedback()` for biased compressors, and no memory for unbiased compressors and casts. `NoMemory()`
             turns error feedback off.
-        policy: a policy that decides when, and how hard, to compress, such as `Accordion(low=4, high=1)`; rank 0
-            decides for all ranks. Or a schedule of levels, such as `WarmUp(levels=(0.25, 0.05), epochs=1)`. Default:
-            the compressor's own level in every step.
-        steps_per_epoch: optimizer steps per epoch, `len(loader)`, for policies that count epochs.
+        policy: a policy that decides when, and how strongly, gradients are compressed, such as `Accordion(low=4,
+            high=1)`. Rank 0 decides for all ranks. You can also pass a schedule of levels, such as
+            `WarmUp(levels=(0.25, 0.05), epochs=1)`. Default: the compressor's own level in every step.
+        steps_per_epoch: number of optimizer steps per epoch, such as `len(loader)`, for policies that count epochs.
         seed: seed of the compressors' random numbers.
-        min_numel, min_ndim: tensors with fewer elements or dimensions (biases, norm layers) are sent uncompressed,
-            together.
-        overlap: PyTorch: whether gradients are compressed and sent during the backward pass (`True`), or at its end
-            (`False`). With `"auto"` they are sent during the backward pass if possible. The setting changes at most
-            the last bits of sums.
-        bucket_bytes: minimum size of a bucket of gradients in bytes, with overlap. A model with fewer bytes is one
-            bucket. Default: the best size according to the calibration of the policy `Auto`; without this policy 25
-            MiB, and on a CUDA device at least a quarter of all gradients.
-        gathered_bytes: maximum size in bytes of the gathered payloads that a rank keeps in memory at a time; None for
+        min_numel, min_ndim: least number of elements, and least number of dimensions, of a compressed tensor. All other
+            tensors, such as biases and the weights of norm layers, are sent uncompressed, together.
+        overlap: only for PyTorch: whether gradients are compressed and sent during the backward pass (`True`), or after
+            it (`False`). With `"auto"`, they are sent during the backward pass if possible. This setting changes at
+            most the last bits of sums.
+        bucket_bytes: least size of a bucket in bytes of gradients, if there is overlap. A smaller model is one bucket.
+            Default: the best size according to the calibration of the policy `Auto`. Without this policy, the default
+            is 25 MiB, and on a CUDA device at least a quarter of all gradients.
+        gathered_bytes: largest size, in bytes, of the gathered payloads that a rank has in memory at a time; None for
             no limit. If a step gathers more, the ranks exchange in several parts after the backward pass, even with
             overlap. A single tensor may exceed the limit. The limit does not change results.
         process_set: the Horovod process set of the optimizer, if it is not the global one.
         decision_log: file to which rank 0 adds each decision of the policy with its statistics, for `hvdcomp replay`
-            and `hvdcomp report`. Default: none.
-        decision_log_bytes, decision_log_files: size at which the log continues in a new file, and number of files kept.
-        grad_scaler: the `torch.amp.GradScaler` or Keras `LossScaleOptimizer` in use, if any; when its loss scale
-            changes, residuals are rescaled. Not needed if a LossScaleOptimizer contains `hvd.DistributedOptimizer`.
+            and `hvdcomp report`. Default: no file.
+        decision_log_bytes: size in bytes at which the decision log continues in a new file.
+        decision_log_files: largest number of files of the decision log. If there are more, the oldest are removed.
+        grad_scaler: the `torch.amp.GradScaler` or Keras `LossScaleOptimizer` of the training, if there is one. If its
+            loss scale changes, residuals are rescaled. It is not needed if the LossScaleOptimizer contains
+            `hvd.DistributedOptimizer`.
 
     Attributes:
         ledger: bytes, floats and times of each step (`hvdcomp.exchange.ledger`). Empty if Horovod has only one rank.
 
     Raises:
-        ConfigurationError: with both `named_parameters` and `variables`; if `named_parameters` are not pairs with
-            unique names; for variables of Keras 3, with which Horovod does not work; for an invalid optimizer or
-            scaler. On rank 0, if a file of the policy cannot be used.
-        SpecError: for an invalid compressor, memory, overlap or number, or if residuals would grow without end (error
-            feedback of unbiased methods of high variance).
+        ConfigurationError: if both `named_parameters` and `variables` are given; if `named_parameters` are not pairs
+            with unique names; if the variables are those of Keras 3, which Horovod does not support; if the optimizer
+            or the loss scaler is invalid. On rank 0, if a file of the policy cannot be used.
+        SpecError: if the compressor, the memory, `overlap` or a number is invalid; or if residuals would grow without
+            limit, as with error feedback of unbiased methods with high variance.
     """
 
     def __init__(
@@ -119,7 +123,7 @@ class Compression:
         self._process_set = process_set
         self._grad_scaler = grad_scaler
         self._level: Level | None = None
-        self._restored: dict[str, Any] | None = None  # state for the binding once it is made
+        self._restored: dict[str, Any] | None = None  # the loaded state, until there is a binding that can restore it
         self._binding: Any = None
 
     @classmethod
@@ -131,16 +135,16 @@ class Compression:
         policy: str | LevelSchedule | Policy[Any] | None = None,
         **options: Any,
     ) -> Compression:
-        """Makes a compression from spec strings, as on a command line.
+        """Creates a `Compression` from spec strings, such as those of a command line.
 
         Args:
             spec: spec of the compressor, such as "topk:ratio=0.01".
-            memory: spec of the memory ("error_feedback", "none"), or None for the default.
-            policy: spec of the policy ("accordion:low=4,high=1"), or None for none.
+            memory: spec of the memory, such as "error_feedback" or "none"; None for the default memory.
+            policy: spec of the policy, such as "accordion:low=4,high=1"; None for no policy.
             options: other arguments of `Compression`.
 
         Raises:
-            SpecError: for a wrong name or value. The message lists the allowed names or values.
+            SpecError: if a name or a value is wrong. The message lists the allowed names or values.
         """
         return cls(
             parse_compressor(spec),
@@ -152,8 +156,8 @@ class Compression:
     __repr__ = shown
 
     def __iter__(self) -> Iterator[Any]:
-        """Raises ConfigurationError, because Horovod iterates over a Compression only if it was passed in place of
-        `named_parameters`."""
+        """Raises ConfigurationError. Horovod iterates over a `Compression` only if the user passed it as
+        `named_parameters` by mistake."""
         raise ConfigurationError(
             "hvdcomp.Compression was given in place of a list, such as named_parameters. Name the argument: "
             "hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)"
@@ -161,8 +165,8 @@ class Compression:
 
     @property
     def level(self) -> Level | None:
-        """The compression level (ratio, rank, bits) of the next step. None if the compressor has no level, or if a
-        schedule or a policy sends tensors uncompressed or at different levels (see `levels`)."""
+        """The level of the next step: a ratio, a rank or a number of bits. None if the compressor has no level, or if a
+        schedule or a policy sends tensors uncompressed or at different levels (`levels` has these)."""
         if self._binding is not None:
             return self._binding.level
         return self.settings.compressor.level if self._level is None else self._level
@@ -178,22 +182,22 @@ class Compression:
         return {name: compressor.level for name, compressor in self.plan.items() if compressor.level is not None}
 
     def metrics(self) -> dict[str, float]:
-        """Costs of the latest step on this rank, for experiment trackers; empty before the first step. Reading them
-        never waits.
+        """The costs of the latest step on this rank, for experiment trackers. Before the first step, the result is
+        empty. This method never waits for the device.
 
             wandb.log(compression.metrics(), step=step)
 
         Returns:
-            The metrics, named "hvdcomp/" followed by: `bytes_sent`, `bytes_in_node`, `dense_bytes`,
-            `compression_factor`, `encode_seconds`, `communicate_seconds` and `decode_seconds` of the ledger, and the
-            mean level of the tensors that have a level: `mean_ratio`, `mean_rank` or `mean_bits`. Unknown values are
-            left out.
+            The metrics, by name. Each name is "hvdcomp/" followed by the name of one of these values: from the ledger
+            `bytes_sent`, `bytes_in_node`, `dense_bytes`, `compression_factor`, `encode_seconds`, `communicate_seconds`
+            and `decode_seconds`; and the mean level of the tensors that have a level, `mean_ratio`, `mean_rank` or
+            `mean_bits`. Unknown values are left out.
         """
         return metrics_of(self.ledger, self.plan)
 
     def set_level(self, level: Level) -> None:
-        """Sets the level (ratio, rank) of all compressed tensors from the next step on. Call it on every rank between
-        the same two steps.
+        """Sets the level (a ratio, a rank or a number of bits) of all compressed tensors from the next step on. Call
+        this method on every rank between the same two steps.
 
         Raises:
             SpecError: if the compressor has no level or does not allow this level, if residuals would grow without
@@ -221,9 +225,10 @@ class Compression:
         return 1 if self._binding is None else self._binding.accumulation
 
     def paused(self) -> AbstractContextManager[None]:
-        """A context manager for work between two steps, such as an evaluation. Its time does not count in step times.
+        """A context manager for work between two steps, such as an evaluation.
 
-        Some policies (GraVAC, Auto) decide by step times.
+        The times of steps do not include the time of this work. Some policies, such as GraVAC and Auto, decide by the
+        times of steps.
         """
         coordinator = None if self._binding is None else self._binding.coordinator
         return nullcontext() if coordinator is None else coordinator.clock.paused()
@@ -237,15 +242,15 @@ class Compression:
         return (self._restored or {}) if self._binding is None else self._binding.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], optimizer: Any = None) -> None:
-        """Restores a state of `state_dict` before the first step. Call it on every rank.
+        """Restores a state that `state_dict` returned. Call this method on every rank, before the first step.
 
         Each rank loads the state that it saved, or all ranks load the state of rank 0. If all ranks load the state of
         rank 0, or the number of ranks has changed, residuals start at zero, with a warning.
 
         Args:
-            state: the state.
-            optimizer: the optimizer from hvd.DistributedOptimizer. A policy that changes the batch size needs it. With
-                it, errors are raised at once instead of in the first step.
+            state: the state that `state_dict` returned.
+            optimizer: the optimizer from hvd.DistributedOptimizer. It is needed if a policy changes the batch size. If
+                you pass it, errors are raised at once instead of in the first step.
 
         Raises:
             ConfigurationError: if the state is damaged, or comes from another model, compressor or policy; or if a step
@@ -266,7 +271,7 @@ class Compression:
     # Methods for elastic Horovod, whose ranks change during a training.
 
     def roll_back(self, state: Mapping[str, Any]) -> None:
-        """Restores an earlier state of `state_dict` after steps were made. Call it on every rank.
+        """Restores a state that `state_dict` returned earlier in this training. Call this method on every rank.
 
         `hvd.elastic.TorchState(..., compression=compression)` calls this method after a failure. In the next step, all
         ranks wait for each other, and continue from rank 0's shared state, as in the first step of a training.
@@ -277,14 +282,15 @@ class Compression:
             self._binding.roll_back(state)
 
     def meet_ranks_early(self, optimizer: Any = None) -> None:
-        """Synchronizes the state of all ranks before the first step, for a training loop that reads `accumulation`
-        before its first step. Call it on every rank.
+        """Synchronizes the state of all ranks before the first step, for training loops that read `accumulation` before
+        their first step. Call this method on every rank.
 
         Args:
-            optimizer: the optimizer from hvd.DistributedOptimizer, if known.
+            optimizer: the optimizer from hvd.DistributedOptimizer; None if it is unknown.
 
         Raises:
-            ConfigurationError: if the optimizer is needed and unknown, or the ranks' states do not fit.
+            ConfigurationError: if the optimizer is needed and unknown, or if the states of the ranks do not fit
+                together.
         """
         if not changes_batch_size(self.settings.policy):
             return
@@ -300,10 +306,12 @@ class Compression:
         self._binding.agree_with_new_ranks()
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state of a copy. A copy is for another model, so it uses the parameter names of Horovod's optimizer.
+        """The attributes of a copy, for `copy` and `pickle`. A copy is for another model, so it does not have the
+        parameters of this model.
 
         Raises:
-            ConfigurationError: after the first step, because both copies would send the same residuals.
+            ConfigurationError: if a training already uses this `Compression`, because the copy would send the same
+                residuals.
         """
         if self._binding is not None:
             raise ConfigurationError(
@@ -322,7 +330,8 @@ class Compression:
     @frameworks.not_compiled
     @frameworks.left_as_written
     def compress(self, tensor: Any) -> tuple[Any, Any]:
-        """Called by Horovod for each ready gradient; returns the tensor that Horovod allreduces, and a context."""
+        """Horovod calls this method for each gradient that is ready. It returns the tensor that Horovod allreduces, and
+        a context for `decompress`."""
         if self._binding is None:
             self._framework = frameworks.of_gradient(tensor, self._framework)
             self.serve(frameworks.maker(self._framework, tensor), self._optimizer)
@@ -332,17 +341,27 @@ class Compression:
     @frameworks.not_compiled
     @frameworks.left_as_written
     def decompress(self, tensor: Any, ctx: Any) -> Any:
-        """Called by Horovod for each gradient after all were compressed; returns the aggregated gradient."""
+        """Horovod calls this method for each gradient, after `compress` was called for all gradients. It returns the
+        mean gradient."""
         return tensor if ctx is None else self._binding.decompress(tensor, ctx)
 
     def serve(self, make_binding: Callable[[Setup], Any], optimizer: Any = None) -> Any:
-        """Makes and returns the binding of one training. Raises ConfigurationError if there is one already."""
+        """Creates and returns the binding, which connects this `Compression` with a training.
+
+        Args:
+            make_binding: function that creates the binding.
+            optimizer: the optimizer whose gradients are compressed; None if the binding finds it itself.
+
+        Raises:
+            ConfigurationError: if this `Compression` already has a binding.
+        """
         if self._binding is not None:
             raise ConfigurationError(
                 "this hvdcomp.Compression is already used in a training; make a separate Compression for each model"
             )
         binding = make_binding(Setup(self, self._parameters, self._process_set, self._grad_scaler, optimizer))
-        self._binding = binding  # also if a state is refused, as the framework keeps the hooks that it was given
+        # The binding is kept even if loading a state fails below, because the framework keeps the hooks of the binding.
+        self._binding = binding
         restored, self._restored = self._restored, None
         if restored is not None:
             binding.begin_from(restored)
@@ -351,10 +370,10 @@ class Compression:
         return binding
 
     def _bind(self, optimizer: Any) -> bool:
-        """Makes the binding before the first gradient if possible; returns whether it did.
+        """Creates the binding before the first gradient if this is possible. Returns whether it was possible.
 
         Args:
-            optimizer: as in `load_state_dict`.
+            optimizer: the optimizer from hvd.DistributedOptimizer; None if it is unknown.
         """
         if self._framework is None and optimizer is not None:
             self._framework = frameworks.of_optimizer(optimizer)

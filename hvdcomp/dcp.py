@@ -1,4 +1,4 @@
-"""Residuals of each rank in checkpoints of `torch.distributed.checkpoint`.
+"""Saves the state of each rank in checkpoints of `torch.distributed.checkpoint`, and restores it.
 
     import torch.distributed.checkpoint as dcp
 
@@ -25,12 +25,13 @@ __all__ = ["by_rank", "load"]
 
 
 def by_rank(compression: Compression) -> dict[str, bytes]:
-    """The state of this rank, under a name that only this rank uses. Call it on every rank.
+    """The state of this rank, under a name that only this rank uses. Call this function on every rank.
 
     If all ranks used the same name, `torch.distributed.checkpoint` would keep the state of only one rank.
 
     Returns:
-        An entry for the argument of `torch.distributed.checkpoint.save` or `async_save`. Later steps do not change it.
+        A dictionary with one entry, for `torch.distributed.checkpoint.save` or `async_save`. Later steps do not change
+        it.
     """
     return {_name(dist.get_rank()): packed(compression.state_dict())}
 
@@ -42,21 +43,22 @@ def load(
     optimizer: Any = None,
     residuals: str = "keep",
 ) -> None:
-    """Restores the states of `by_rank` before the first step. Call it on every rank.
+    """Restores the states that `by_rank` saved. Call this function on every rank, before the first step.
 
     If the number of ranks has changed, each rank gets its share of the old ranks' residuals, as in `hvdcomp.state_for`.
     With FSDP, each rank then reads the states of all old ranks one by one, also if only the mesh has changed.
 
     Args:
-        compression: the compression.
-        saved: the folder of the checkpoint, or a reader.
-        key: the key under which the states were saved.
-        optimizer: as in `Compression.load_state_dict`.
-        residuals: "keep" to keep the old ranks' residuals, or "drop" to drop them. Use the same value on all ranks.
+        compression: the `Compression` of the training, before its first step.
+        saved: the folder of the checkpoint, or a storage reader of `torch.distributed.checkpoint`.
+        key: the key of the states in the dictionary that was saved.
+        optimizer: the model's optimizer, as in `Compression.load_state_dict`; None if it is not needed.
+        residuals: "keep" to keep the residuals of the old ranks, or "drop" to drop them. Use the same value on all
+            ranks.
 
     Raises:
-        ConfigurationError: if the checkpoint has no such states, or if the number of ranks has changed and the ranks
-            exchange in process groups; and as in `Compression.load_state_dict`.
+        ConfigurationError: if the checkpoint has no states under this key; if the number of ranks has changed and ranks
+            exchange in several process groups; or for a reason of `Compression.load_state_dict`.
     """
     check_residuals(residuals)
     reader = torch.distributed.checkpoint.FileSystemReader(saved) if isinstance(saved, str | os.PathLike) else saved
@@ -72,7 +74,7 @@ def load(
     states = _read(reader, key, needed)
     if residuals == "drop":
         states = list(map(_without_residuals, states))
-    # For other shards, a rank may need the states of all old ranks, which are read only if needed.
+    # If the shards have changed, a rank may need the states of all old ranks. They are read only if they are needed.
     if states[0] and "shards" in states[0]["shared"]:
         states = [{**states[0], "every": (_read(reader, key, [other])[0] for other in range(count))}]
     elif states[0] and "boxes" in states[0]["own"]:
@@ -97,14 +99,17 @@ def _without_residuals(state: dict[str, Any]) -> dict[str, Any]:
 def _read(
     reader: torch.distributed.checkpoint.StorageReader, key: str, ranks: Sequence[int], alone: bool = False
 ) -> list[dict[str, Any]]:
-    """The states of some ranks.
+    """Reads the states of some ranks from a checkpoint.
 
     Args:
-        alone: whether this rank reads by itself, as others may not need these states.
+        reader: the storage reader of the checkpoint.
+        key: the key of the states in the checkpoint.
+        ranks: the ranks whose states are read.
+        alone: whether this rank reads without the other ranks, because they may not need these states.
     """
     content = {key: {_name(rank): b"" for rank in ranks}}
     with warnings.catch_warnings():
-        if alone:  # which torch.distributed.checkpoint warns of
+        if alone:  # torch.distributed.checkpoint warns if a rank reads alone
             warnings.simplefilter("ignore", UserWarning)
         torch.distributed.checkpoint.load(content, storage_reader=reader, **({"no_dist": True} if alone else {}))
     return [unpacked(content[key][_name(rank)]) for rank in ranks]

@@ -18,27 +18,31 @@ __all__ = ["register"]
 def register(
     model: DistributedDataParallel, compression: UsedCompression, optimizer: Any = None, grad_scaler: Any = None
 ) -> None:
-    """Makes a model in DistributedDataParallel exchange compressed gradients.
+    """Makes a model that is wrapped in DistributedDataParallel exchange compressed gradients.
 
         model = torch.nn.parallel.DistributedDataParallel(model)
         hvdcomp.ddp.register(model, hvdcomp.Compression(hvdcomp.TopK(ratio=0.01)))
 
-    Call it on every rank, before the first backward pass. The rest of the training does not change. Members of
-    `Compression` (`ledger`, `set_level`, `state_dict`, ...) work as with Horovod. Tensors are named as in the module,
-    without the prefixes of wrappers ("module.", "_orig_mod." and others).
+    Call this function on every rank, before the first backward pass. The rest of the training does not change. The
+    attributes and methods of `Compression` (`ledger`, `set_level`, `state_dict`, ...) work as with Horovod. Tensors
+    have the names of the parameters in the model, without the prefixes of wrappers ("module.", "_orig_mod." and
+    others).
 
     Args:
-        model: a model in DistributedDataParallel without another communication hook; also in torch.compile.
-        compression: a compression of this model only. Its `load_state_dict` may be called before `register`, or between
+        model: a model that is wrapped in DistributedDataParallel and has no other communication hook. It may also be
+            wrapped by torch.compile.
+        compression: a `Compression` that no other model uses. Call its `load_state_dict` before `register`, or between
             `register` and the first step.
         optimizer: the model's optimizer. Policies that follow the learning rate or change the batch size need it.
-        grad_scaler: the `torch.amp.GradScaler` in use, if any. `Compression(grad_scaler=...)` overrides it.
+        grad_scaler: the `torch.amp.GradScaler` of the training, if there is one. `Compression(grad_scaler=...)`
+            overrides it.
 
     Raises:
-        ConfigurationError: if the model is not in DistributedDataParallel, or another model uses the compression.
+        ConfigurationError: if the model is not wrapped in DistributedDataParallel, or if another model uses this
+            `Compression`.
         RankMismatchError: on every rank, if some ranks raised an error. Settings are compared in the first step.
     """
-    model = getattr(model, "_orig_mod", model)  # under torch.compile
+    model = getattr(model, "_orig_mod", model)  # the model inside the wrapper of torch.compile
     if not isinstance(model, DistributedDataParallel):
         raise ConfigurationError(
             f"hvdcomp.ddp.register was given a {type(model).__name__} as model; pass the model that "

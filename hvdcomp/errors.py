@@ -1,4 +1,4 @@
-"""hvdcomp's errors and warnings. Each message names the value, the allowed values, and the way out."""
+"""hvdcomp's errors and warnings. Each message names the wrong value and the allowed values, and says what to do."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _NOT_OF_USERS = (*(f"{folder}{os.sep}" for folder in _PACKAGES), "<frozen ")
 
 
 class SpecError(ValueError):
-    """A compressor, memory or spec string with a wrong name or value."""
+    """A compressor, a memory, a policy or a spec string has a wrong name or value."""
 
-    ag_pass_through = True  # TensorFlow's AutoGraph then re-raises this class instead of its own
+    ag_pass_through = True  # makes TensorFlow's AutoGraph raise this error instead of an error of its own
 
 
 class ConfigurationError(RuntimeError):
-    """A setting of Horovod, a framework or a model with which gradient compression would not work correctly."""
+    """Gradient compression would not work correctly with a setting of Horovod, of a framework or of a model."""
 
     ag_pass_through = True
 
@@ -31,13 +31,13 @@ class UnevenNodesError(ConfigurationError):
 
 
 class RankMismatchError(RuntimeError):
-    """The ranks were configured differently; raised on every rank in the same step."""
+    """The ranks were configured differently. Every rank raises this error in the same step."""
 
     ag_pass_through = True
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """The names in a message; if there are many, the first few and the number of the others.
+    """Lists names for a message. If there are more than `most` names, it lists the first ones, and counts the others.
 
     >>> listed(["a", "b", "c", "d", "e"])
     'a, b, c and 2 more'
@@ -46,11 +46,12 @@ def listed(names: Sequence[str], most: int = 3) -> str:
 
 
 def warn_alone(message: str) -> None:
-    """Warns on this rank only, and never raises: with `python -W error`, an error would leave other ranks waiting.
+    """Warns on this rank only. It never raises an error, also with `python -W error`, because the other ranks would
+    then wait forever.
 
-    The warning points to the line of the user's program that led to it: the innermost line outside of hvdcomp, of
-    installed packages and of Python itself. If there is no such line, as in a thread of a framework, the warning points
-    to the caller.
+    The warning points to the line of the user's program that led to it. This is the innermost line outside hvdcomp,
+    outside installed packages and outside Python itself. If there is no such line, as in a thread of a framework, the
+    warning points to the caller of this function.
     """
     stack = list(traceback.walk_stack(inspect.currentframe()))[1:]
     users = [place for place in stack if not place[0].f_code.co_filename.startswith(_NOT_OF_USERS)]

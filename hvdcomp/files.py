@@ -1,4 +1,5 @@
-"""Files that stay complete on a full disk: replaced by renaming, or extended by whole records; and JSON parsing.
+"""Writes files so that they stay complete even if the disk is full: files are replaced by renaming, or extended by
+whole records. Also parses JSON.
 
 If several errors occur, the first error is raised.
 """
@@ -21,27 +22,27 @@ from typing import Any
 _PART = ".part"
 
 DEEPEST_JSON = 100
-"""Largest depth of nested lists and objects in a JSON file: far more than hvdcomp uses, and not too deep for recursive
-functions."""
+"""Largest allowed depth of nested lists and objects in a JSON file. hvdcomp uses a far smaller depth, and recursive
+functions can process this depth."""
 
 _ROOT = Path(__file__).parents[1]
 
 try:
     VERSION = version("hvdcomp")
-except PackageNotFoundError:  # a checkout that is not installed
+except PackageNotFoundError:  # hvdcomp runs from a checkout and is not installed
     VERSION = "0+checkout"
-"""hvdcomp's version, as in the files that it writes."""
+"""The version of hvdcomp. hvdcomp also writes it into files."""
 
 
 def commit() -> str:
-    """The commit of the sources, with a plus sign if files differ from this commit. For an installed package without
-    sources, its version."""
+    """The commit of the sources, with a plus sign if files differ from this commit. If hvdcomp does not run from a
+    checkout, the result is "hvdcomp" and its version."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=_ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        if (_ROOT / ".git").exists():  # else the folder is in another checkout
+        if (_ROOT / ".git").exists():  # otherwise git would find another checkout around this folder
             changed = git("status", "--porcelain", "--", "hvdcomp", "benchmarks", ":!benchmarks/measured")
             return git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
     return f"hvdcomp {VERSION}"
@@ -50,11 +51,13 @@ def commit() -> str:
 def replace_files(contents: Mapping[Path, bytes]) -> None:
     """Writes files. Afterwards, each file is either complete or unchanged.
 
-    All are written under other names before the first is renamed, so that on a full disk none is replaced. These names
-    are unpredictable, and must not exist: in a folder that other users can write to, a link could lead elsewhere.
+    All files are first written under temporary names, and then renamed. If the disk is full, no file is replaced. The
+    temporary names are unpredictable and must not exist yet. Otherwise, if other users can write to the folder, a link
+    with a temporary name could lead to another place.
 
     Args:
-        contents: contents by path. A link is followed; a pipe or device, such as /dev/stdout, is written to directly.
+        contents: the content of each file, by path. If a path is a link, the file that it points to is replaced. A pipe
+            or device, such as /dev/stdout, is written to directly.
 
     Raises:
         OSError: the first error. No incomplete file is left.
@@ -67,7 +70,7 @@ def replace_files(contents: Mapping[Path, bytes]) -> None:
                 write_file(place, content)
             else:
                 part = place.with_name(f"{place.name}.{secrets.token_hex(8)}{_PART}")
-                with part.open("xb", buffering=0) as file:  # follows no link
+                with part.open("xb", buffering=0) as file:  # this mode fails if there is a link with this name
                     parts[place] = part
                     _write_all(file, content)
         for place, part in parts.items():
@@ -80,17 +83,17 @@ def replace_files(contents: Mapping[Path, bytes]) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """`replace_files` for a text file in UTF-8; characters that UTF-8 cannot encode become question marks."""
+    """Writes a text file in UTF-8 as in `replace_files`. Characters that UTF-8 cannot encode become question marks."""
     replace_files({path: text.encode("utf-8", errors="replace")})
 
 
 def commits_in_words(commits: Iterable[str]) -> str:
-    """The different commits of measurements, for a page."""
+    """Lists the commits of measurements for a page of the manual, each commit once."""
     return ", ".join(f"`{commit}`" for commit in sorted(set(commits)))
 
 
 def provenance_last(page: str) -> str:
-    """A page with the sentence that begins with "Made by" at its foot: readers want the results first, and need the
+    """Moves the sentence that begins with "Made by" to the end of a page. Readers want the results first, and need the
     command and the commits only if they repeat the measurement.
 
     Example:
@@ -105,17 +108,18 @@ def provenance_last(page: str) -> str:
 
 
 def with_block(text: str, begin: str, end: str, block: str) -> str | None:
-    """A text with the lines between two marks replaced by a block; None if it lacks a mark."""
+    """Replaces the lines between two marks in a text by `block`. The result is None if the text does not contain both
+    marks."""
     before, first, rest = text.partition(begin)
     _, last, after = rest.partition(end)
     return f"{before}{begin}\n{block}\n{end}{after}" if first and last else None
 
 
 def csv_of(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """A CSV file with a heading, of one or more rows.
+    """The content of a CSV file with a heading and one or more rows.
 
-    Numbers stay numbers. A text that a spreadsheet would take for a formula gets an apostrophe, as names of runs and
-    models may be any text.
+    Numbers are written as numbers. A text that a spreadsheet would interpret as a formula gets an apostrophe before it,
+    because names of runs and models may be any text.
     """
     stream = io.StringIO()
     writer = csv.DictWriter(stream, fieldnames=list(rows[0]))
@@ -130,14 +134,15 @@ def _is_formula(cell: Any) -> bool:
 
 
 def parse_json(text: str | bytes, **options: Any) -> Any:
-    """The content of a JSON text; used for every JSON file, as files may be untrusted.
+    """Parses a JSON text. hvdcomp parses every JSON file with this function, because a file may come from someone who
+    is not trusted.
 
     Args:
-        text: the text.
+        text: the JSON text.
         options: options of `json.loads`.
 
     Raises:
-        ValueError: if the text is no JSON, or nested deeper than `DEEPEST_JSON`.
+        ValueError: if the text is not JSON, or is nested deeper than `DEEPEST_JSON`.
     """
     with contextlib.suppress(RecursionError):
         content = json.loads(text, **options)
@@ -151,18 +156,23 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
 
 
 def write_file(path: Path, content: bytes | memoryview) -> None:
-    """Writes a file in place, for folders that are renamed as a whole."""
+    """Writes a file directly, without a temporary name. Use it in a folder that is renamed when it is complete."""
     with path.open("wb", buffering=0) as file:
         _write_all(file, content)
 
 
 def aside(path: Path, number: int) -> Path:
-    """The path of a file put aside under a number: "log.2.jsonl" for "log.jsonl"."""
+    """The path that a file gets if it is put aside with a number, such as "log.2.jsonl" for "log.jsonl"."""
     return path.with_name(f"{path.stem}.{number}{path.suffix}")
 
 
 def put_aside_before(path: Path) -> dict[int, Path]:
-    """The files that `put_aside` made of a file, by number, the oldest first; empty if the folder is missing."""
+    """The files that `put_aside` has renamed, by their numbers, the oldest first. The result is empty if the folder
+    does not exist.
+
+    Args:
+        path: the path that the files had before they were renamed.
+    """
     form = re.compile(re.escape(path.stem) + r"\.([1-9][0-9]*)" + re.escape(path.suffix))
     names = os.listdir(path.parent) if path.parent.is_dir() else []
     numbers = [int(match[1]) for match in map(form.fullmatch, names) if match]
@@ -170,11 +180,11 @@ def put_aside_before(path: Path) -> dict[int, Path]:
 
 
 def put_aside(path: Path, most: int) -> None:
-    """Renames a file to the next number, so that a new file can begin.
+    """Renames a file so that a new file can begin under its name. The new name has the next number (`aside`).
 
     Args:
-        path: the file.
-        most: the number of renamed files to keep; older renamed files are removed.
+        path: path of the file.
+        most: number of renamed files to keep. Older renamed files are removed.
 
     Raises:
         OSError: if renaming fails.
@@ -185,9 +195,10 @@ def put_aside(path: Path, most: int) -> None:
 
 
 def bring_back(path: Path, number: int) -> None:
-    """Undoes `put_aside` for files with numbers above `number`; later content is lost.
+    """Undoes `put_aside` for the files with numbers above `number`. The file with the next number gets its old name
+    back, and everything that was written later is lost.
 
-    If interrupted, it can be called again.
+    If this function was interrupted, call it again.
 
     Raises:
         OSError: if renaming fails.
@@ -205,13 +216,13 @@ class RecordFile:
         """Opens the file, and creates it if it is missing.
 
         Raises:
-            OSError: if it cannot be opened.
+            OSError: if the file cannot be opened.
         """
         self._file = path.open("ab", buffering=0)
 
     @property
     def size(self) -> int:
-        """Bytes of the file.
+        """The size of the file, in bytes.
 
         Raises:
             OSError: if the size is not available.
@@ -219,10 +230,10 @@ class RecordFile:
         return os.fstat(self._file.fileno()).st_size
 
     def write(self, record: bytes) -> None:
-        """Adds a record.
+        """Adds a record at the end of the file.
 
         Raises:
-            OSError: if it cannot be written; a partial record is removed.
+            OSError: if the record cannot be written. A partial record is removed.
         """
         before = self.size
         try:

@@ -1,4 +1,4 @@
-"""Gradient compression in FSDP2: in its reduce-scatter between nodes, or between replicas of a model."""
+"""Gradient compression for FSDP2: between the nodes of its reduce-scatter, or between replicas of a model."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ def register(
         fully_shard(model, mesh=mesh)
         hvdcomp.fsdp.register(model, hvdcomp.Compression(hvdcomp.TopK(ratio=0.01)))
 
-    From then on, FSDP leaves this exchange to hvdcomp. PyTorch's `replicate` makes replicas of one rank each. If the
-    model is sharded over all ranks, hvdcomp replaces FSDP's reduce-scatter. The reduce-scatter of hvdcomp is exact
-    within a node, and quantizes between nodes:
+    From then on, FSDP leaves this exchange to hvdcomp. PyTorch's `replicate` creates replicas of one rank each.
+
+    If the model is sharded over all ranks, hvdcomp replaces FSDP's reduce-scatter. The reduce-scatter of hvdcomp sends
+    uncompressed gradients within a node, and quantized gradients between nodes:
 
         fully_shard(model)
         hvdcomp.fsdp.register(model, hvdcomp.Compression(hvdcomp.Int4()))
@@ -53,28 +54,30 @@ def register(
         quantized = hvdcomp.Compression(hvdcomp.Int8())
         hvdcomp.fsdp.register(model, hvdcomp.Compression(hvdcomp.TopK(ratio=0.01)), shards=quantized)
 
-    Call it on every rank, after all calls of `fully_shard`, before the first backward pass. docs/fsdp.md describes all
-    cases. With replicas, shards are exchanged during the backward pass. With a policy, the ranks with the same shard
-    decide separately from the others, and the decision log contains only the decisions for rank 0's shard.
+    Call this function on every rank, after all calls of `fully_shard`, before the first backward pass. docs/fsdp.md
+    describes all cases. If there are replicas, shards are exchanged during the backward pass. If there is a policy, the
+    ranks with the same shard decide separately from the others, and the decision log contains only the decisions for
+    rank 0's shard.
 
     Args:
-        model: a model sharded by `fully_shard`, or replicated by `replicate`.
-        compression: a compression of this model only. Without replicas its compressor must be a quantizer, without a
-            policy.
+        model: a model that is sharded by `fully_shard`, or replicated by `replicate`.
+        compression: a `Compression` that no other model uses. If there are no replicas, its compressor must be a
+            quantizer, and it must have no policy.
         mesh: the dimension of the replicas, mesh["replicate"], if `fully_shard` got only the dimension of the shards,
             mesh["shard"]. None otherwise.
         optimizer: the model's optimizer. Policies that follow the learning rate or change the batch size need it.
         weights: a quantizer, such as `hvdcomp.Int8()`. FSDP's all-gathers then send quantized changes of the weights,
-            and each rank keeps the whole model. Only without replicas. None for FSDP's own all-gather.
-        shards: a second compression, for the reduce-scatter over the shards of each replica. Its compressor must be a
-            quantizer, without a policy. It has its own residuals, ledger and checkpoints. Only with replicas. None for
-            FSDP's own reduce-scatter.
+            and each rank keeps the whole model. It is allowed only if there are no replicas. None for FSDP's own
+            all-gather.
+        shards: a second `Compression`, for the reduce-scatter over the shards of each replica. Its compressor must be a
+            quantizer, and it must have no policy. It has its own residuals, ledger and checkpoints. It is allowed only
+            if there are replicas. None for FSDP's own reduce-scatter.
 
     Raises:
-        ConfigurationError: if the model is not sharded in this way, or if another model uses the compression, or if the
-            compression is not suitable.
-        RankMismatchError: on every rank, if some ranks raised an error. With replicas, settings are compared in the
-            first step.
+        ConfigurationError: if the model is neither sharded nor replicated in this way, if another model uses a given
+            `Compression`, or if a `Compression` does not work with this model.
+        RankMismatchError: on every rank, if some ranks raised an error. If there are replicas, settings are compared in
+            the first step.
     """
     if mesh is not None and getattr(mesh, "ndim", None) != 1:
         raise ConfigurationError(
@@ -110,8 +113,14 @@ def register(
 
 
 def _serve_shards(model: torch.nn.Module, shards: UsedCompression, group: dist.ProcessGroup) -> None:
-    """Quantizes the reduce-scatter within each replica. An error of a rank reaches all ranks: first those of its
-    replica, then from each of them the ranks with the same shard."""
+    """Makes FSDP quantize the reduce-scatter within each replica. An error on one rank reaches all ranks: first the
+    ranks of its replica, and then the ranks that have the same shards as these.
+
+    Args:
+        model: the model, which has replicas.
+        shards: the `Compression` of the reduce-scatter.
+        group: the process group of the ranks that have the same shard as this rank.
+    """
     replicas, like = TorchDistributedCommunicator(group), torch.empty(0)
     place = replicas.rank, replicas.world_size
     with refused_on_every_rank(replicas, like):

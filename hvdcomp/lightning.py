@@ -24,23 +24,23 @@ __all__ = ["CompressedFabricStrategy", "CompressedStrategy"]
 
 
 class CompressedStrategy(DDPStrategy):
-    """Lets a Lightning Trainer train in DistributedDataParallel with compressed gradients.
+    """A strategy with which a Lightning Trainer exchanges compressed gradients, in DistributedDataParallel.
 
         compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))
         trainer = lightning.Trainer(strategy=hvdcomp.lightning.CompressedStrategy(compression), ...)
 
-    The rest of the training does not change. Beside each checkpoint for training, each rank saves its state to
-    `CHECKPOINT.rankRANK` by the Trainer's own `CheckpointIO`, and `trainer.fit(ckpt_path=...)` restores it. If the
-    number of ranks has changed, the new ranks share the residuals of all old ranks. In float16 the strategy finds the
-    GradScaler by itself. Validations do not count in the step times that some policies use.
+    The rest of the training does not change. Next to each checkpoint that contains an optimizer, each rank saves its
+    state to `CHECKPOINT.rankRANK` with the Trainer's own `CheckpointIO`. `trainer.fit(ckpt_path=...)` restores this
+    state. If the number of ranks has changed, the new ranks share the residuals of all old ranks. With float16, the
+    strategy finds the GradScaler by itself. The times of steps, which some policies use, do not include validations.
 
     Args:
-        compression: a compression for one call of `Trainer.fit`.
+        compression: a `Compression` for one call of `Trainer.fit`.
         options: other arguments of `lightning.pytorch.strategies.DDPStrategy`.
 
     Raises:
-        ConfigurationError: if `compression` is not a compression, or has a policy that changes the batch size. In
-            `fit`, if another `fit` has used the compression.
+        ConfigurationError: if `compression` is not a `Compression`, or has a policy that changes the batch size. In
+            `fit`, if another call of `fit` has used this `Compression`.
     """
 
     def __init__(self, compression: UsedCompression, **options: Any) -> None:
@@ -48,23 +48,23 @@ class CompressedStrategy(DDPStrategy):
         trainers.refuse_batch_sizes(compression, "the Trainer of Lightning")
         super().__init__(**options)
         self.compression = compression
-        self._pause = ExitStack()  # of the clock, during validations
+        self._pause = ExitStack()  # stops the clock of the steps during validations
 
     def setup(self, trainer: Any) -> None:
-        """Registers the compression of the model, once it is in DistributedDataParallel."""
+        """Registers the `Compression` after Lightning has wrapped the model in DistributedDataParallel."""
         super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:  # otherwise there is no DistributedDataParallel
+        if trainer.state.fn == TrainerFn.FITTING:  # otherwise Lightning does not use DistributedDataParallel
             optimizer = next(iter(self.optimizers), None)
             ddp.register(self.model, self.compression, optimizer, getattr(self.precision_plugin, "scaler", None))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Saves the state of each rank, then the checkpoint."""
-        if "optimizer_states" in checkpoint:  # otherwise it has weights only
+        """Saves the state of each rank, and then the checkpoint."""
+        if "optimizer_states" in checkpoint:  # otherwise the checkpoint has only weights
             _save(self, filepath, storage_options)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Restores the state of this rank if the checkpoint is for training, and loads the checkpoint."""
+        """Restores the state of this rank if the Trainer continues a training, and loads the checkpoint."""
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             _restore(self, checkpoint_path)
         return super().load_checkpoint(checkpoint_path, weights_only)
@@ -75,33 +75,33 @@ class CompressedStrategy(DDPStrategy):
         super().remove_checkpoint(filepath)
 
     def on_validation_start(self) -> None:
-        """Stops the clock."""
+        """Stops the clock of the steps."""
         self._pause.enter_context(self.compression.paused())
 
     def on_validation_end(self) -> None:
-        """Starts the clock again."""
+        """Starts the clock of the steps again."""
         self._pause.close()
 
 
 class CompressedFabricStrategy(FabricDDPStrategy):
-    """Lets Fabric train in DistributedDataParallel with compressed gradients.
+    """A strategy with which Fabric exchanges compressed gradients, in DistributedDataParallel.
 
         compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))
         fabric = lightning.Fabric(strategy=hvdcomp.lightning.CompressedFabricStrategy(compression), ...)
 
-    The rest of the program does not change. If `fabric.save` saves an optimizer, each rank saves its state to
-    `CHECKPOINT.rankRANK`, and `fabric.load` restores it with the optimizer. Call `fabric.load` before the first step.
-    If the number of ranks has changed, the new ranks share the residuals of all old ranks. In float16 the strategy
-    finds the GradScaler by itself.
+    The rest of the program does not change. If `fabric.save` saves an optimizer, each rank also saves its state to
+    `CHECKPOINT.rankRANK`. If `fabric.load` loads an optimizer, each rank also restores this state. Call `fabric.load`
+    before the first step. If the number of ranks has changed, the new ranks share the residuals of all old ranks. With
+    float16, the strategy finds the GradScaler by itself.
 
     Args:
-        compression: a compression. `fabric.setup` may be called for one model only.
+        compression: the `Compression` of the training. Call `fabric.setup` for only one model.
         options: other arguments of `lightning.fabric.strategies.DDPStrategy`.
 
     Raises:
-        ConfigurationError: if `compression` is not a compression. In `fabric.setup`, for a second model. In
-            `fabric.save` and `fabric.load`, if the given state has the compression: Fabric would save it on rank 0
-            only.
+        ConfigurationError: if `compression` is not a `Compression`. In `fabric.setup`, if it is called for a second
+            model. In `fabric.save` and `fabric.load`, if the given state contains the `Compression`, because Fabric
+            would save it only on rank 0.
     """
 
     def __init__(self, compression: UsedCompression, **options: Any) -> None:
@@ -111,12 +111,12 @@ class CompressedFabricStrategy(FabricDDPStrategy):
         self._optimizer: Optimizer | None = None
 
     def setup_module_and_optimizers(self, module: Any, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
-        """Sets up the model with its optimizer, because some policies follow the learning rate."""
+        """Notes the optimizer, because some policies follow its learning rate, and sets up the model."""
         self._optimizer = next(iter(optimizers), None)
         return super().setup_module_and_optimizers(module, optimizers, scheduler)
 
     def setup_module(self, module: Any) -> Any:
-        """Puts the model in DistributedDataParallel, and registers the compression."""
+        """Wraps the model in DistributedDataParallel, and registers the `Compression`."""
         model = super().setup_module(module)
         ddp.register(model, self.compression, self._optimizer, getattr(self.precision, "scaler", None))
         return model
@@ -124,19 +124,23 @@ class CompressedFabricStrategy(FabricDDPStrategy):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """Saves the state of each rank, then the checkpoint."""
+        """Saves the state of each rank if the checkpoint contains an optimizer, and then the checkpoint."""
         if self._trains(state):
             _save(self, path, storage_options)
         super().save_checkpoint(path, state, storage_options, filter)
 
     def load_checkpoint(self, path: Any, state: Any = None, *arguments: Any, **options: Any) -> dict[str, Any]:
-        """Restores the state of this rank if the checkpoint is for training, and loads the checkpoint."""
+        """Restores the state of this rank if an optimizer is loaded, and loads the checkpoint."""
         if isinstance(state, dict) and self._trains(state):
             _restore(self, path)
         return super().load_checkpoint(path, state, *arguments, **options)
 
     def _trains(self, state: dict[str, Any]) -> bool:
-        """Whether a training can continue from what is saved."""
+        """Whether a training can continue from this state, because it contains an optimizer.
+
+        Raises:
+            ConfigurationError: if the state contains the `Compression`.
+        """
         if names := [name for name, value in state.items() if value is self.compression]:
             raise ConfigurationError(
                 f"the state for Fabric's checkpoint has the hvdcomp.Compression as {names[0]!r}; leave {names[0]!r} "
@@ -149,11 +153,12 @@ class CompressedFabricStrategy(FabricDDPStrategy):
 def _save(strategy: CompressedStrategy | CompressedFabricStrategy, checkpoint: Any, storage_options: Any) -> None:
     state = strategy.compression.state_dict()
     strategy.checkpoint_io.save_checkpoint(state, _file(checkpoint, strategy.global_rank), storage_options)
-    strategy.barrier()  # where there is a checkpoint, the files of all ranks are there too
+    strategy.barrier()  # only after all ranks have saved their states, rank 0 saves the checkpoint
 
 
 def _restore(strategy: CompressedStrategy | CompressedFabricStrategy, checkpoint: Any) -> None:
-    # A link to the last checkpoint has no files of ranks beside it. A URL is no path.
+    # The path may be a link to the last checkpoint. The states of the ranks are next to the checkpoint, not next to the
+    # link. A URL is not a path, and stays as it is.
     path = checkpoint if "://" in str(checkpoint) else os.path.realpath(checkpoint)
 
     def read(rank: int) -> Any:

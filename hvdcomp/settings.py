@@ -1,4 +1,4 @@
-"""A user's settings, and their checks before a training begins."""
+"""The settings of a user, and the checks of these settings before a training begins."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from hvdcomp.policies import LevelSchedule, Policy
 from hvdcomp.specs.described import is_whole
 from hvdcomp.specs.levels import Level
 
-# The hardest level is that of a factor and a tensor beyond all real ones.
+# To find the strongest level of a method, we ask for its level at this compression factor, for a tensor of this shape.
+# Both are larger than all real ones.
 _HARDEST_FACTOR = 1e12
 _LARGEST_TENSOR = (2**20, 2**20)
 
@@ -42,7 +43,7 @@ class Settings:
     gathered_bytes: int | None = GATHERED_BYTES
 
     def __post_init__(self) -> None:
-        """Raises SpecError for an invalid overlap or number."""
+        """Raises SpecError if `overlap` or a number is invalid."""
         if not (isinstance(self.overlap, bool) or self.overlap == "auto"):
             raise SpecError(f'overlap={self.overlap!r} is not allowed; give True, False or "auto"')
         _require_whole("bucket_bytes", self.bucket_bytes, 1, or_none=True)
@@ -59,22 +60,24 @@ class Settings:
 
     @property
     def compressors(self) -> tuple[Compressor, ...]:
-        """All compressors that tensors may get: the training's own, and those that the policy may choose."""
+        """All compressors that the training may use: its own compressor, and those that the policy may choose."""
         specs = self.policy.compressors if isinstance(self.policy, Policy) else ()
         return (self.compressor, *map(parse_compressor, specs))
 
     def require_matches(self, names: Collection[str]) -> None:
-        """`hvdcomp.compressors.routing.require_matches` for all compressors that tensors may get."""
+        """Raises SpecError if a pattern of a router matches none of the tensor names `names`, for all compressors that
+        the training may use."""
         for compressor in self.compressors:
             require_matches(compressor, names)
 
     def require_momenta(self, warm_up: str, local_steps: int, b1: float) -> None:
-        """Raises SpecError if the ranks cannot send momenta instead of gradients after a warm-up.
+        """Raises SpecError if these settings do not work with `CompressedAdam`, whose ranks send momenta instead of
+        gradients after a warm-up.
 
         Args:
-            warm_up: spec of the warm-up's compressor.
-            local_steps: number of steps between exchanges.
-            b1: decay of the momentum in a step.
+            warm_up: spec of the compressor that is used during the warm-up.
+            local_steps: number of steps from one exchange to the next.
+            b1: factor by which the momentum decays in each step (beta1 of Adam).
         """
         if local_steps > 1 and isinstance(self.policy, Policy):
             raise SpecError(
@@ -93,18 +96,19 @@ class Settings:
             require_bounded_turns(methods)
         others = [leaf for method in methods[1:] for leaf in method.leaves()]
         for leaf in self.compressor.leaves():
-            # Error feedback, once begun by a method that takes turns with this one, goes on.
+            # If one of the methods that take turns uses error feedback, the others use it too.
             defaults = [method.default_memory for method in (leaf, *others)]
             if all(memory.keeps == 0 for memory in (defaults if self.memory is None else [self.memory])):
                 require_bounded_noise(leaf, b1, local_steps)
         self.require_all_turns(local_steps, f"local_steps={local_steps} of CompressedAdam")
 
     def require_all_turns(self, every: int | None, option: str) -> None:
-        """Raises SpecError if a method that sends one of several parts in turn would never send some of them.
+        """Raises SpecError if a method would never send a part of the gradient. Some methods send one of several parts
+        in each step, in turn. If the ranks exchange only in every n-th step, some parts may never have their turn.
 
         Args:
-            every: number of steps between exchanges; None if it changes.
-            option: the user's option that sets this number.
+            every: number of steps from one exchange to the next; None if this number changes.
+            option: the user's option that sets this number, for the error message.
         """
         for leaf in (leaf for method in self.compressors for leaf in method.leaves()):
             divisor = leaf.period if every is None else math.gcd(every, leaf.period)
@@ -117,7 +121,8 @@ class Settings:
                 )
 
     def describe(self) -> dict[str, Any]:
-        """The settings in words, for comparisons between ranks and for messages."""
+        """The settings by name, with compressor, memory and policy as texts, for comparisons between ranks and for
+        messages."""
         return {
             **vars(self),
             "compressor": str(self.compressor),
@@ -142,7 +147,8 @@ def check(
     """Checks the arguments of a `Compression`, and returns the policy from `check_policy`.
 
     Raises:
-        SpecError: for an invalid compressor, memory, policy or number of steps, or if they do not work together.
+        SpecError: if the compressor, the memory, the policy or the number of steps is invalid, or if they do not work
+            together.
     """
     _require_whole("steps_per_epoch", steps_per_epoch, 1, or_none=True)
     if not isinstance(compressor, Compressor):
@@ -171,10 +177,11 @@ def check(
 def check_policy(
     policy: LevelSchedule | Policy[Any], steps_per_epoch: int | None, compressor: Compressor, memory: Memory | None
 ) -> LevelSchedule | Policy[Any]:
-    """Checks a policy, and that residuals stay bounded with all its compressors and levels.
+    """Checks a policy. With all compressors and levels that the policy may choose, residuals must stay bounded.
 
     Returns:
-        The policy, with its compressors' specs in canonical form, and without the training's own compressor.
+        The policy, with the specs of its compressors in canonical form. If the policy also lists the training's own
+        compressor, this spec is removed.
 
     Raises:
         SpecError: if the policy cannot work with this compressor, memory or run.
@@ -200,7 +207,8 @@ def check_policy(
 
 
 def _checked_choices(policy: Policy[Any], compressor: Compressor, memory: Memory | None) -> tuple[str, ...]:
-    """Specs of a policy's compressors, without the training's own."""
+    """The specs of the compressors that a policy may choose, in canonical form, without the training's own
+    compressor."""
     choices = [parse_compressor(spec) for spec in policy.compressors]
     specs = list(map(str, choices))
     if twice := sorted({spec for spec in specs if specs.count(spec) > 1}):
@@ -225,7 +233,8 @@ def _checked_choices(policy: Policy[Any], compressor: Compressor, memory: Memory
 
 @dataclass(frozen=True)
 class _Watched:
-    """A compressor whose levels are checked for bounded residuals when a policy tries them."""
+    """A compressor for the check of a policy. If the policy tries a level with which residuals would grow without
+    limit, `at_level` raises SpecError."""
 
     compressor: Compressor
     memory: Memory | None

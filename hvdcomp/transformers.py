@@ -24,7 +24,8 @@ __all__ = ["CompressionCallback"]
 
 
 class CompressionCallback(TrainerCallback):
-    """Makes a Trainer exchange compressed gradients, and saves the state of each rank in the Trainer's checkpoints.
+    """A callback with which a Trainer exchanges compressed gradients, and saves the state of each rank in its
+    checkpoints.
 
         compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))
         trainer = Trainer(model, arguments, callbacks=[hvdcomp.transformers.CompressionCallback(compression)], ...)
@@ -32,38 +33,39 @@ class CompressionCallback(TrainerCallback):
     The rest of the training does not change. Start two or more ranks, with torchrun or accelerate launch. Each rank
     saves its state to `compressionRANK.pt` in the folder of each checkpoint, and
     `trainer.train(resume_from_checkpoint=...)` restores it. If the number of ranks has changed, the new ranks share the
-    residuals of all old ranks. In float16 the callback finds the Trainer's GradScaler by itself. Evaluations and
-    checkpoints do not count in the step times that some policies use.
+    residuals of all old ranks. With float16, the callback finds the Trainer's GradScaler by itself. The times of steps,
+    which some policies use, do not include evaluations and checkpoints.
 
     Args:
-        compression: a compression of this trainer's model only. If `train` is called again, the training continues with
-            the present residuals.
+        compression: a `Compression` that only the model of this Trainer uses. If `train` is called again, the training
+            continues with the present residuals.
 
     Raises:
-        ConfigurationError: if `compression` is not a compression, or has a policy that changes the batch size. In
-            `train`, if the Trainer has not wrapped the model in DistributedDataParallel, as with one rank. In
-            `hyperparameter_search`.
+        ConfigurationError: if `compression` is not a `Compression`, or has a policy that changes the batch size. In
+            `train`, if the Trainer has not wrapped the model in DistributedDataParallel, for example because there is
+            only one rank. In `hyperparameter_search`, which trains several models.
     """
 
     def __init__(self, compression: UsedCompression) -> None:
         require_compression(compression, "hvdcomp.transformers.CompressionCallback")
         trainers.refuse_batch_sizes(compression, "the Trainer of Transformers")
         self.compression = compression
-        self._model: Any = None  # that the compression serves
-        self._pause = ExitStack()  # of the clock, from the end of a step to the begin of the next
+        self._model: Any = None  # the model for which the `Compression` was registered
+        self._pause = ExitStack()  # stops the clock of the steps between the end of a step and the next step
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Registers the compression, and restores its state."""
+        """Registers the `Compression`, and restores its state."""
         if state.is_hyper_param_search:
             raise ConfigurationError(
                 "hyperparameter_search trains several models, but a hvdcomp.Compression works for only one model: "
                 "search without hvdcomp.transformers.CompressionCallback, and use the callback only in the final "
                 "training"
             )
-        # The Trainer gives a callback the model, but neither itself, nor what it has put the model in, nor the
-        # checkpoint. `train`, which has called this method, has both in variables whose names are public.
+        # The Trainer passes the model to a callback, but not the Trainer itself, the wrapped model or the checkpoint.
+        # `train`, which has called this method, has the Trainer and the checkpoint in local variables. Their names are
+        # the names of its arguments.
         trainer = caller_local("self", lambda value: isinstance(value, Trainer))
         model = trainer.model_wrapped
         if not isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel):
@@ -102,7 +104,7 @@ class CompressionCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Starts the clock again."""
+        """Starts the clock of the steps again."""
         self._pause.close()
 
 

@@ -1,1 +1,2 @@
-"""Methods at their own best learning rates: docs/best-rates.md, README's table, and the evidence of the package."""
+"""Compares methods at their own best learning rates. The results are docs/best-rates.md, README's table "which method",
+and the evidence for the package's own advice."""

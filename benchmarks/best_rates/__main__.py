@@ -46,7 +46,7 @@ Train = Callable[[Sequence[RateRun]], list[Run]]
 
 
 def trained(runs: Path) -> list[RateRun]:
-    """All trainings of workloads and methods that are in a folder or in its file of records."""
+    """All trainings of these workloads and methods whose results are in a folder or in the file of records."""
     seeds = seeds_there(runs)
     return [
         RateRun(workload, seed, runs, spec, doublings)
@@ -58,7 +58,7 @@ def trained(runs: Path) -> list[RateRun]:
 
 
 def train_items(group: Sequence[Item], runs: Path, seeds: Sequence[int], train: Train) -> list[Run]:
-    """Trains rows of one workload and kind; returns the trainings that failed."""
+    """Trains rows of one workload and kind, and returns the trainings that failed."""
     workload, methods = group[0].workload, [item.method for item in group]
     if group[0].kind == SAME:
         return train(at_rate_of_dense(workload, methods, runs, seeds))

@@ -1,4 +1,4 @@
-"""What the trainings of best learning rates say of a method: its figures if its row is complete, or what it lacks."""
+"""The results of the trainings for one method: its figures if all needed trainings exist, or what is missing."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from benchmarks.best_rates.search import FARTHEST, HELD_OUT, Grid, grid_of, star
 from benchmarks.pages import mean_and_interval, with_interval
 
 FORGIVING = 1.0
-"""A rate counts as good if it loses at most so much, in percent of the loss or points, beside the best rate."""
+"""A learning rate counts as good if its quality is worse than that of the best rate by at most this number: percent of
+the loss, or points of accuracy."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A method at a rate, over its seeds.
+    """The trainings of a method at one learning rate, with several seeds.
 
     Attributes:
-        qualities: by seed, as `RateRun.quality`.
+        qualities: the quality of each training (`RateRun.quality`), by seed.
     """
 
     workload: str
@@ -31,7 +32,8 @@ class Row:
     qualities: Mapping[int, float]
 
     def lost_beside(self, other: Row) -> list[float]:
-        """What it is worse by, for each seed that both have; empty if any of these diverged."""
+        """For each seed that both rows have, how much worse the quality of this row is; empty if any of these trainings
+        diverged."""
         seeds = sorted(self.qualities.keys() & other.qualities.keys())
         lost = [lost_beside(self.workload, self.qualities[seed], other.qualities[seed]) for seed in seeds]
         return [] if any(map(math.isnan, lost)) else lost
@@ -48,7 +50,7 @@ class Row:
 
 
 def row_of(workload: str, spec: str, doublings: int, runs: Path, seeds: Iterable[int]) -> Row | None:
-    """The trainings that are there; None if there are none."""
+    """The row of the trainings that exist; None if there are none."""
     factors, qualities = [], {}
     for seed in seeds:
         run = RateRun(workload, seed, runs, spec, doublings)
@@ -61,13 +63,13 @@ def row_of(workload: str, spec: str, doublings: int, runs: Path, seeds: Iterable
 
 @dataclass(frozen=True)
 class Outcome:
-    """A method in a workload.
+    """The results of a method in a workload.
 
     Attributes:
-        grid: of the search.
-        own: at its own best rate; None if that is not trained with any held-out seed.
-        same: at dense training's best rate; None if that is not trained.
-        lacks: what the row lacks, in words; empty if it is complete. Only figures of complete rows are shown.
+        grid: the learning rates that the search for the best one has trained.
+        own: the row at the method's own best learning rate; None if it was not trained with a held-out seed.
+        same: the row at the best learning rate of dense training; None if it was not trained.
+        lacks: words for what is missing; empty if nothing is. Figures are shown only if nothing is missing.
     """
 
     workload: str
@@ -79,7 +81,7 @@ class Outcome:
 
     @property
     def complete(self) -> Row:
-        """The row at its own best rate, of an outcome that lacks nothing."""
+        """The row at the method's own best learning rate, if the outcome lacks nothing; otherwise None."""
         assert self.own is not None
         assert not self.lacks
         return self.own
@@ -90,13 +92,15 @@ class Outcome:
 
     @property
     def good(self) -> tuple[float, float]:
-        """The lowest and the highest rate of the search that lose little beside the best (`FORGIVING`)."""
+        """The lowest and the highest learning rate of the search that lose little compared with the best one
+        (`FORGIVING`)."""
         rates = [rate_of(self.workload, at) for at, lost in self.grid.lost.items() if lost <= FORGIVING]
         return min(rates), max(rates)
 
 
 def outcome_of(workload: str, spec: str, runs: Path, seeds: Sequence[int]) -> Outcome:
-    """What is trained of a method. Its row also lacks what dense training of the same workload lacks."""
+    """The results of a method. If dense training of the same workload lacks something, all methods of the workload lack
+    it."""
     grid = grid_of(workload, spec, runs, start_of(workload, spec, runs))
     own = row_of(workload, spec, grid.best, runs, seeds)
     lacks = _lacks_of(grid, own, seeds)
@@ -125,11 +129,11 @@ def _lacks_of(grid: Grid, own: Row | None, seeds: Sequence[int]) -> tuple[str, .
 def outcomes_of(
     workload: str, runs: Path, seeds: Sequence[int], methods: Sequence[str] | None = None
 ) -> dict[str, Outcome]:
-    """By spec, the methods of a workload, or some of them; dense training is the first."""
+    """The results of the methods of a workload, by spec. Dense training is the first. `only` limits the methods."""
     chosen = methods_of(workload) if methods is None else methods
     return {spec: outcome_of(workload, spec, runs, seeds) for spec in dict.fromkeys([DENSE, *chosen])}
 
 
 def interval_of(values: Sequence[float]) -> tuple[float, float] | None:
-    """The mean, and half of its 95 % interval; None without two values."""
+    """The mean, and half of its 95 % confidence interval; None if there are fewer than two values."""
     return mean_and_interval(values) if len(values) > 1 else None

@@ -32,7 +32,8 @@ ByWorkload = Mapping[str, Mapping[str, Outcome]]
 
 
 def write_page(file: Path, runs: Path, seeds: Sequence[int]) -> bool:
-    """Writes the page of all trainings in the file of records, and a CSV file beside it; False if there are none."""
+    """Writes the page of all trainings in the file of records, and a CSV file next to it. Returns False if there are no
+    trainings."""
     records = [one for one in kept_records(runs).values() if one["workload"] not in WORKLOADS_OF_OTHERS]
     if not records:
         return False
@@ -151,7 +152,7 @@ def _table(workload: str, complete: Mapping[str, Outcome]) -> list[str]:
 
 
 def _pairs(workload: str, complete: Mapping[str, Outcome]) -> list[str]:
-    """The methods beside their rivals, in Markdown."""
+    """A table in Markdown that compares methods with their rivals."""
     unit = "points" if is_accuracy(workload) else "%"
     lines = []
     for spec in PAIRS:
@@ -171,7 +172,7 @@ def _pairs(workload: str, complete: Mapping[str, Outcome]) -> list[str]:
 
 
 def _missing(outcomes: Mapping[str, Outcome]) -> list[str]:
-    """What incomplete rows lack, as a list."""
+    """A list, in Markdown, of what rows lack that are not complete."""
     begun = [outcome for outcome in outcomes.values() if outcome.lacks and outcome.is_begun]
     others = [f"`{outcome.spec}`" for outcome in outcomes.values() if not outcome.is_begun]
     lines = [
@@ -193,10 +194,11 @@ _MANY_RANKS_IN_WORDS = (
 
 
 def _variants(found: ByWorkload, runs: Path, kind: str, title: str, text: str) -> list[str]:
-    """A section of rows that were trained in another way, seed by seed: two seeds have no interval that says anything.
+    """A section about trainings of another kind, with a result for each seed. Two seeds are too few for a confidence
+    interval.
 
     Args:
-        kind: the end of the names of these variants.
+        kind: end of the names of these variants, such as "-long".
         text: the first sentences of the section.
     """
     lines = []
@@ -289,7 +291,7 @@ def _in_words(seeds: Iterable[int]) -> str:
 
 
 def record_of(outcome: Outcome, dense: Outcome) -> dict[str, Any]:
-    """A line of the CSV file; an incomplete row has no figures."""
+    """A line of the CSV file. It has figures only if the row is complete."""
     workload = outcome.workload
     figures = dict.fromkeys(_FIGURES) if outcome.lacks else _figures(outcome, outcome.complete, dense.complete)
     head = {"workload": workload, "method": outcome.spec, "ranks": WORKLOADS[workload]["simulate_ranks"]}

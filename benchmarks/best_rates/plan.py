@@ -1,4 +1,5 @@
-"""The order of the trainings of best rates, by what README's table needs first, and how long the missing ones take."""
+"""The order of the trainings, and the time that the missing ones take. Trainings that README's table needs come
+first."""
 
 from __future__ import annotations
 
@@ -38,23 +39,25 @@ STAGES = (
 OWN, SAME = "at its own best rate", "at dense training's best rate"
 
 _RATES_OF_A_SEARCH = 4
-"""The GPT's searches trained three to five rates."""
+"""Expected number of learning rates that a search trains. The searches of the GPT trained three to five."""
 _SHARE_OF_OTHER_RATES = 0.5
 """Expected share of methods whose best rate is not that of dense training."""
 _QUIET_SECONDS = {"gpt": 100.0, "lstm": 70.0, "mnist1d": 26.0, "sorting": 17.0, "shapes": 17.0, "heavy-tails": 10.0}
 """Seconds of a training on a core without other programs, for workloads without records: extrapolated from the
 processor time of 40 steps. The LSTM's is its quickest training in docs/convergence.md, the GPT's a guess."""
 _SLOW = 30.0
-"""Seconds from which on the rows of a workload are trained one after the other, as one may make the next needless."""
+"""If a training takes at least this number of seconds, the rows of its workload are trained one after the other,
+because the result of one row may make the next row needless."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """A row to train.
+    """A row that must be trained.
 
     Attributes:
-        stage: the number in `STAGES`.
-        kind: `OWN`, `SAME`, or the end of a variant's name.
+        stage: number of the row's stage in `STAGES`.
+        kind: `OWN` for the method's own best rate, `SAME` for the best rate of dense training, or the end of a
+            variant's name.
     """
 
     stage: int
@@ -72,7 +75,7 @@ class Item:
 
 
 def items(runs: Path) -> list[Item]:
-    """All rows in the order of their trainings, as far as present records tell."""
+    """All rows in the order of their trainings, as far as the present records determine it."""
     found: dict[tuple[str, str, str], Item] = {}
     for item in _items(runs):
         found.setdefault(item.key, item)
@@ -111,18 +114,19 @@ def _with_control(methods: Sequence[str]) -> list[str]:
 
 
 def named_in(situation: Situation, runs: Path) -> list[str]:
-    """The methods that README names by the rule; the first to measure if the rule does not decide yet."""
+    """The methods that README's table names by the rule; if the rule does not decide yet, the methods to measure
+    first."""
     standings = standings_of(situation, runs)
     found = [standing.method for standing in chosen(standings).values()]
     return found or [standing.method for standing in undecided(standings)[:1]]
 
 
 def next_items(plan: Sequence[Item], done: Collection[Item]) -> list[Item]:
-    """The rows to train next, all of one workload and kind: several that are quick, or a single slow one.
+    """The rows to train next. All have the same workload and kind: several quick rows, or a single slow row.
 
     Args:
-        plan: the rows to choose from, in their order.
-        done: rows that are not trained again, because they are complete or failed.
+        plan: the rows to choose from, in the order of their trainings.
+        done: rows that are not trained again, because they are complete or have failed.
     """
     keys = {item.key for item in done}
     left = [item for item in plan if item.key not in keys]
@@ -135,10 +139,11 @@ def next_items(plan: Sequence[Item], done: Collection[Item]) -> list[Item]:
 
 
 def variant_runs(workload: str, kind: str, methods: Sequence[str], runs: Path) -> list[RateRun]:
-    """Trainings of a variant, at the best rates of the workload's own trainings; only of complete rows.
+    """The trainings of a variant. They use the best learning rates of the workload itself, so only complete rows have
+    them.
 
     Args:
-        kind: the end of the variant's name.
+        kind: end of the variant's name, such as "-long".
     """
     complete = [method for method in methods if not outcome_of(workload, method, runs, HELD_OUT).lacks]
     return [
@@ -152,7 +157,7 @@ def variant_runs(workload: str, kind: str, methods: Sequence[str], runs: Path) -
 
 
 def missing_trainings(item: Item, runs: Path, seeds: Sequence[int] = HELD_OUT) -> float:
-    """The expected number of trainings that a row still needs."""
+    """The number of trainings that a row is expected to need still."""
     workload, method = item.workload, item.method
     grid = grid_of(workload, method, runs, start_of(workload, method, runs))
     own = [RateRun(workload, seed, runs, method, grid.best) for seed in seeds]
@@ -172,7 +177,8 @@ def missing_trainings(item: Item, runs: Path, seeds: Sequence[int] = HELD_OUT) -
 
 
 def seconds_of(workload: str, runs: Path) -> tuple[float, float]:
-    """Seconds of a training: the quickest and the median of the records; else from a similar workload."""
+    """The seconds of a training: the smallest and the median number in the records, or else those of a similar
+    workload."""
     own = [record["seconds"] for record in kept_records(runs).values() if record["workload"] == workload]
     known = [seconds for seconds in own if seconds is not None]
     if known:
@@ -185,7 +191,7 @@ def seconds_of(workload: str, runs: Path) -> tuple[float, float]:
 
 
 _SIMILAR = {LONG: float(LONGER), MANY_RANKS: 4.0, "-muon": 1.0, **{f"-{name}": 1.0 for name in OTHER_OPTIMIZERS}}
-"""Times the seconds of the workload without this part of its name."""
+"""For each part of a workload's name, the factor by which a training takes longer than without this part."""
 
 
 def _quiet_seconds(workload: str) -> float:
@@ -197,12 +203,12 @@ def _quiet_seconds(workload: str) -> float:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a stage still takes.
+    """The work that a stage still needs.
 
     Attributes:
-        rows: that are not complete.
-        trainings: that are missing, as expected.
-        least, usual: hours of a core, by the quickest and by the median training of each workload.
+        rows: number of rows that are not complete.
+        trainings: expected number of trainings that are missing.
+        least, usual: hours of one core, computed from the quickest and from the median training of each workload.
     """
 
     stage: str
@@ -213,7 +219,7 @@ class Estimate:
 
 
 def estimates(among: Sequence[Item], runs: Path) -> list[Estimate]:
-    """What each stage still takes, if no row makes another one needless."""
+    """The work that each stage still needs, if no result makes another row needless."""
     found = []
     for number, stage in enumerate(STAGES):
         left = [(item, missing_trainings(item, runs)) for item in among if item.stage == number]

@@ -1,4 +1,5 @@
-"""The rows of the benchmark of best learning rates: its workloads, the methods of each, and the single training."""
+"""The rows of the benchmark of best learning rates: its workloads, the methods of each workload, and a single
+training."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def _with(name: str, **changes: Any) -> dict[str, Any]:
 
 
 def _quick(model: str, data: str, optimizer: str, lr: float, steps: int, **changes: Any) -> dict[str, Any]:
-    """The options of a training that takes some ten seconds of a core."""
+    """The options of a training that takes about ten seconds on one core."""
     words = {"model": model, "data": data, "optimizer": optimizer, "lr": lr, "schedule": "cosine", "steps": steps}
     return {**words, "evaluate_every": 100, "simulate_ranks": convergence.RANKS, **changes}
 
@@ -38,7 +39,7 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     "heavy-tails-muon": {**_HEAVY_TAILS, "optimizer": "muon"},
     "shapes": _SHAPES,
 }
-"""The options of `hvdcomp train`; the learning rate is that at which the first search begins."""
+"""The options of `hvdcomp train` for each workload. The first search begins at the learning rate in these options."""
 
 OTHER_OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adafactor": {"optimizer": "torch.optim.Adafactor", "lr": 2.0},
@@ -66,14 +67,17 @@ WORKLOADS_OF_OTHERS = {name: one for task in TASKS_OF_OTHERS for name, one in _o
 
 DENSE = "none"
 PAIRS = {"eden": ("terngrad", "powersgd"), "eden:bits=1": ("powersgd",)}
-"""The methods, and their rivals. PowerSGD has the lowest rank that sends at least as many bytes."""
+"""For each method, the rivals that it is compared with. PowerSGD has the lowest rank that sends at least the bytes of
+the method."""
 QUICK_RANKS = {"sorting": 2, "heavy-tails": 4, "shapes": 2}
-"""By data of the quick workloads, the rank at which PowerSGD sends about as few bytes as `terngrad`."""
+"""For the data of each quick workload, the rank at which PowerSGD sends about the same number of bytes as
+`terngrad`."""
 FROZEN: dict[str, dict[str, Any]] = {
     "compressed-adam none": {"optimizer": "compressed-adam", "compression": "none", "freeze_compression": "none"},
     "compressed-adam efsignsgd": {"optimizer": "compressed-adam", "compression": "efsignsgd"},
 }
-"""Methods that change AdamW, too. What that gains is no gain of a compressor, so one of them compresses nothing."""
+"""Methods that also change AdamW. This change alone may improve the quality, so one of the methods compresses nothing,
+for comparison."""
 
 _COMPRESSED_STEPS = {"outer_lr": 1.0, "outer_momentum": 0.0, "small_tensors": "int8", "memory": "error_feedback"}
 STEPS: dict[str, dict[str, Any]] = {
@@ -97,7 +101,8 @@ STEPS: dict[str, dict[str, Any]] = {
 to the most."""
 
 RAISED = tuple(name for name, changes in STEPS.items() if changes["outer_momentum"] == 0)
-"""Those whose best rates are two to four times as high as that of dense training (docs/compressed-steps.md)."""
+"""The names in `STEPS` whose best learning rates are two to four times the best rate of dense training
+(docs/compressed-steps.md)."""
 
 NAMED = {**FROZEN, **STEPS}
 CANDIDATES = {
@@ -111,7 +116,7 @@ METHODS_OF_OTHERS = ("topk:ratio=0.01", "eden:bits=1", "eden", "int4")
 """The compressors that are trained with other optimizers, from the fewest bytes to the most."""
 
 LONGER = 3
-"""Times as many steps as in a workload of long trainings."""
+"""Factor by which a long training has more steps."""
 LONG, MANY_RANKS = "-long", "-16"
 """Ends of the names of variants: a workload with more steps, and one with 16 ranks. A variant has no search: its rates
 are the best rates of its workload. Two seeds say which way it goes; they have no interval."""
@@ -150,7 +155,7 @@ def _of_equal_bytes(workload: str, spec: str) -> str:
 
 
 def methods_of(workload: str) -> list[str]:
-    """The specs, and names of `NAMED`, that a workload is trained with, dense training first."""
+    """The methods with which a workload is trained: specs, and names of `NAMED`. Dense training is the first."""
     if workload in WORKLOADS_OF_OTHERS:
         return [DENSE, *METHODS_OF_OTHERS]
     options = TRAINED[workload]
@@ -166,12 +171,12 @@ def methods_of(workload: str) -> list[str]:
 
 
 def name_of(spec: str) -> str:
-    """The name of a method for `--only`: of its compressor, or the first word of a name of `NAMED`."""
+    """The name of a method for `--only`: the name of its compressor, or the first word of a name of `NAMED`."""
     return spec.partition(" ")[0].partition("=")[0] if spec in NAMED else parse_compressor(spec).name
 
 
 def changes_of(workload: str, spec: str) -> dict[str, Any]:
-    """The options of a method, beside those of the workload."""
+    """The options with which a method changes the options of the workload."""
     changes = NAMED.get(spec, {"compression": spec})
     if spec not in STEPS:
         return changes
@@ -183,11 +188,12 @@ def changes_of(workload: str, spec: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RateRun(Run):
-    """The training of a workload with a method at a learning rate.
+    """A training of a workload with a method at a learning rate.
 
     Attributes:
-        spec: of the compressor, or a name of `NAMED`.
-        doublings: of the workload's own rate.
+        spec: spec of the compressor, or a name of `NAMED`.
+        doublings: the learning rate, as the number of times that the workload's own learning rate is doubled; negative
+            if it is halved.
     """
 
     spec: str
@@ -206,8 +212,8 @@ class RateRun(Run):
         return {**TRAINED[self.workload], "lr": self.rate, **changes_of(self.workload, self.spec), "seed": self.seed}
 
     def figures(self) -> dict[str, Any]:
-        """The factor, the bytes of a rank, and loss and accuracy of the validation part in the end; None if the
-        training diverged."""
+        """The compression factor, the bytes that a rank sent, and the loss and accuracy on the validation data at the
+        end; None if the training diverged."""
         assert self.summary is not None
         last = self.records("evaluations.jsonl")[-1] if self.summary["status"] == "finished" else {}
         return {
@@ -219,7 +225,7 @@ class RateRun(Run):
 
     @property
     def quality(self) -> float | None:
-        """The accuracy in percent, or the loss; None if it is not trained, nan if it diverged."""
+        """The accuracy in percent, or the loss; None if the training does not exist, and NaN if it diverged."""
         record = self.record
         if record is None:
             return None
@@ -228,5 +234,5 @@ class RateRun(Run):
 
 
 def lost_beside(workload: str, quality: float, reference: float) -> float:
-    """What a quality is worse by: points of accuracy, or percent of the loss."""
+    """How much worse a quality is than another: in points of accuracy, or in percent of the loss."""
     return reference - quality if is_accuracy(workload) else 100 * (quality / reference - 1)

@@ -20,18 +20,20 @@ from benchmarks.best_rates.rows import CANDIDATES, DENSE, FROZEN, STEPS
 from benchmarks.best_rates.search import HELD_OUT
 
 BOUNDS = (1.0, 3.0)
-"""Percent of the loss, or points of accuracy."""
+"""The bounds of the rule: a method may be worse than dense training by this number of percent of the loss, or points of
+accuracy."""
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What a user trains with.
+    """What a user trains, such as a network with Adam. README's table names methods for each situation.
 
     Attributes:
-        name: in the first column of README's table.
-        workloads: the tasks on which a method must be good, the quickest first.
-        methods: those to choose from, from the fewest bytes to the most.
-        optimizer: its kind, as in `hvdcomp.compressors.evidence`; None if the methods do not compress gradients.
+        name: the text in the first column of README's table.
+        workloads: names of the workloads on which a method must be good, the quickest first.
+        methods: the methods to choose from, from the fewest bytes to the most.
+        optimizer: kind of the optimizer, as in `hvdcomp.compressors.evidence`; None if the methods do not compress
+            gradients.
     """
 
     name: str
@@ -58,13 +60,13 @@ SITUATIONS = (
 
 @dataclass(frozen=True)
 class Standing:
-    """A method on the workloads of a situation.
+    """The results of a method on the workloads of a situation.
 
     Attributes:
-        lost: by workload with a complete row, the mean and half of its interval, as in `Row.lost_beside`; infinite if a
-            training diverged.
-        factors: by workload with a complete row, the times fewer bytes that its trainings sent.
-        open: the workloads without a complete row.
+        lost: for each workload with a complete row, by name, the mean loss of quality and half of its confidence
+            interval, as in `Row.lost_beside`; infinite if a training diverged.
+        factors: for each workload with a complete row, by name, the compression factor of its trainings.
+        open: the names of the workloads without a complete row.
     """
 
     method: str
@@ -74,7 +76,7 @@ class Standing:
 
     @property
     def factor(self) -> float:
-        """The geometric mean over the workloads."""
+        """The geometric mean of the compression factors over the workloads."""
         return statistics.geometric_mean(self.factors.values())
 
     def _exceeds(self, bound: float) -> bool:
@@ -85,12 +87,12 @@ class Standing:
 
     @property
     def is_open(self) -> bool:
-        """Whether rows that are not complete decide about the method."""
+        """Whether it is not decided yet if the method is within a bound, because rows are missing."""
         return bool(self.open) and not self._exceeds(max(BOUNDS))
 
 
 def standings_of(situation: Situation, runs: Path) -> list[Standing]:
-    """The methods of a situation, from the fewest bytes to the most."""
+    """The results of all methods of a situation, from the fewest bytes to the most."""
     return [_standing(situation, method, runs) for method in situation.methods]
 
 
@@ -110,7 +112,8 @@ def _lost(outcome: Outcome, dense: Outcome) -> tuple[float, float]:
 
 
 def chosen(standings: Sequence[Standing]) -> dict[float, Standing]:
-    """By bound, the method within it that sends the fewest bytes, if it sends fewer than that of the bound before."""
+    """For each bound, the method within the bound that sends the fewest bytes. A method is chosen for the second bound
+    only if it sends fewer bytes than the method of the first bound."""
     found: dict[float, Standing] = {}
     for bound in BOUNDS:
         within = [standing for standing in standings if standing.is_within(bound)]
@@ -121,7 +124,7 @@ def chosen(standings: Sequence[Standing]) -> dict[float, Standing]:
 
 
 def undecided(standings: Sequence[Standing]) -> list[Standing]:
-    """The methods whose missing rows may change the choice: they send fewer bytes than the first method within the
-    first bound."""
+    """The methods whose missing rows may change the choice, because they send fewer bytes than the first method within
+    the first bound."""
     first = next((at for at, standing in enumerate(standings) if standing.is_within(BOUNDS[0])), len(standings))
     return [standing for standing in standings[:first] if standing.is_open]

@@ -17,20 +17,21 @@ from benchmarks.trainings import Run
 SEARCHED = 0
 """The seed of the search."""
 HELD_OUT = (101, 102, 103, 104, 105)
-"""The seeds of the figures, which no choice has seen."""
+"""The seeds of the trainings that give the figures. No choice depends on trainings with these seeds."""
 FARTHEST = 8
-"""Factors of two, from the workload's own rate, at which a search ends without a best rate inside the grid."""
+"""Largest number of doublings or halvings of the workload's own learning rate. A search ends there, even if it has not
+found a best rate between two others."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The rates of a method that the search has trained.
+    """The learning rates of a method that the search has trained.
 
     Attributes:
-        lost: by doublings, what the trainings lost beside the best: percent of the loss, or points of accuracy;
-            infinite if one diverged.
-        best: the doublings of the best rate.
-        next: the trainings that come next; empty if the best rate is between two others.
+        lost: for each rate, by its doublings, how much worse the training was than the best one: in percent of the
+            loss, or in points of accuracy. Infinite if the training diverged.
+        best: doublings of the best learning rate.
+        next: the trainings that the search needs next; empty if the best rate is between two other trained rates.
     """
 
     lost: Mapping[int, float]
@@ -39,15 +40,15 @@ class Grid:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the best rate trains, and is between two worse ones."""
+        """Whether the training at the best rate did not diverge, and the best rate is between two worse ones."""
         return math.isfinite(self.lost.get(self.best, math.inf)) and {self.best - 1, self.best + 1} <= self.lost.keys()
 
 
 def grid_of(workload: str, spec: str, runs: Path, start: int) -> Grid:
-    """The grid of a method as far as it is trained.
+    """The learning rates of a method that were trained so far.
 
     Args:
-        start: the doublings around which it begins.
+        start: doublings of the rate at which the search begins.
     """
 
     def untrained(*places: int) -> tuple[RateRun, ...]:
@@ -72,12 +73,13 @@ def grid_of(workload: str, spec: str, runs: Path, start: int) -> Grid:
 
 
 _DENSE_STARTS = {"gpt-muon": 3}
-"""The doublings at which dense training's search begins, of workloads whose own rate is far from the best one."""
+"""For workloads whose own learning rate is far from the best one, the doublings at which the search for dense training
+begins."""
 
 
 def start_of(workload: str, spec: str, runs: Path) -> int:
-    """The doublings around which the search of a method begins: those of dense training's best rate, or twice this
-    rate if the ranks send the mean of compressed steps, which is shorter than each of them."""
+    """The doublings of the rate at which the search of a method begins. It is the best rate of dense training. If ranks
+    send the mean of compressed steps, which is shorter than each of the steps, it is twice this rate."""
     start = _DENSE_STARTS.get(workload, 0)
     if spec == DENSE:
         return start
@@ -105,12 +107,12 @@ def search(
 
 
 def best_of(workload: str, spec: str, runs: Path) -> int:
-    """The doublings of a method's best rate, as far as it is searched."""
+    """The doublings of a method's best learning rate, as far as the search has found it."""
     return grid_of(workload, spec, runs, start_of(workload, spec, runs)).best
 
 
 def at_best_rates(workload: str, specs: Sequence[str], runs: Path, seeds: Sequence[int]) -> list[RateRun]:
-    """Dense training and methods, each at its own best rate."""
+    """Dense training and the methods, each at its own best learning rate."""
     best = {spec: best_of(workload, spec, runs) for spec in (DENSE, *specs)}
     return [RateRun(workload, seed, runs, spec, doublings) for seed in seeds for spec, doublings in best.items()]
 

@@ -91,7 +91,8 @@ def table_of(runs: Path) -> str:
 
 
 def rows_of(situation: Situation, runs: Path) -> list[tuple[str, str, str, str]]:
-    """The rows of a situation: what the rule chooses; else what was chosen at one rate; else what is not measured."""
+    """The rows of a situation in README's table: the methods that the rule chooses, or else the methods that were
+    chosen at one learning rate, or else the methods that are not measured yet."""
     standings = standings_of(situation, runs)
     found, missing = chosen(standings), undecided(standings)
     rows: list[tuple[str, str, str, str]] = []
@@ -115,7 +116,7 @@ def rows_of(situation: Situation, runs: Path) -> list[tuple[str, str, str, str]]
 
 
 def _shown(method: str) -> str:
-    """A method in README's words."""
+    """A method in the words of README."""
     if method not in NAMED:
         return f"`{method}`"
     compressor = f"`{NAMED[method]['compression']}`"
@@ -144,7 +145,7 @@ def _quality(standing: Standing, bound: float) -> str:
 
 
 def with_table(text: str, table: str) -> str:
-    """README's text with another table."""
+    """README's text, with this table in place of the present one."""
     before, mark, rest = text.partition(MARK)
     _, end, after = rest.partition("\n\n")
     if not mark or not end:
@@ -156,7 +157,8 @@ def with_table(text: str, table: str) -> str:
 
 
 def evidence_of(runs: Path) -> dict[str, Any]:
-    """The content of evidence.json: the methods to try first, and what all complete rows with four ranks lost."""
+    """The content of evidence.json: the methods to try first, and the loss of quality in all complete rows with four
+    ranks."""
     return {"first": _first(runs), "trainings": [record for name in WORKLOADS for record in _records_of(name, runs)]}
 
 
@@ -174,7 +176,7 @@ def _spec_of(method: str) -> str:
 
 
 def _records_of(workload: str, runs: Path) -> list[dict[str, Any]]:
-    """The records of a workload: of its optimizer, and of CompressedAdam if it was trained in its place."""
+    """The records of a workload for its optimizer, and for CompressedAdam if the workload was also trained with it."""
     if WORKLOADS[workload]["simulate_ranks"] != RANKS:
         return []
     labels = [record["label"] for record in kept_records(runs).values() if record["workload"] == workload]
@@ -197,7 +199,7 @@ _KINDS: Mapping[str, str] = {**OPTIMIZERS, "muon": "Muon"}
 
 
 def _mean_lost(outcome: Outcome, dense: Outcome) -> float | None:
-    """As in `hvdcomp.compressors.evidence`; None if a training diverged."""
+    """The mean loss of quality, in the unit of `hvdcomp.compressors.evidence`; None if a training diverged."""
     lost: Sequence[float] = outcome.complete.lost_beside(dense.complete)
     return round(math.fsum(lost) / len(lost) / 100, 4) if lost else None
 

@@ -33,7 +33,7 @@ _BATCH = 256  # of the passes for the Hessian; the result does not depend on it
 
 
 def measure(options: TrainingOptions, record: RegimeRecord, samples: int, progress: Progress) -> list[dict[str, Any]]:
-    """Trains as `options` say and notes every epoch in `record`; returns one row per epoch."""
+    """Trains a model as `options` say, notes every epoch in `record`, and returns one row per epoch."""
     torch.manual_seed(options.seed)
     data = load_data(options)
     if not 1 <= samples <= len(data.train_x):
@@ -67,7 +67,8 @@ def train_epoch(
     optimizer: torch.optim.Optimizer,
     epoch: int,
 ) -> tuple[float, float, float]:
-    """One epoch of training: its learning rate, its mean loss, and the norm of the sum of its steps' gradients."""
+    """Trains one epoch, and returns its learning rate, its mean loss, and the norm of the sum of its steps'
+    gradients."""
     assert options.batch_size is not None
     rate = options.learning_rate(epoch - 1, options.epochs)
     for group in optimizer.param_groups:
@@ -105,7 +106,7 @@ def row(
 
 
 def shown(record: RegimeRecord, rows: list[dict[str, Any]]) -> Table:
-    """The ends of all spans, for the terminal."""
+    """The measurements at the ends of all spans, as text for the terminal."""
     table = Table("epochs", "learning rate", "loss", "eigenvalue", "critical", "gradient norm", "critical")
     by_eigenvalue, by_norm = record.critical("eigenvalue"), record.critical("gradient_norm")
     for end in range(record.interval - 1, record.epochs, record.interval):

@@ -31,7 +31,7 @@ class HessianEigenvalue:
             largest magnitude: `value` itself, or a negative eigenvalue. If both extremes are equally far from zero, it
             lies anywhere between them.
         iterations: the number of Hessian-vector products, each a pass over all batches.
-        relative_change: of the estimate in the last iteration, relative to `value`.
+        relative_change: the change of the estimate in the last iteration, relative to `value`.
         converged: whether the relative change fell to the tolerance in time, in the plain power iteration and, if there
             was one, in the shifted power iteration.
     """
@@ -66,19 +66,20 @@ def largest_hessian_eigenvalue(
     example, has a fixed mask per batch.
 
     Args:
-        model: called with the inputs of a batch.
-        loss_function: of the model's output and the targets; a scalar, the mean over the elements of the targets.
+        model: the model. It is called with the inputs of a batch.
+        loss_function: function that gets the model's output and the targets, and returns a scalar: the mean loss over
+            the elements of the targets.
         batches: pairs of inputs and targets, on the model's device, which can be iterated many times, such as a list or
             a DataLoader. The weight of a batch is the number of elements of its targets.
-        parameters: with respect to which the Hessian is taken; by default the model's. Parameters that require no
-            gradient are left out.
+        parameters: the parameters with respect to which the Hessian is computed; by default all parameters of the
+            model. Parameters that require no gradient are left out.
         iterations: the largest number of Hessian-vector products of each of the two power iterations.
         tolerance: the relative change of the estimate at which it has converged. It bounds the last change, not the
             error, which is larger if the largest eigenvalues are close together.
-        seed: of the start vectors.
-        reduce: maps the product of this rank's batches, a vector of shape (parameters,), to its mean over the ranks;
-            for Horovod `lambda vector: hvd.allreduce(vector, name="hessian")`. All ranks make the same call, with
-            equally much data. An error on one rank then raises an error on all.
+        seed: seed of the random start vectors, and of the random numbers of model and batches.
+        reduce: function that gets the Hessian-vector product of this rank's batches, (parameters,), and returns its
+            mean over the ranks; for Horovod `lambda vector: hvd.allreduce(vector, name="hessian")`. All ranks make the
+            same call, and each rank has the same amount of data. An error on one rank then raises an error on all.
 
     A custom autograd function that detaches tensors in its backward pass, and is not marked `once_differentiable`,
     gives a wrong second derivative, which cannot be detected.
@@ -126,7 +127,7 @@ def _check(iterations: int, tolerance: float, seed: int, batches: object) -> Non
 
 @dataclass(frozen=True)
 class _Iterated:
-    """The end of a power iteration."""
+    """The result at the end of a power iteration."""
 
     rayleigh: float  # of the Hessian, without the shift
     norm: float  # of (Hessian + shift) . unit vector
@@ -166,10 +167,10 @@ class _Hessian:
     """The Hessian as a function from vector to vector, both of shape (size,).
 
     Attributes:
-        size: elements of all parameters together.
-        dtype: of the vectors: single precision, or double if a parameter is double.
-        device: of the vectors.
-        products: the number of calls.
+        size: number of elements of all parameters together.
+        dtype: element type of the vectors: single precision, or double if a parameter is double.
+        device: device of the vectors.
+        products: number of Hessian-vector products so far.
     """
 
     def __init__(
@@ -237,7 +238,7 @@ class _Hessian:
         return total / elements
 
     def _of_batch(self, parts: Sequence[Tensor], inputs: Any, targets: Tensor, number: int) -> list[Tensor]:
-        """Hessian . vector of one batch's loss, by parameter."""
+        """The product of a vector and the Hessian of one batch's loss, by parameter."""
         buffers = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
         loss = self._loss_function(torch.func.functional_call(self._model, buffers, (inputs,)), targets)
         _check_loss(loss, number)
@@ -326,7 +327,8 @@ def _check_loss(loss: object, number: int) -> None:
 
 @contextlib.contextmanager
 def _own_randomness(seed: int, parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Random numbers inside come from `seed`; the generators of the CPU and the parameters' GPUs are restored."""
+    """A context in which random numbers come from `seed`. Afterwards, the random generators of the CPU and of the
+    parameters' GPUs continue as before."""
     devices = sorted({parameter.device.index for parameter in parameters if parameter.is_cuda})
     with torch.random.fork_rng(devices):
         torch.default_generator.manual_seed(seed)

@@ -20,9 +20,9 @@ def draw(record: RegimeRecord, losses: Sequence[float] | None = None, decays: Se
     """Draws a record, as a figure to be saved with `savefig`, or without a background by `figures.as_png`.
 
     Args:
-        record: of at least one epoch.
-        losses: the training loss of each epoch, drawn above the measures.
-        decays: epochs after which the learning rate fell, drawn as dashed lines.
+        record: the measurements of at least one epoch.
+        losses: the training loss of each epoch. They are drawn above the two measures.
+        decays: numbers of the epochs after which the learning rate fell. They are drawn as dashed lines.
 
     Raises:
         ValueError: the record is empty, or the numbers of losses and epochs differ.
@@ -64,7 +64,7 @@ def _curve(axes: Axes, values: Sequence[float | None], colour: str) -> None:
 
 
 def _shade(axes: Axes, critical: Sequence[bool | None]) -> None:
-    """Shades each run of critical epochs as one area, so that no seams show."""
+    """Shades each run of successive critical epochs as a single area, because seams between areas would be visible."""
     edges = np.flatnonzero(np.diff([False, *[bool(regime) for regime in critical], False]))
     for first, last in edges.reshape(-1, 2):
         axes.axvspan(first + 0.5, last + 0.5, color=_SHADE, alpha=0.25, linewidth=0)

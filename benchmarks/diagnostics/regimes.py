@@ -28,10 +28,10 @@ class RegimeRecord:
     span, and has a rule of its own for the delay after a fall of the learning rate.
 
     Attributes:
-        interval: epochs between comparisons.
-        eta: the least relative change of a critical span.
-        eigenvalues: of each epoch; None if it was not given.
-        gradient_norms: of each epoch.
+        interval: number of epochs from one comparison to the next.
+        eta: least relative change of the measure in a critical span.
+        eigenvalues: the largest eigenvalue of the Hessian at the end of each epoch; None if it was not given.
+        gradient_norms: the norm of the gradient at the end of each epoch.
     """
 
     interval: int = 10
@@ -47,7 +47,7 @@ class RegimeRecord:
 
     @property
     def epochs(self) -> int:
-        """The number of noted epochs."""
+        """The number of epochs that were noted."""
         return len(self.gradient_norms)
 
     @property
@@ -59,8 +59,8 @@ class RegimeRecord:
         """Notes the end of an epoch.
 
         Args:
-            eigenvalue: the Hessian's largest; None only if `compares_next` is False.
-            gradient_norm: of the gradient accumulated over the epoch.
+            eigenvalue: the largest eigenvalue of the Hessian; None is allowed only if `compares_next` is False.
+            gradient_norm: the norm of the gradient that was accumulated over the epoch.
 
         Raises:
             ValueError: a value is not a number, a norm is below zero, or a needed eigenvalue is missing. Nothing is

@@ -55,11 +55,11 @@ class Workload:
     """A model with its training.
 
     Attributes:
-        options: of `hvdcomp train`.
+        options: the options of `hvdcomp train`.
         target: a quality on the validation data. Steps, bytes and seconds are counted until a run reaches it.
-        beside: the workload whose uncompressed runs are the baseline; None for the workload itself.
-        only: the methods to train with; empty for all.
-        ranks: the number of ranks.
+        beside: name of the workload whose uncompressed runs are the baseline; None if it is this workload.
+        only: the methods with which the workload is trained; empty for all methods.
+        ranks: number of simulated ranks.
     """
 
     options: dict[str, Any]
@@ -142,8 +142,8 @@ class Method:
     """How gradients are sent.
 
     Attributes:
-        changes: changed options, by workload or optimizer; `lr` is a factor.
-        left_out: workloads without this method, with the reason.
+        changes: options that the method changes, by workload or optimizer. The value of `lr` is a factor.
+        left_out: workloads that are not trained with this method, each with the reason.
     """
 
     spec: str
@@ -306,7 +306,7 @@ def planned(workloads: Iterable[str], seeds: Iterable[int], only: Sequence[str],
     """The chosen runs, sorted by seed: all runs with one seed come before the next seed.
 
     Args:
-        only: patterns of specs, or names of compressors; empty for all.
+        only: patterns of specs, or names of compressors, that limit the runs; empty for all.
     """
 
     def is_chosen(spec: str) -> bool:
@@ -330,10 +330,11 @@ class Outcome:
     """The results of a finished run.
 
     Attributes:
-        factor: dense bytes / sent bytes.
-        loss, quality: on the validation data at the end; None if the run diverged.
-        steps_to_target, bytes_to_target: until the first evaluation that reached the target; None if none did.
-        waits: by link, the seconds that the rank waited until it reached the target.
+        factor: compression factor: dense bytes / sent bytes.
+        loss, quality: the loss and the quality on the validation data at the end; None if the run diverged.
+        steps_to_target, bytes_to_target: steps and bytes until the first evaluation that reached the target; None if
+            none did.
+        waits: for each link, by its rate, the seconds that the rank waited for the link until it reached the target.
     """
 
     run: MethodRun
@@ -365,14 +366,14 @@ class Outcome:
         return cls(run, **{name: record[name] for name in names}, waits=waits)
 
     def seconds(self, link: str, compute_ms: float) -> float | None:
-        """Seconds to the target on a link; None if no steps of the method were timed.
+        """Seconds until the target on a link; None if no steps of the method were timed.
 
         With overlap, the time that a step waits for a link depends on the machine. It is therefore measured in the
         timed steps. With CompressedAdam there is no overlap, and steps before and after the freezing differ, so the
         waits of the whole training are used.
 
         Args:
-            compute_ms: the time to compute each step.
+            compute_ms: milliseconds of computation in each step.
         """
         waits, timed = self.waits[link], TimedRun.of(self.run).record
         assert self.steps_to_target is not None
@@ -389,8 +390,8 @@ class Row:
     """All finished runs of a method in a workload.
 
     Attributes:
-        dense: by seed, the outcome of uncompressed training.
-        label: the method, with the workload if it is not the workload of the table.
+        dense: the outcome of uncompressed training, by seed.
+        label: name of the method, with the workload if it is not the workload of the table.
     """
 
     label: str
@@ -445,8 +446,8 @@ class Table:
     """The rows of a workload.
 
     Attributes:
-        compute_ms: the time to compute a step, for all rows.
-        runs, failed: the finished and the failed runs of this workload.
+        compute_ms: milliseconds of computation in a step, for all rows.
+        runs, failed: the finished runs and the failed runs of this workload.
     """
 
     name: str
@@ -466,7 +467,7 @@ class Table:
         the other methods have a link for each rank.
 
         Args:
-            beside: specs of the methods to compare with.
+            beside: specs of the methods with which the row is compared.
         """
         plain = [row for row in self.rows if row.outcomes[0].run.method.spec in beside]
         if self.workload.beside is not None:

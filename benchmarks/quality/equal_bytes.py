@@ -62,12 +62,12 @@ class Workload:
     """A model with its training.
 
     Attributes:
-        options: of `hvdcomp train`.
-        levels: by compressor, the fixed levels of three budgets, from many bytes to few.
-        extremes: by compressor, the levels between which Accordion chooses: low and high compression. GraVAC and AdaQS
-            begin at low compression.
-        window: number of steps between Accordion's comparisons, and for each of GraVAC's candidates. The published
-            numbers are for longer trainings.
+        options: the options of `hvdcomp train`.
+        levels: for each compressor, the fixed levels of three budgets, from many bytes to few.
+        extremes: for each compressor, the two levels between which Accordion chooses: low and high compression. GraVAC
+            and AdaQS begin at low compression.
+        window: number of steps from one comparison of Accordion to the next, and number of steps for each candidate of
+            GraVAC. The published numbers are for longer trainings.
     """
 
     options: dict[str, Any]
@@ -124,7 +124,7 @@ class Row:
 
     Attributes:
         kind: "fixed", "mid" (a schedule with lower compression in mid-training), or the name of a policy.
-        control_of: label of the row for which this row is the control; None if it is no control.
+        control_of: label of the row for which this row is the control; None if it is not a control.
     """
 
     kind: str
@@ -216,8 +216,8 @@ def payload_bytes(options: Mapping[str, Any], spec: str) -> int:
     """Bytes that a rank sends in an exchange of a training.
 
     Args:
-        options: of `hvdcomp train`.
-        spec: the compressor.
+        options: the options of `hvdcomp train`.
+        spec: spec of the compressor.
     """
     small = options.get("small_tensors", "none")
     return _payload_bytes(options["model"], options["data"], options["simulate_ranks"], spec, small)
@@ -247,7 +247,7 @@ def training_bytes(workload: Workload, row: Row, measured: Mapping[float, float]
     numbers that are sent along with the gradients. This part follows from two measured trainings.
 
     Args:
-        measured: by level, the bytes of a whole training, for at least two levels.
+        measured: the bytes of a whole training, by level, for at least two levels.
     """
     levels = sorted(measured)
     first, last = (bytes_of_step(workload, Row("fixed", row.compressor, level))[0] for level in (levels[0], levels[-1]))
@@ -281,7 +281,7 @@ def controls_of(name: str, runs: Path, seeds: Sequence[int], only: Sequence[str]
     """The controls of a workload's trained policies.
 
     Args:
-        only: kinds of policies; empty for all.
+        only: the kinds of policies whose controls are returned; empty for all.
     """
     workload, controls = WORKLOADS[name], []
     for compressor in workload.levels:
@@ -331,9 +331,9 @@ class Outcome:
     """The results of a row's trainings.
 
     Attributes:
-        factor, megabytes: means over the seeds.
-        qualities: by seed, the final quality of each training that did not diverge.
-        count: the number of trainings.
+        factor, megabytes: compression factor, and megabytes that a rank sent; both are means over the seeds.
+        qualities: the final quality of each training that did not diverge, by seed.
+        count: number of trainings.
     """
 
     row: Row
@@ -405,7 +405,7 @@ class Pair:
 
     @property
     def share(self) -> float:
-        """Bytes of the control over those of the policy."""
+        """The bytes of the control divided by the bytes of the policy."""
         return self.control.megabytes / self.policy.megabytes
 
     def record(self) -> dict[str, Any]:
@@ -460,7 +460,7 @@ def _shown(outcome: Outcome, workload: Workload) -> str:
 
 
 def _in_words(seeds: Sequence[int]) -> str:
-    """Such as "0 to 14", or "0, 2" if a seed is missing between the first and the last."""
+    """The seeds in words, such as "0 to 14", or "0, 2" if a seed between the first and the last is missing."""
     first, last = seeds[0], seeds[-1]
     return f"{first} to {last}" if list(seeds) == list(range(first, last + 1)) else ", ".join(map(str, seeds))
 

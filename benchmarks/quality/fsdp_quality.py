@@ -39,7 +39,7 @@ def text() -> DataSet:
 
 
 def trained(spec: str, memory: str, seed: int, steps: int) -> tuple[float, float]:
-    """The loss in the end, and how many times fewer bytes than dense have left a node."""
+    """Trains the GPT, and returns the loss at the end and the compression factor between nodes."""
     data = text()
     assert data.validation is not None
     x, y, held_out_x, held_out_y = map(torch.from_numpy, (data.train_x, data.train_y, *data.validation))
@@ -76,7 +76,8 @@ def trained(spec: str, memory: str, seed: int, steps: int) -> tuple[float, float
 def reduce(
     ranks: InProcessCommunicator, reducer: ShardReducer, name: str, parameters: list[torch.nn.Parameter]
 ) -> None:
-    """Makes means of gradients, which all ranks get: the weights that FSDP gathers follow from them."""
+    """Replaces gradients by their means over the ranks. All ranks get the whole means, which is equivalent to FSDP:
+    FSDP gathers the weights that follow from them."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]  # all of them
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     length = -(-len(flat) // RANKS)

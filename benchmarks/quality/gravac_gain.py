@@ -38,13 +38,15 @@ BYTES_OF_A_PAIR = 8  # a float32 value and its index
 
 @dataclass(frozen=True)
 class GravacGains:
-    """Medians over the steps of the second half of a training.
+    """The gains of a training, by several formulas, where g is the gradient and r the residual. Each is the median over
+    the steps of the second half of the training.
 
     Attributes:
-        alone: ||C(g)||^2 / ||g||^2, what the factor keeps of a gradient without residual.
-        text: ||C(g + r)||^2 / ||g + r||^2, the gain of the paper's text, by which hvdcomp's GraVAC decides.
-        code: ||C(g + r)||^2 / ||g||^2, with the energy of the gradient alone below.
-        residual: ||r||^2 / ||g||^2.
+        alone: ||C(g)||^2 / ||g||^2, the share of the energy that is kept of a gradient without a residual.
+        text: ||C(g + r)||^2 / ||g + r||^2, the gain in the text of the paper. hvdcomp's GraVAC decides by this gain.
+        code: ||C(g + r)||^2 / ||g||^2, the gain in the authors' code, which divides by the energy of the gradient
+            alone.
+        residual: ||r||^2 / ||g||^2, the energy of the residual relative to the gradient.
     """
 
     alone: float
@@ -54,7 +56,7 @@ class GravacGains:
 
 
 def ratio_of(factor: float, of: str = "bytes") -> float:
-    """The share of elements that takes 1 / factor of the dense bytes, or that is 1 / factor of the elements."""
+    """The share of elements that TopK must send for a compression factor, counted in bytes or in elements."""
     return (4 / BYTES_OF_A_PAIR if of == "bytes" else 1) / factor
 
 
@@ -103,7 +105,7 @@ def measure(data: DataSet, options: TrainingOptions, ratio: float) -> GravacGain
 
 
 def energy(tensors: Mapping[str, Tensor]) -> float:
-    """The sum of all squares."""
+    """The sum of the squares of all elements."""
     return float(sum(tensor.double().square().sum() for tensor in tensors.values()))
 
 

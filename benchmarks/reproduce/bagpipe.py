@@ -13,7 +13,7 @@ from hvdcomp.tools.train.data_clicks import zipf
 RANKS, TABLES, ROWS, BATCH, BATCHES = 4, 4, 50_000, 2048, 60
 """As in `benchmarks/times/look_ahead.py`, whose steps are measured."""
 AHEAD = (1, 2, 5, 10, 20, 50)
-"""Batches ahead, for the hits of a cache."""
+"""Numbers of batches for which rows stay in a cache, for the share of hits."""
 _OURS = (
     f"Counted on {BATCHES} batches of {BATCH} samples on each of {RANKS} ranks. Each sample has one id, drawn by "
     f"Zipf's law, in each of {TABLES} tables of {ROWS:,} rows."
@@ -21,8 +21,9 @@ _OURS = (
 
 
 def look_ahead(artefact: Artefact) -> Outcome:
-    """The abstract's numbers. A step is predicted from the paper's share of embeddings in its time, and the share of
-    rows that the next batch looks up: the other rows travel while that batch is trained."""
+    """Compares the numbers in Bagpipe's abstract. The time of a step is predicted from two shares: the share of
+    embeddings in the paper's step time, and the share of rows that the next batch looks up. All other rows are sent
+    while the next batch is trained."""
     published = artefact.published
     draws = np.random.default_rng(0).random((BATCHES, RANKS, BATCH, TABLES))
     keys = zipf(draws, ROWS) + ROWS * np.arange(TABLES)
@@ -55,10 +56,10 @@ def look_ahead(artefact: Artefact) -> Outcome:
 
 
 def urgent_share(batches: Sequence[Sequence[np.ndarray]]) -> float:
-    """Share of the rows that a rank sends after a batch which the next batch of any rank looks up.
+    """Of the rows that a rank sends after a batch, the share that the next batch of any rank looks up.
 
     Args:
-        batches: the keys of each rank in each batch, each once.
+        batches: for each batch, the keys of each rank. No key occurs twice in a rank's batch.
     """
     urgent = total = 0
     for i, batch in enumerate(batches[:-1]):
@@ -69,7 +70,7 @@ def urgent_share(batches: Sequence[Sequence[np.ndarray]]) -> float:
 
 
 def hit_share(batches: Sequence[Sequence[np.ndarray]], ahead: int) -> float:
-    """Share of a batch's rows, of all ranks, that one of so many batches before looked up; arguments as above."""
+    """Of the rows of a batch, over all ranks, the share that was looked up in one of the `ahead` batches before."""
     unions = [np.unique(np.concatenate(batch)) for batch in batches]
     hits = sum(int(np.isin(unions[i], np.concatenate(unions[i - ahead : i])).sum()) for i in range(ahead, len(unions)))
     return hits / sum(map(len, unions[ahead:]))

@@ -22,7 +22,7 @@ from hvdcomp.tools.train.spread import estimate
 
 QUICK_SEEDS, SEEDS = 2, 5
 MARGIN = 1.0
-"""Loss in points of accuracy, or percent of perplexity, that does not count as a loss."""
+"""Largest loss of quality that does not count as a loss, in points of accuracy or percent of perplexity."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class Trained:
     """The result of a training.
 
     Attributes:
-        training: its name, without the seed.
-        quality: accuracy in percent, or perplexity, of the test part.
-        floats: sent by a rank, by the papers' count.
-        seconds: of training on the link.
-        epochs: quality and sent floats at the end of each epoch.
-        sent: sent floats up to the end of each step.
-        decisions: of the policy, in order.
+        training: name of the training, without the seed.
+        quality: accuracy in percent, or perplexity, on the test data.
+        floats: number of floats that a rank sent, counted as in the papers.
+        seconds: predicted seconds of the training on the link.
+        epochs: the quality and the sent floats at the end of each epoch.
+        sent: the sent floats up to the end of each step.
+        decisions: the decisions of the policy, in order.
     """
 
     training: str
@@ -81,13 +81,13 @@ class _Training(Run):
 
 
 class Trainings:
-    """Trains, or reads earlier trainings with the same options.
+    """Runs trainings, or reads the results of earlier trainings with the same options.
 
     Args:
-        folder: of all trainings.
-        quick: train for fewer steps, with `QUICK_SEEDS` seeds in place of `SEEDS`.
-        data: folder of the published data of Accordion's trainings; None for small trainings in their place.
-        epochs: of trainings on published data; None for the authors' number.
+        folder: the folder that contains all trainings.
+        quick: whether to train for fewer steps, with `QUICK_SEEDS` seeds instead of `SEEDS`.
+        data: folder with the published data of Accordion's trainings; None for small trainings instead.
+        epochs: number of epochs of the trainings on published data; None for the authors' number.
 
     Attributes:
         quick: whether trainings are short.
@@ -102,11 +102,12 @@ class Trainings:
         self.commits: set[str] = set()
 
     def of(self, artefact: Artefact, kind: str = "images", **network: str) -> Workload:
-        """The training of an artefact.
+        """The training of a table or figure.
 
         Args:
             kind: "images" or "text".
-            network: `network` and `data` of images, if these are not the artefact's.
+            network: names of the network and of the data for images (`network` and `data`), if they differ from those
+                of the table or figure.
         """
         if self._data is None or artefact.paper != "accordion":
             return workloads.small(kind, self.quick)
@@ -118,7 +119,7 @@ class Trainings:
     def train(
         self, workload: Workload, compression: str, policy: str | None = None, seeds: int | None = None, **changes: Any
     ) -> list[Trained]:
-        """A training for each seed.
+        """Runs a training for each seed.
 
         Raises:
             RunRefused: a training fails.
@@ -133,8 +134,8 @@ class Trainings:
 
 
 def _quality(record: Mapping[str, Any], chance: float) -> float:
-    """The accuracy in percent, or perplexity, in a summary or a record of an epoch; after divergence that of guessing,
-    although the summary may have that of an earlier epoch."""
+    """The accuracy in percent, or the perplexity, in a summary or in the record of an epoch. If the training has
+    diverged, the result is that of guessing, although the summary may have the quality of an earlier epoch."""
     is_text = "perplexity" in record
     quality = record.get("perplexity" if is_text else "accuracy")
     if quality is None or record.get("status") == "diverged":
@@ -143,7 +144,7 @@ def _quality(record: Mapping[str, Any], chance: float) -> float:
 
 
 def _estimated(what: str, values: Sequence[float], published: float | None, **more: Any) -> Row:
-    """The row for the mean of some values, with its interval."""
+    """The row for the mean of some values, with its confidence interval."""
     estimated = estimate(values)
     assert estimated is not None
     return Row(what=what, published=published, ours=estimated.mean, half=estimated.half, **more)
@@ -160,7 +161,7 @@ class Compared:
         return Compared(self.workload, {**self.runs, label: runs})
 
     def floats(self, label: str) -> float:
-        """The mean of the floats that a rank sends."""
+        """The mean number of floats that a rank sends, over the seeds."""
         return self.mean(label, lambda run: run.floats)
 
     def mean(self, label: str, value: Callable[[Trained], float]) -> float:
@@ -171,7 +172,7 @@ class Compared:
         return tuple(self.runs[label][0].training for label in labels)
 
     def is_guessing(self, label: str) -> bool:
-        """Whether the trainings end no better than guessing, up to `MARGIN`."""
+        """Whether the trainings end with a quality that is not better than guessing by more than `MARGIN`."""
         quality, chance = self.mean(label, lambda run: run.quality), self.workload.chance
         return quality * (1 + MARGIN / 100) >= chance if self.workload.is_text else quality <= chance + MARGIN
 
@@ -193,11 +194,12 @@ class Compared:
         """The row for the advantage of `label` over `base` at the end.
 
         Args:
-            label, base: of the compared trainings.
-            claim: "worse" or "better"; "no loss", up to the margin; "" without a claim.
+            label, base: labels of the two trainings that are compared.
+            claim: the paper's claim about `label`: "worse", "better" or "no loss" (a loss up to `margin` is allowed);
+                empty if the paper has no claim.
             published: the paper's number.
-            note, main: of the row.
-            margin: loss that "no loss" allows.
+            note, main: as in `Row`.
+            margin: loss that the claim "no loss" allows.
         """
         bounds = {"worse": {"less_than": 0.0}, "better": {"more_than": 0.0}, "no loss": {"more_than": -margin}, "": {}}
         unit = "%, perplexity" if self.workload.is_text else "points"
@@ -210,7 +212,8 @@ class Compared:
         return _estimated(what, found, published, note=note, main=main, trainings=named, **bounds[claim])
 
     def quality(self, label: str, published: float | None = None) -> Row:
-        """The row for the final quality of `label`, which has no claim, as the data differ."""
+        """The row for the final quality of `label`. It has no claim, because the data differ from those of the
+        paper."""
         what = f"{label}: {'perplexity' if self.workload.is_text else 'accuracy (%)'}"
         found = [run.quality for run in self.runs[label]]
         return _estimated(what, found, published, trainings=self.named(label))
@@ -224,7 +227,8 @@ class Compared:
         return Row(what=what, published=published, ours=recovered, trainings=self.named(label, "high", "low"))
 
     def times_fewer_floats(self, label: str, base: str, published: float | None = None, claimed: bool = True) -> Row:
-        """The row for the floats of `base` over those of `label`; `claimed` is False if the paper has no such run."""
+        """The row for the floats of `base` divided by the floats of `label`. `claimed` is False if the paper has no
+        such training."""
         ours = self.floats(base) / self.floats(label)
         what = f"{label}: times fewer floats than {base}"
         holds = (ours > 1 if published is None else ours > max(1, published / 2)) if claimed else None

@@ -15,9 +15,9 @@ def of_levels(t: Trainings, compared: Compared, policy: str, compressor: str) ->
     fixed ratio for TopK.
 
     Args:
-        compared: has the trainings "low" and "high", and the policy's.
-        policy: its label.
-        compressor: whose level the policy chooses.
+        compared: the trainings, which include "low", "high" and the policy's training.
+        policy: label of the policy's training.
+        compressor: name of the compressor whose level the policy chooses.
     """
     workload = compared.workload
     low, high = workload.levels[compressor]
@@ -41,10 +41,10 @@ def of_sparsity(t: Trainings, compared: Compared, policy: str, compressor: str, 
     """The control of a policy that chooses a sparsifier's ratio: a fixed ratio.
 
     Args:
-        compared: has the training "dense", and the policy's.
-        policy: its label.
-        compressor: whose ratio the policy chooses.
-        changes: options of its trainings.
+        compared: the trainings, which include "dense" and the policy's training.
+        policy: label of the policy's training.
+        compressor: name of the compressor whose ratio the policy chooses.
+        changes: the options of the policy's training that the control also gets.
     """
     workload, dense = compared.workload, compared.floats("dense")
     wanted = compared.floats(policy)
@@ -62,9 +62,9 @@ def of_batch_size(t: Trainings, compared: Compared, policy: str, rate: float) ->
     a learning rate in proportion.
 
     Args:
-        compared: has the training "small", and the policy's.
-        policy: its label.
-        rate: learning rate of "small".
+        compared: the trainings, which include "small" and the policy's training.
+        policy: label of the policy's training.
+        rate: learning rate of the training "small".
     """
     workload = compared.workload
     times = compared.floats("small") / compared.floats(policy)
@@ -78,9 +78,9 @@ def beside(compared: Compared, policy: str, label: str, words: str) -> Row:
     """The row that compares a policy with its control.
 
     Args:
-        compared: has the trainings of both.
-        policy, label: the labels of the policy and of the control.
-        words: what the control is.
+        compared: the trainings, which include those of the policy and of the control.
+        policy, label: labels of the policy's training and of the control.
+        words: words that describe the control.
     """
     share = compared.floats(label) / compared.floats(policy)
     note = f"the control: {words} sends {share:.0%} of {policy}'s floats, and ignores the gradients"
@@ -88,6 +88,7 @@ def beside(compared: Compared, policy: str, label: str, words: str) -> Row:
 
 
 def _with(compared: Compared, policy: str, label: str, words: str, runs: list[Trained]) -> tuple[Compared, Row]:
-    """The comparison with the control's trainings, and the row that compares the policy with them."""
+    """Trains the control, and returns the trainings with the control, and the row that compares the policy with the
+    control."""
     compared = compared.also(label, runs)
     return compared, beside(compared, policy, label, f"`{words}`")

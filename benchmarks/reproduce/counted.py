@@ -35,7 +35,8 @@ def _size(tensors: tuple[TensorInfo, ...]) -> int:
 
 
 def floats_of_a_step(tensors: tuple[TensorInfo, ...], spec: str) -> float:
-    """The 32-bit numbers, including indices, that a rank gives to the collectives if every matrix is compressed."""
+    """The number of 32-bit numbers, including indices, that a rank passes to collectives in a step, if every matrix is
+    compressed."""
     return exchange_of(parse_compressor(spec), tensors, 4, min_numel=0).bytes / 4
 
 

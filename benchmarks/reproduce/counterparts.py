@@ -13,14 +13,14 @@ from hvdcomp.files import commit
 
 
 def run(artefact: Artefact, quick: bool, runs: Path, data: Path | None = None, epochs: int | None = None) -> Outcome:
-    """The outcome of an artefact's counterpart.
+    """Computes hvdcomp's counterpart of a table or figure.
 
     Args:
-        artefact: a table or figure.
-        quick: train for fewer steps, with fewer seeds.
-        runs: folder of trainings, which are not repeated.
-        data: folder of CIFAR and WikiText-2 for Accordion's trainings; None for small trainings in their place.
-        epochs: of trainings on `data`; None for the authors' number.
+        artefact: the table or figure.
+        quick: whether to train for fewer steps, with fewer seeds.
+        runs: folder of trainings. Trainings that it contains are not repeated.
+        data: folder with CIFAR and WikiText-2 for Accordion's trainings; None for small trainings instead.
+        epochs: number of epochs of the trainings on `data`; None for the authors' number.
     """
     start = time.monotonic()
     name = artefact.counterpart

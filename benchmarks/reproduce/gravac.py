@@ -38,13 +38,14 @@ def _gravac(
 def _with_other_pairs(
     t: Trainings, compared: Compared, compressor: str, label: str, base: str, **policy: Any
 ) -> tuple[Compared, list[Row]]:
-    """GraVAC with the other pairs of factor and gain, which the paper does not compare: the trainings, and for each
-    pair two rows that compare it with a base. Nothing if trainings are short: the paper does not need these rows.
+    """Trains GraVAC with the other pairs of factor and gain, which the paper does not compare. Returns the trainings
+    and, for each pair, two rows that compare it with a base. If trainings are short, nothing is trained, because the
+    paper does not need these rows.
 
     Args:
-        label: of the training with the first pair.
-        base: label of the training to compare with.
-        policy: of `_gravac`.
+        label: label of the training with the first pair.
+        base: label of the training with which they are compared.
+        policy: arguments of `_gravac` for GraVAC's settings.
     """
     rows = []
     for pair in () if t.quick else PAIRS[1:]:

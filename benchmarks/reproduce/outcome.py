@@ -19,23 +19,24 @@ VERDICTS = (NOT_HELD, NOT_CONFIRMED, IN_PART, AS_PUBLISHED, NOT_SHOWN)
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A number of the paper, and hvdcomp's number.
+    """A number of the paper, together with hvdcomp's number.
 
     A row with `more_than` or `less_than` is judged by it whenever it is made, also from a file: `holds` and `open`
     follow from `ours` and `half`.
 
     Attributes:
         what: the quantity, with its unit.
-        published: the paper's number; None if it states none.
+        published: the paper's number; None if the paper does not state it.
         ours: hvdcomp's number; None if there is none.
-        half: half of the 95 % interval of `ours` over seeds; None without a spread.
-        more_than, less_than: the claim about `ours`, if it is a bound.
+        half: half of the 95 % confidence interval of `ours` over seeds; None if there is only one value.
+        more_than, less_than: the bound of a claim of the form "more than" or "less than" about `ours`; None if there is
+            no such claim.
         holds: whether `ours` confirms the paper's claim; None if it is open, or if there is no claim.
-        open: there is a claim, which the interval of `ours` leaves open.
-        main: the claim is the paper's main conclusion from the table or figure.
-        note: how `ours` was found, or why there is none.
-        control: the control of a policy, in a row that compares the two.
-        share: floats of the control over those of the policy.
+        open: whether the confidence interval of `ours` leaves open if the paper's claim is true.
+        main: whether the claim is the paper's main conclusion from the table or figure.
+        note: how `ours` was found, or why there is no such number.
+        control: what the control of a policy is, if the row compares the policy with its control.
+        share: floats of the control divided by floats of the policy.
         trainings: names of the trainings that the row compares.
     """
 
@@ -68,7 +69,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """A line of a plot, or bars if `x` are texts."""
+    """A line of a plot. If `x` are texts, the values are drawn as bars."""
 
     label: str
     x: Sequence[Any]
@@ -78,16 +79,16 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The result of a counterpart.
+    """The result of the counterpart of a table or figure.
 
     Attributes:
-        name: of the artefact.
-        rows: the compared numbers.
-        curves: of the plots, by the label of the y axis.
-        x: the label of the x axis.
-        why: why nothing could be shown; None if something was.
-        ours: the origin of hvdcomp's numbers, in a sentence.
-        about: command, commit, seconds, seeds and the like.
+        name: name of the table or figure.
+        rows: the numbers that are compared.
+        curves: the curves of each plot, by the label of its y axis.
+        x: label of the x axis of all plots.
+        why: the reason why nothing could be shown; None if something was shown.
+        ours: a sentence about the origin of hvdcomp's numbers.
+        about: further facts, such as command, commit, seconds and seeds.
     """
 
     name: str
@@ -147,7 +148,7 @@ def write(outcome: Outcome, folder: Path) -> Path:
 
 
 def read(file: Path) -> Outcome:
-    """Reads a file of `write`."""
+    """Reads an outcome from a file that `write` wrote."""
     content = json.loads(file.read_text())
     del content["verdict"]
     content["rows"] = [Row(**row) for row in content["rows"]]
@@ -156,7 +157,7 @@ def read(file: Path) -> Outcome:
 
 
 def _finite(value: Any) -> Any:
-    """The value with six digits, and None for numbers that are not finite."""
+    """The value with six digits. Numbers that are not finite become None."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):

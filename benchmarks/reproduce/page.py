@@ -96,7 +96,7 @@ _INTRODUCED = {
 }
 _OF_COMPARISONS = "Each training is described by its network (`images` or `text`) and its options of `hvdcomp train`."
 _MOST_BESIDE = 5
-"""Percent by which a control's floats may differ from the policy's."""
+"""The floats of a control may differ from those of its policy by at most this number of percent."""
 _COMMITS = f"The results were made at commit {{commits}}. {formerly('hvdcomp reproduce NAME')}\n"
 _QUICK = """{quick} results were made with `--quick`. Their trainings have a third of the steps, and two seeds instead
 of five.

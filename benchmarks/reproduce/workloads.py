@@ -14,7 +14,7 @@ from typing import Any
 
 KNOB = {"powersgd": "rank", "topk": "ratio"}
 LINK = "100mbit"
-"""Of the simulated ranks, for the predicted times."""
+"""The rate of the links of simulated ranks, for which times are predicted."""
 
 _CHANCE = {"mnist1d": 10.0, "cifar10": 10.0, "cifar100": 1.0, "stdlib-text": 256.0, "wikitext2": 33_278.0}
 
@@ -24,17 +24,18 @@ class Workload:
     """A training whose compression or batch size a counterpart varies.
 
     Attributes:
-        name: of the folder of its trainings.
-        shown: network and data.
-        options: of `hvdcomp train`.
-        steps_of_an_epoch: of all ranks together.
-        accordion_steps: between two decisions of Accordion. Its authors take 10 of 300 epochs.
-        gravac_window: steps between two decisions of GraVAC.
-        interval: epochs between two choices of a batch size; on the published data between all decisions of Accordion.
-        levels: low and high compression, by compressor.
-        eta: Accordion's threshold.
-        batch_sizes: small, large and extreme, of all ranks together.
-        ranks: simulated.
+        name: name of the folder of the workload's trainings.
+        shown: the network and the data, in words.
+        options: the options of `hvdcomp train`.
+        steps_of_an_epoch: number of steps in an epoch. All ranks make the same steps.
+        accordion_steps: number of steps between two decisions of Accordion. Its authors use 10 of 300 epochs.
+        gravac_window: number of steps between two decisions of GraVAC.
+        interval: number of epochs between two choices of a batch size. On the published data, also the number of epochs
+            between all decisions of Accordion.
+        levels: for each compressor, the levels of low and of high compression.
+        eta: Accordion's threshold: the least relative change of the norm in a critical regime.
+        batch_sizes: the small, the large and the extreme batch size, over all ranks together.
+        ranks: number of simulated ranks.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Workload:
 
     @property
     def chance(self) -> float:
-        """Accuracy in percent, or perplexity, of guessing."""
+        """The accuracy in percent, or the perplexity, of guessing."""
         return _CHANCE[self.options["data"]]
 
     @property
@@ -133,9 +134,10 @@ def of_accordion(kind: str, network: str, data: str, folder: Path, epochs: int |
 
     Args:
         kind: "images" or "text".
-        network, data: of images: such as "ResNet-18" and "cifar10". Text is an LSTM on WikiText-2.
-        folder: of the published files.
-        epochs: in place of the authors' 300 or 90. All other lengths shrink with them.
+        network, data: only for images: the names of the network and the data, such as "ResNet-18" and "cifar10". Text
+            is an LSTM on WikiText-2.
+        folder: the folder with the published data.
+        epochs: number of epochs, instead of the authors' 300 or 90. All other lengths shrink by the same factor.
     """
     ranks, authors, falls = 4, *((300, (150, 250)) if kind == "images" else (90, (60, 80)))
     epochs = epochs or authors

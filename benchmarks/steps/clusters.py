@@ -33,11 +33,12 @@ class Options:
     """What to measure in each cluster.
 
     Attributes:
-        models, compressors: names and specs.
-        overlap: "on" for compressors with their default overlap, "off" for sending at the end of the backward pass,
-            "both" for each compressor in both ways.
+        models, compressors: names of the models, and specs of the compressors.
+        overlap: "on" for compressors with their default overlap, "off" for compressors that send after the backward
+            pass, "both" for each compressor in both ways.
         batch_size: batch size of one rank.
-        seconds: approximate duration of each model's calibration; the other measurements take a multiple of it.
+        seconds: approximate seconds for the calibration of each model. The other measurements take a multiple of this
+            time.
         backend: "horovod", or "ddp" for DistributedDataParallel.
     """
 
@@ -68,7 +69,7 @@ def left_out(hosts: Sequence[Hosts], options: Options) -> str:
 
 
 def check(hosts: Sequence[Hosts], rates: Sequence[str]) -> None:
-    """Checks that all clusters can be made, before the first one is made.
+    """Checks that all clusters can be created, before the first one is created.
 
     Raises:
         StepsError: if one cannot; with the reason.
@@ -86,7 +87,7 @@ def earlier(file: Path, command: str) -> list[dict[str, Any]]:
 
     Args:
         file: the results file of that run.
-        command: with all options.
+        command: the command with all its options.
 
     Raises:
         StepsError: if another command wrote the file, or it cannot be read; the message says how to start again.
@@ -122,7 +123,7 @@ def measure(
 
     Args:
         show: function that is called with the name of the next measurement, in another thread.
-        done: results of settings that are not measured again.
+        done: results of settings that were already measured, and are not measured again.
 
     Raises:
         StepsError: if a run failed; with the first and the last lines of its output.

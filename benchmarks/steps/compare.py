@@ -19,18 +19,19 @@ _WAYS = {"alltoall": SCATTER, "allgather": "gather", "allreduce": "allreduce"}  
 
 @dataclass(frozen=True)
 class Row(Place):
-    """A method in a place. Times are step times in ms.
+    """The measured and the predicted step time of a method in one setting. Times are in milliseconds per step.
 
     Attributes:
-        method: the spec, or the name of the library's own method, with ", at the end" if overlap is switched off.
+        method: the spec of a compressor, or the name of the library's own method. It ends with ", at the end" if
+            overlap is switched off.
         spec: spec of the compressor.
-        way: "allreduce", "gather", "scatter" or "two levels".
+        way: the kind of exchange: "allreduce", "gather", "scatter" or "two levels".
         overlap: whether gradients are sent during the backward pass.
-        measured_ms, low_ms, high_ms: median and quartiles of the steps.
-        error: predicted / measured - 1.
-        compute_error: the same for training without communication, calibrated / measured - 1: the change of the
-            machine's speed.
-        compute_ms, encode_ms, network_ms, latency_ms: the parts of the prediction.
+        measured_ms, low_ms, high_ms: median and quartiles of the measured steps.
+        error: relative error of the prediction: predicted / measured - 1.
+        compute_error: the same error for training without communication. It shows how the speed of the machine has
+            changed since the calibration.
+        compute_ms, encode_ms, network_ms, latency_ms: the parts of the predicted time.
         noise: relative distance between the quartiles of the measured steps.
     """
 
@@ -54,10 +55,10 @@ class Row(Place):
 
 @dataclass(frozen=True)
 class Gain(Place):
-    """The fastest compressor of a place, with its measured speed-up over dense and fp16.
+    """The fastest compressor in a setting, with its measured speedup over dense and fp16.
 
     Attributes:
-        best: the method.
+        best: name of the method, as `Row.method`.
         way, overlap: attributes of the fastest compressor, as in `Row`.
     """
 
@@ -80,14 +81,15 @@ class Choice(Place):
 
     Attributes:
         compressors: the compressors that `auto` could choose.
-        chosen: the final choice, of its candidates.
-        predicted_ms: predicted step time of the chosen candidate.
-        measured_ms: median of its steps.
-        best: the static choice with the least median; dense, fp16 or any compressor.
-        over_best, over_dense: step time / that of the best static choice, and / that of dense. Dense takes turns only
-            if it is not much slower.
-        over_best_error, over_dense_error: their standard errors; the latter 0 if dense took no turns.
-        rounds: the number of turns.
+        chosen: the candidate that `auto` chose at the end.
+        predicted_ms: predicted step time of the chosen candidate, in ms.
+        measured_ms: median of the measured step times of the chosen candidate, in ms.
+        best: the method with the smallest median step time among the static methods: dense, fp16 and the compressors.
+        over_best, over_dense: the step time of `auto` divided by that of the best static method, and divided by that of
+            dense training. Dense training takes part in the turns only if it is not much slower.
+        over_best_error, over_dense_error: standard errors of these two ratios. The second is 0 if dense training took
+            no part in the turns.
+        rounds: number of rounds in which the methods took turns.
     """
 
     compressors: tuple[str, ...]
@@ -160,7 +162,7 @@ def _static(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def choices(runs: Sequence[dict[str, Any]]) -> list[Choice]:
-    """The choices of `auto`, from the files of the ranks."""
+    """The choices of `auto`, from the result files of the ranks."""
     auto_choices = []
     for run in runs:
         auto = run["steps"].get(run["auto"])

@@ -21,9 +21,9 @@ def write(folder: Path, stem: str, rows: Sequence[Row], details: dict[str, Any])
     """Writes STEM.json, .csv, .md and .png, STEM-gains.csv and STEM-speed.png; returns their paths.
 
     Args:
-        folder, stem: folder and stem of the files.
+        folder, stem: folder of the files, and the beginning of their names.
         rows: the rows to write.
-        details: further values for the JSON: options, calibrations, all step times.
+        details: further values for the JSON file: options, calibrations and all step times.
 
     Raises:
         OSError: a file cannot be written. After an interruption, or on a full disk, the earlier files still exist.

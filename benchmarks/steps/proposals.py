@@ -22,21 +22,24 @@ _UNKNOWN = "unknown"
 
 
 def choices_of(run: dict[str, Any], losses: Sequence[float], optimizer: str | None) -> Iterator[dict[str, Any]]:
-    """A row for each accepted excess of the loss, from the results of one place.
+    """Yields a row for each allowed increase of the loss, from the results of one model on one cluster.
 
     Args:
         run: the run of one model on one cluster, as in the JSON of `python -m benchmarks.steps`.
         losses: values of the setting `loss` of the policy `auto`.
-        optimizer: the optimizer, as in `hvdcomp.perfmodel.Criteria`.
+        optimizer: kind of the optimizer, as in `hvdcomp.perfmodel.Criteria`.
 
     Yields:
-        hosts, rate, model, loss: the setting.
-        chosen: the predicted fastest of dense, fp16 and the proposals, with which `auto` begins.
-        chosen_ms: the measured step time with the chosen compressor.
-        fastest_allowed: the measured fastest of the same candidates, at which the trials of `auto` should end.
-        fastest, fastest_ms: the fastest of all measured methods, and its step time.
-        behind_percent: the longer time of a step with `chosen` than with `fastest`.
-        fastest_lost_percent: the largest measured loss of `fastest`; None without a measurement.
+        hosts, rate, model, loss: number of hosts, rate of a host's link, name of the model, and allowed increase of the
+            loss.
+        chosen: the method with which `auto` begins: the one with the fastest predicted step among dense, fp16 and the
+            proposals.
+        chosen_ms: measured step time of `chosen`, in ms.
+        fastest_allowed: the candidate of `auto` with the fastest measured step, which the trials of `auto` should find.
+        fastest, fastest_ms: the method with the fastest measured step of all, and its step time in ms.
+        behind_percent: by how many percent a step with `chosen` is longer than a step with `fastest`.
+        fastest_lost_percent: the largest loss of quality of `fastest` in hvdcomp's own trainings, in percent; None if
+            it was not measured.
     """
     rows = compare(run)
     fastest = min(rows, key=lambda row: row.measured_ms)

@@ -48,10 +48,10 @@ def measure(
 
     Args:
         carrier: the library that exchanges the gradients.
-        overlaps: each compressor is measured with each of these `overlap_bytes` of `Times`; if empty, with hvdcomp's
-            default.
-        rounds: measured blocks of each method; one more block before them is a warm-up.
-        steps: measured steps of a block.
+        overlaps: values of `Times.overlap_bytes`. Each compressor is measured with each value; if there are none, with
+            hvdcomp's default.
+        rounds: number of measured blocks of each method. One more block before them is a warm-up.
+        steps: number of measured steps in a block.
         show: function that is called on every rank with the number of the round, from 0 for the warm-up.
     """
     from hvdcomp.tools.bench.workload import in_turn
@@ -72,7 +72,7 @@ def check_method(method: str, backend: str) -> None:
     """Checks that a method can be measured.
 
     Args:
-        backend: a key of `STOCK`.
+        backend: name of the library, a key of `STOCK`.
 
     Raises:
         SpecError: for a method that is neither the library's own nor the spec of a compressor.

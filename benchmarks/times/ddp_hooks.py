@@ -44,7 +44,7 @@ ALIKE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "low rank": (("powerSGD_hook", "batched_powerSGD_hook"), ("powersgd",)),
     "8 bit": (("quantization_pertensor_hook", "quantization_perchannel_hook"), ("int8",)),
 }
-"""By kind, methods with similar accuracy: PyTorch's methods, and the names of hvdcomp's compressors."""
+"""For each kind, the methods with similar accuracy: the names of PyTorch's methods, and of hvdcomp's compressors."""
 
 THEIRS = tuple(method for theirs, _ in ALIKE.values() for method in theirs)
 METHODS = (
@@ -76,19 +76,21 @@ with dense training if the method is `powersgd:rank=4`, and 15 % higher with `al
 
 @dataclass(frozen=True)
 class Row(Place):
-    """One method in one place. Times are in ms, of one step.
+    """The measured step times of one method in one setting, in milliseconds per step.
 
     Attributes:
-        method: the method's name in the worker.
-        kind: of `ALIKE`; empty if no other method has similar accuracy.
+        method: name of the method in the worker.
+        kind: the kind of methods with similar accuracy, a key of `ALIKE`; empty if no other method has similar
+            accuracy.
         theirs: whether the method is PyTorch's.
         median_ms, low_ms, high_ms: median and quartiles of the steps.
-        wire_bytes: bytes of a step over the link.
-        ledger_bytes: bytes of a step that were given to collectives, by hvdcomp's ledger.
-        over_ddp: speedup over DDP without a hook, as the median of rounds.
-        over_ddp_error: its standard error.
-        hook: PyTorch's fastest method of the same kind; None if there is none, or if this method is PyTorch's.
-        over_hook, over_hook_error: speedup over this hook, and its standard error.
+        wire_bytes: bytes that a step sends over the link.
+        ledger_bytes: bytes that a step passes to collectives, according to hvdcomp's ledger.
+        over_ddp: speedup over DDP without a hook, as the median over the rounds.
+        over_ddp_error: standard error of `over_ddp`.
+        hook: name of PyTorch's fastest method of the same kind; None if there is none, or if this method is one of
+            PyTorch's.
+        over_hook, over_hook_error: speedup over this method of PyTorch, and its standard error.
     """
 
     method: str
@@ -154,7 +156,7 @@ def rows_of(run: Mapping[str, Any]) -> list[Row]:
 
 
 def best_of_kinds(rows: Sequence[Row]) -> list[Row]:
-    """For each place and kind, hvdcomp's fastest method, if a hook of PyTorch of this kind runs there."""
+    """For each setting and kind, hvdcomp's fastest method, if PyTorch has a hook of this kind that runs there."""
     compared = [row for row in rows if row.over_hook is not None]
     groups = dict.fromkeys((row.place, row.kind) for row in compared)
     return [

@@ -58,7 +58,7 @@ HOOKS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
     "quantization_pertensor_hook": (_no_state, quantization_hooks.quantization_pertensor_hook),
     "quantization_perchannel_hook": (_no_state, quantization_hooks.quantization_perchannel_hook),
 }
-"""Of PyTorch: what makes the state of each, and the hook."""
+"""PyTorch's communication hooks by name: a function that creates the hook's state, and the hook."""
 
 # They start collectives from callbacks, which Gloo runs in two threads: with several buckets ranks start them in
 # different orders, and the run dies of collectives that do not match.
@@ -96,7 +96,7 @@ class Training:
         return model
 
     def step(self) -> float:
-        """Makes a step; returns its seconds on this rank."""
+        """Makes a step, and returns its seconds on this rank."""
         start = time.perf_counter()
         self.optimizer.zero_grad()
         self.model().backward()
@@ -104,11 +104,11 @@ class Training:
         return time.perf_counter() - start
 
     def block(self, steps: int, settling: int) -> None:
-        """Makes a turn's steps, in step with all other ranks, and adds what they took.
+        """Makes the steps of a turn together with all other ranks, and adds their times and bytes to the results.
 
         Args:
-            steps: whose time counts.
-            settling: that go before them. Bytes are those of both.
+            steps: number of steps whose times count.
+            settling: number of steps before them, whose times do not count. The bytes of all steps count.
         """
         dist.barrier()
         sent, in_ledger = _sent(), self._in_ledger()
@@ -125,13 +125,13 @@ class Training:
         self._ledger_bytes += self._in_ledger() - in_ledger
 
     def forget(self) -> None:
-        """Drops what was measured so far."""
+        """Drops all measurements so far."""
         self.step_ms.clear()
         self._steps = self._wire_bytes = self._ledger_bytes = 0
 
     def as_json(self) -> dict[str, Any]:
-        """What was measured. Bytes are of a step: what crossed the link of the host that sent most, with headers and
-        acknowledgements; and what rank 0 handed to collectives, by hvdcomp's ledger."""
+        """The measurements. Bytes are per step. They are the bytes over the link of the host that sent most, with
+        headers and acknowledgements; and the bytes that rank 0 passed to collectives, according to hvdcomp's ledger."""
         low, middle, high = statistics.quantiles(
             [time for block in self.step_ms for time in block], n=4, method="inclusive"
         )
@@ -153,7 +153,8 @@ def _sent() -> int:
 
 
 def begin(method: str, model: str, batch_size: int, seed: int) -> tuple[Training | None, str]:
-    """A training after its first steps; or None, and why the method does not run here, on every rank."""
+    """Creates a training and makes its first steps. The result is the training, or None and the reason why the method
+    does not run here. It is the same on every rank."""
     training, reason = None, ""
     try:
         training = Training(method, model, batch_size, seed)
@@ -173,7 +174,7 @@ def begin(method: str, model: str, batch_size: int, seed: int) -> tuple[Training
 
 
 def take_turns(trainings: list[Training], seconds: float) -> None:
-    """Makes rounds of turns of all trainings, for `seconds` by the clock of rank 0."""
+    """Runs all trainings in turns, round by round, for `seconds` by the clock of rank 0."""
     turns = []
     for training in trainings:
         training.block(1, settling=1)

@@ -38,7 +38,8 @@ WARM_STEPS = 5
 
 
 class Prepared(LoopbackCommunicator):
-    """Ranks whose collectives return at once the result of the first collective of this kind, length and type."""
+    """Ranks whose collectives return at once. The result is that of the first collective with the same kind, length and
+    type."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -61,7 +62,7 @@ class Prepared(LoopbackCommunicator):
 
 
 def warm_step(spec: str, tensors: int, ranks: int) -> Callable[[], None]:
-    """A step of an engine, after `WARM_STEPS` steps with kernels."""
+    """A function that makes a step of an engine. The engine has already made `WARM_STEPS` steps with kernels."""
     infos = [TensorInfo(f"tensor {number}", SHAPE) for number in range(tensors)]
     gradients = {info.name: torch.randn(SHAPE) for info in infos}
     engine = Engine(Prepared(ranks), infos, parse_compressor(spec), min_numel=0)
@@ -76,8 +77,8 @@ def warm_step(spec: str, tensors: int, ranks: int) -> Callable[[], None]:
 
 
 def calls_of(step: Callable[[], None]) -> Counter[str]:
-    """The number of calls in a step: "call" of Python functions, and "c_call" of functions in C; without those of the
-    garbage collector, which runs at any time."""
+    """The number of calls in a step: "call" of Python functions, and "c_call" of functions in C. Calls of the garbage
+    collector are left out, because it may run at any time."""
     events: Counter[str] = Counter()
 
     def note(frame: Any, event: str, argument: Any) -> None:

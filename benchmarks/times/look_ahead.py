@@ -37,7 +37,7 @@ STOCK, EXCHANGE, AHEAD, SHARDED = "stock", "exchange", "look ahead", "look ahead
 
 
 def batches(size: int) -> Iterator[Any]:
-    """Ids (size, tables), other ones on each rank."""
+    """The ids of random batches, (size, tables), which are different on each rank."""
     import torch
 
     draws = np.random.default_rng(int(os.environ["RANK"])).random((30, size, TABLES))
@@ -47,7 +47,7 @@ def batches(size: int) -> Iterator[Any]:
 
 @dataclass
 class Way:
-    """A training, with the seconds of its steps by turn, and of their parts."""
+    """A training with one way to exchange rows, and the seconds of its steps and of their parts, by turn."""
 
     model: Any
     optimizer: Any

@@ -26,12 +26,12 @@ MODELS = ("resnet50", "bert-base")
 
 
 class Prediction(NamedTuple):
-    """One time of one method.
+    """A measured and a predicted encode time of one method.
 
     Attributes:
-        method, model: the names.
-        card: the card whose time is predicted.
-        measured_s, predicted_s: seconds.
+        method, model: spec of the method, and name of the model.
+        card: name of the GPU whose time is predicted.
+        measured_s, predicted_s: the measured and the predicted seconds.
     """
 
     method: str
@@ -52,7 +52,7 @@ def elements_of(model: str) -> int:
 
 
 def measurements(card: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """Rows of `hvdcomp bench encode` on a card, by method and model."""
+    """The rows of `hvdcomp bench encode` on a GPU, by method and model."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for row in json.loads(FILES[card].read_text())["parts"]["bench"]["rows"]:
         if row["method"] in KERNELS and row["model"] in MODELS:
@@ -61,7 +61,7 @@ def measurements(card: str) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def predictions(known: str, asked: str) -> Iterator[Prediction]:
-    """The times of one card by the device's own time, predicted from those of another."""
+    """Predicts the times of the kernels on one GPU from those on another GPU."""
     source, target = measurements(known), measurements(asked)
     for method, rows in source.items():
         times = {elements_of(model): row["device_ms"] / 1e3 for model, row in rows.items()}
@@ -72,7 +72,7 @@ def predictions(known: str, asked: str) -> Iterator[Prediction]:
 
 
 def clock(card: str) -> Iterator[Prediction]:
-    """The times of a card by the clock, for which the rule takes the longer of the host's and the device's time."""
+    """Predicts the elapsed times on a GPU. By the rule, a step takes the longer of the host's and the device's time."""
     for method, rows in measurements(card).items():
         for model, row in rows.items():
             kernels = KERNELS[method]
@@ -81,7 +81,7 @@ def clock(card: str) -> Iterator[Prediction]:
 
 
 def median_error(every: list[Prediction]) -> float:
-    """The median of the errors' magnitudes."""
+    """The median of the absolute errors."""
     return statistics.median(abs(one.error) for one in every)
 
 

@@ -54,7 +54,7 @@ FIXED = {
 
 
 class Training:
-    """A training, one step at a time."""
+    """A training that can make one step at a time."""
 
     def __init__(self, model: str, spec: str, policy: str | None) -> None:
         import horovod.torch as hvd
@@ -85,7 +85,7 @@ class Training:
         self.number = 0
 
     def turn(self) -> list[float]:
-        """Makes some steps, and returns the seconds of each."""
+        """Makes some steps, and returns the seconds of each step."""
         return [self._step() for _ in range(TURN)]
 
     def _step(self) -> float:
@@ -111,7 +111,7 @@ def fixed_spec(model: str, case: str, spec: str) -> str:
 
 
 def measure(model: str, case: str, steps: int) -> dict[str, Any]:
-    """Makes steps of both trainings of a case in turns; the first tenth is not measured."""
+    """Makes steps of both trainings of a case in turns. The first tenth of the steps is not measured."""
     from hvdcomp.policies import median_with_error
 
     spec, policy = CASES[case]

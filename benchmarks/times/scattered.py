@@ -26,7 +26,7 @@ SHAPES = {f"layer{place}": (512, 512) for place in range(40)}
 
 
 def median_ms(work: Callable[[], object], repetitions: int) -> float:
-    """The median time of a call, without the first call."""
+    """The median milliseconds of a call. The first call does not count."""
     work()
     times = []
     for _ in range(repetitions):

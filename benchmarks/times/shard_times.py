@@ -27,7 +27,8 @@ METHODS = ("int4", "int8", "fp8", "bf16")
 
 
 def ended(steps: Generator[Any, Any, Any]) -> Any:
-    """The result of a step whose only exchange returns the sent payload."""
+    """Runs a step to its end, and returns its result. The only exchange of the step returns the payload that was
+    sent."""
     sent = next(steps).parts
     try:
         steps.send(list(zip(*sent, strict=True)))
@@ -37,7 +38,7 @@ def ended(steps: Generator[Any, Any, Any]) -> Any:
 
 
 def ways(spec: str, memory: Memory, rows: np.ndarray) -> tuple[Callable[[], None], Callable[[], None]]:
-    """A step in plain arithmetic, and a step in kernels."""
+    """Two functions that make the same step: in plain arithmetic, and in kernels."""
     method, context = parse_compressor(spec), Context("w", 0, 0, 0, len(rows))
     assert isinstance(method, Gathering)
     kernels = ShardKernels(method, memory, rows.shape[1], context)

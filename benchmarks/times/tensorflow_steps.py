@@ -34,7 +34,8 @@ _RATE = 0.01
 
 
 def shapes_of_resnet20() -> list[tuple[int, ...]]:
-    """Kernels, scales, offsets and the last layer, as Keras orders their dimensions."""
+    """The shapes of the variables of ResNet-20: kernels, scales, offsets and the last layer, with dimensions in Keras's
+    order."""
     shapes: list[tuple[int, ...]] = [(3, 3, 3, 16), (16,), (16,)]
     before = 16
     for width in [16] * 6 + [32] * 6 + [64] * 6:
@@ -141,7 +142,7 @@ def take_turns(trainings: dict[str, Turns], turns: int, steps: int) -> None:
 
 
 def of_all_turns(values: Iterable[float]) -> dict[str, float | list[float]]:
-    """The median and the quartiles of the values of all turns."""
+    """The median and the quartiles of the values of all turns together."""
     in_turns = list(values)
     return {"median": statistics.median(in_turns), "quartiles": statistics.quantiles(in_turns, n=4)}
 

@@ -77,7 +77,8 @@ class ClusterRun(Run):
         return f"{self.workload}-{self.hosts}x{self.rate}.json"
 
     def figures(self) -> dict[str, Any]:
-        """Seconds of training, steps and bytes until the target was reached; None for each if it was not."""
+        """The seconds of training, the steps and the bytes until the target was reached; each is None if it was not
+        reached."""
         assert self.summary is not None
         until = self.summary["until"]
         names = {"trained_seconds": "seconds_to_target", "step": "steps_to_target", "bytes_sent": "bytes_to_target"}
@@ -85,13 +86,14 @@ class ClusterRun(Run):
 
     @property
     def reached(self) -> dict[str, Any] | None:
-        """The record if the run reached the target, else None."""
+        """The record of the run if it reached the target; otherwise None."""
         record = self.record
         return None if record is None or record["seconds_to_target"] is None else record
 
 
 def network(batch_size: int) -> tuple[Any, Any]:
-    """For `hvdcomp calibrate`: the model of the workload $WORKLOAD, and a function that returns the loss of a batch."""
+    """Creates the model for `hvdcomp calibrate`: the model of the workload that the environment variable WORKLOAD
+    names, and a function that returns the loss of a batch."""
     import torch
 
     from hvdcomp.tools.train.data import load_data
@@ -172,7 +174,7 @@ def record_of(
 
 
 def _reached(runs: Sequence[ClusterRun]) -> dict[int, dict[str, Any]]:
-    """By seed, the record of each run that reached the target."""
+    """The record of each run that reached the target, by seed."""
     return {run.seed: evaluation for run in runs if (evaluation := run.reached) is not None}
 
 

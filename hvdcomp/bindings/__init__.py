@@ -1,4 +1,4 @@
-"""The common part of the bindings of all frameworks."""
+"""The part of bindings that all frameworks share. A binding connects a `Compression` with a training."""
 
 from hvdcomp.bindings.adam import kind_of
 from hvdcomp.bindings.callers import caller_local

@@ -1,6 +1,7 @@
-"""Adam in all frameworks: the settings of `CompressedAdam`, and the methods that harm other optimizers.
+"""Adam in all frameworks: checks the settings of `CompressedAdam`, and warns of methods that harm other optimizers.
 
-Errors of compression enter Adam's second moment squared, and so do residuals. Other optimizers have such a moment too.
+Adam squares gradients in its second moment. Therefore it also squares the errors of compression, and residuals that
+arrive later. Other optimizers that keep a second moment do the same.
 """
 
 from __future__ import annotations
@@ -17,49 +18,50 @@ from hvdcomp.errors import ConfigurationError, warn_alone
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.specs.described import is_number, is_whole
 
-_KINDS = ("AdamW", "Adam", "NAdam", "Nadam", "RAdam", "Adamax")  # of PyTorch and of Keras
+_KINDS = ("AdamW", "Adam", "NAdam", "Nadam", "RAdam", "Adamax")  # class names in PyTorch and in Keras
 _COMPRESSED_ADAM = "CompressedAdam"
 _SECOND_MOMENTS = {
-    "exp_avg_var",  # of AdaBelief
-    "exp_inf",  # of Adamax
-    "row_var",  # of PyTorch's Adafactor
-    "square_avg",  # of RMSprop
-    "rms",  # of an older Keras's RMSprop
-    "state2",  # of the Adams of bitsandbytes
-    "vmean",  # of Adam-mini
+    "exp_avg_var",  # in AdaBelief
+    "exp_inf",  # in Adamax
+    "row_var",  # in PyTorch's Adafactor
+    "square_avg",  # in RMSprop
+    "rms",  # in RMSprop of older versions of Keras
+    "state2",  # in the variants of Adam in bitsandbytes
+    "vmean",  # in Adam-mini
     "v_mean",
 }
-"""What else than `exp_avg_sq` and `v` optimizers call a mean of squared gradients."""
+"""The names that optimizers give to a mean of squared gradients, in addition to `exp_avg_sq` and `v`."""
 _WAYS_OUT = {"Adam": FIRST["Adam"][0], MUON: FIRST.get(MUON, FIRST["Adam"])[0]}
-"""By optimizer, the spec of the method to use instead of one that harms it."""
+"""For each kind of optimizer, the spec of the method that the warning recommends instead of a harmful method."""
 
 
 def name_of_adam(optimizer: Any) -> str | None:
-    """The class name of an Adam-like optimizer; None for any other optimizer and for `CompressedAdam`."""
+    """The class name of Adam or of one of its variants. The result is None for any other optimizer, and for
+    `CompressedAdam`."""
     kinds = [kind.__name__ for kind in type(optimizer).__mro__]
     return None if _COMPRESSED_ADAM in kinds else next((kind for kind in kinds if kind in _KINDS), None)
 
 
 def kind_of(optimizer: Any) -> str | None:
-    """The optimizer's kind in the measured trainings (`hvdcomp.compressors.evidence`); None for another or unknown
-    kind."""
+    """The kind of an optimizer, as in hvdcomp's own trainings (`hvdcomp.compressors.evidence`); None for an optimizer
+    that these trainings do not have."""
     kinds = [kind.__name__ for kind in type(optimizer).__mro__]
     if _COMPRESSED_ADAM in kinds:
         return _COMPRESSED_ADAM
-    if _is_muon(optimizer) and is_at_best_rates(MUON):  # else its trainings are too short to propose methods by
+    if _is_muon(optimizer) and is_at_best_rates(MUON):  # otherwise our trainings with Muon are too short for proposals
         return MUON
     return "Adam" if name_of_adam(optimizer) else "SGD" if "SGD" in kinds else None
 
 
 def refreshes_among(steps: int, per_gap: int | None) -> int:
-    """The number of refreshes of the second moment among a training's first steps, by the schedule of 0/1 Adam.
+    """The number of times that 0/1 Adam refreshes its frozen second moment in the first `steps` steps of a training.
 
-    The first step is a refresh. The gaps between refreshes are 1, 2, 4, ... steps, each `per_gap` times (Lu et al.
-    2023, arXiv:2202.06009: k[j + 1] - k[j] = 2**floor(j / kappa)).
+    The first step refreshes the second moment. The gaps between refreshes are 1, 2, 4, ... steps, and each gap occurs
+    `per_gap` times (Lu et al. 2023, arXiv:2202.06009: k[j + 1] - k[j] = 2**floor(j / kappa)).
 
     Args:
-        steps: number of first steps.
-        per_gap: kappa; None for no refresh.
+        steps: number of steps since the start of the training.
+        per_gap: number of refreshes after which the gap doubles (kappa in the paper); None if there is no refresh.
     """
     if per_gap is None or not steps:
         return 0
@@ -69,12 +71,13 @@ def refreshes_among(steps: int, per_gap: int | None) -> int:
 
 
 def is_refresh(step: int, freeze_after: int, per_gap: int | None) -> bool:
-    """Whether step `step`, counted from 0, refreshes second moments that are frozen after `freeze_after` steps."""
+    """Whether the step with the number `step`, from 0, refreshes second moments that were frozen after `freeze_after`
+    steps. `per_gap` is as in `refreshes_among`."""
     return step >= freeze_after and refreshes_among(step + 1, per_gap) > refreshes_among(step, per_gap)
 
 
 def check_freezing(freeze_after: Any, floor: Any, refreshes_per_gap: Any) -> None:
-    """Raises ConfigurationError for invalid settings of a CompressedAdam of any framework."""
+    """Raises ConfigurationError if a setting of `CompressedAdam` is invalid. All frameworks have the same settings."""
     if not is_whole(freeze_after, 1):
         raise ConfigurationError(
             f"CompressedAdam: freeze_after={freeze_after!r} is not allowed; give the number of steps after which the "
@@ -93,10 +96,10 @@ def check_freezing(freeze_after: Any, floor: Any, refreshes_per_gap: Any) -> Non
 
 
 class HarmWarning:
-    """Warns on rank 0, once, if the user's optimizer is known to learn badly with a compressor.
+    """Warns once, on rank 0, if the user's optimizer is known to learn badly with a compressor of the training.
 
-    A known class is judged in the first step. Any other optimizer is judged by what it keeps of each parameter, so as
-    soon as it has made a step.
+    Optimizers of known classes are checked in the first step. For any other optimizer, the check looks at the state
+    that the optimizer keeps for each parameter, which exists only after the optimizer's first step.
 
     Args:
         training: the training of this rank.
@@ -107,7 +110,7 @@ class HarmWarning:
         self._done = training.communicator.rank != 0
 
     def look(self) -> None:
-        """To be called when a step begins; costs nothing once the optimizer is judged."""
+        """Checks the optimizer if it was not checked before. Call this method when a step begins."""
         optimizer = None if self._done else self._training.optimizer
         if optimizer is None:
             return
@@ -120,7 +123,7 @@ class HarmWarning:
         elif kind_of(optimizer) is None:
             kept = _kept_by(optimizer)
             if not kept:
-                return  # it has made no step
+                return  # the optimizer has made no step
             if _keeps_second_moment(kept):
                 learns = f"{name} keeps a second moment of gradients, as AdamW does, and such optimizers learn"
         self._done = True
@@ -134,32 +137,42 @@ def _is_muon(optimizer: Any) -> bool:
 
 
 def _kept_by(optimizer: Any) -> set[str]:
-    """The names of what an optimizer keeps of its parameters; empty before its first step."""
-    if isinstance(state := getattr(optimizer, "state", None), Mapping):  # of PyTorch
+    """The names of the state that an optimizer keeps for each parameter, such as "exp_avg"; empty before its first
+    step."""
+    if isinstance(state := getattr(optimizer, "state", None), Mapping):  # an optimizer of PyTorch
         return {str(name) for kept in state.values() if isinstance(kept, Mapping) for name in kept}
-    if hasattr(optimizer, "get_slot_names"):  # of an older Keras
+    if hasattr(optimizer, "get_slot_names"):  # an optimizer of an older Keras
         return set(optimizer.get_slot_names())
-    # Name of the optimizer, if it was built in a step / name of what is kept / name of the model's variable.
+    # In Keras, a variable's name has two or three parts: the optimizer's name if a step has built the optimizer, the
+    # name of the state, and the name of the model's variable.
     own = f"{getattr(optimizer, 'name', '')}/"
     names = (variable.name.removeprefix(own).split("/") for variable in getattr(optimizer, "variables", ()))
     return {parts[0] for parts in names if len(parts) > 1}
 
 
 def _keeps_second_moment(kept: Set[str]) -> bool:
-    """Whether one of these names is that of a mean of squared gradients, in the libraries of PyTorch and of Keras."""
+    """Whether one of these names of an optimizer's state means a mean of squared gradients. The names are those of
+    libraries for PyTorch and Keras."""
     found = any("exp_avg_sq" in name for name in kept) or not kept.isdisjoint(_SECOND_MOMENTS)
     return found or {"m", "v"} <= kept or {"r", "c"} <= kept
 
 
 def _harmful(engine: Engine, optimizer: str) -> dict[Compressor, Measured]:
-    """The methods of the engine's compressor that harm the optimizer, with the trainings that show it."""
+    """The methods in the engine's compressor that harm this kind of optimizer, each with the result of hvdcomp's own
+    training that shows the harm."""
     leaves = dict.fromkeys(engine.compressor.leaves())
     found = {leaf: harm_with(leaf, optimizer, engine.planner.memory_for(leaf).keeps > 0) for leaf in leaves}
     return {leaf: measured for leaf, measured in found.items() if measured is not None}
 
 
 def _in_words(learns: str, harmful: Mapping[Compressor, Measured], optimizer: str) -> str:
-    """The warning about methods that harm an optimizer."""
+    """The text of the warning about methods that harm an optimizer.
+
+    Args:
+        learns: the beginning of the sentence, such as "AdamW learns".
+        harmful: the harmful methods, as from `_harmful`.
+        optimizer: kind of the optimizer: "Adam" or `MUON`.
+    """
     way_out = _WAYS_OUT[optimizer]
     also = f", or hvdcomp's CompressedAdam with {FIRST['CompressedAdam'][0]}" if optimizer == "Adam" else ""
     beside = measured_with(parse_compressor(way_out), optimizer)

@@ -1,8 +1,8 @@
-"""The base of the bindings of all frameworks: one `Compression` at work in one training.
+"""The base class of the bindings of all frameworks. A binding connects one `Compression` with one training.
 
-A binding gets gradients from its framework and gives back means. In between, every step is the same: `begin` fixes the
-plan (in the first step after the ranks have compared their settings), `check_presence` checks that all ranks take part
-at the same levels, and `run_engine` runs the engine and informs the coordinator.
+A binding gets gradients from its framework, and returns mean gradients. A step is the same in all frameworks. First,
+`begin` fixes the plan; in the first step, the ranks compare their settings before. Then `check_presence` checks that
+all ranks take part, and use the same levels. Finally, `run_engine` runs the engine and informs the coordinator.
 """
 
 from __future__ import annotations
@@ -29,30 +29,31 @@ from hvdcomp.exchange.waste import WasteWarning
 from hvdcomp.policies import LevelSchedule
 from hvdcomp.specs.levels import Level
 
-# A rank's contribution to the presence check of a step is this number plus a digest of its levels: the sum over ranks
-# shows whether all of them take part, and all at the same levels.
+# In the presence check of a step, each rank contributes this number plus a digest of its levels. The sum over the ranks
+# shows whether all ranks take part, and whether all have the same levels.
 PRESENCE = 2**44
 _DIGESTS = 2**20
-_UNIT = 2**10  # between digests, as Horovod's mean of integers drops the fraction
+_UNIT = 2**10  # the distance between two digests, because Horovod's mean of integers drops the fraction
 PRESENCE_BYTES = 8
 
 _SMALLEST_LOSS_SCALE = 2.0**-126  # a smaller scale has no inverse in float32
 
 
 class Binding(Training):
-    """Ties one `Compression` to one training.
+    """Connects one `Compression` with one training.
 
     Args:
-        setup: the user's settings and objects.
-        tensors: all parameters that may have a gradient.
-        communicator: the communicator of the ranks that exchange.
-        like: an empty array of the framework on the communicator's device.
-        names: names of all parameters of the model; by default those of `tensors`.
+        setup: the `Compression`, and what the user passed to it.
+        tensors: names, shapes and element types of all parameters that may have a gradient.
+        communicator: the communicator of the ranks that exchange gradients.
+        like: an empty array of the framework on the device of the communicator's arrays.
+        names: names of all parameters of the model; by default the names of `tensors`.
 
     Attributes:
-        presence: this rank's contribution to the presence check of the present step.
-        ranks_may_change: whether the ranks agree on a state in their first step, as some of them may be new.
-        units: the units of gradients.
+        presence: the number that this rank contributes to the presence check of the present step.
+        ranks_may_change: whether ranks may join during the training. Then the ranks agree on a state in their first
+            step, because some of them may be new.
+        units: the units of the gradients, such as the loss scale.
     """
 
     def __init__(
@@ -61,12 +62,12 @@ class Binding(Training):
         self.setup = setup
         self.like = like
         self._tensors = list(tensors)
-        self._carried: Mapping[str, Any] | None = None  # the state from before the ranks changed
-        self._rolled_back: Mapping[str, Any] | None = None
+        self._carried: Mapping[str, Any] | None = None  # the state before the ranks changed
+        self._rolled_back: Mapping[str, Any] | None = None  # the state that `roll_back` got for the next step
         self.ranks_may_change = elastic.may_change()
         # The state at the start of training; used if the weights are rolled back to it.
         self._first_state: Mapping[str, Any] = {}
-        self._level: Level | None = None  # set by the user, since the latest roll-back
+        self._level: Level | None = None  # the level that the user has set since the last roll-back
         if setup.compression.settings.overlap is True and not self.overlaps:
             raise ConfigurationError(
                 "overlap=True does not work with this framework, because the framework passes all gradients of a step "
@@ -76,10 +77,10 @@ class Binding(Training):
         self.connect(communicator)
 
     def connect(self, communicator: Ranks) -> None:
-        """Makes the objects that depend on the ranks, for the ranks of this communicator."""
+        """Creates the objects that depend on the ranks, such as the engine, for the ranks of this communicator."""
         self.communicator = communicator
         self._refused: str | None = None  # the reason why this rank refuses the present step
-        self._has_agreed = False  # whether all ranks have the same state after a possible change
+        self._has_agreed = False  # whether all ranks have agreed on a state since the ranks may have changed
         setup = self.setup
         settings = setup.compression.settings
         self.engine = Engine(
@@ -110,18 +111,19 @@ class Binding(Training):
 
     @property
     def is_stale(self) -> bool:
-        """Whether `follow_ranks` is due: the ranks have changed, or are to go on from an earlier state."""
+        """Whether `follow_ranks` must be called, because the ranks have changed or `roll_back` was called."""
         return self._rolled_back is not None or self.communicator.is_stale
 
     def roll_back(self, state: Mapping[str, Any]) -> None:
-        """Lets the next step go on from an earlier `state_dict`, on all ranks."""
+        """Makes the next step continue from a state that `state_dict` returned earlier. All ranks call this method. An
+        empty state means the state at the start of the training."""
         self._rolled_back = state or self._first_state
         if state:
             self._level = None
 
     @property
     def level(self) -> Level | None:
-        """`Compression.level`."""
+        """The level of the next step, as in `Compression.level`."""
         settings = self.setup.compression.settings
         own, level = settings.compressor.level, self.engine.planner.level
         if isinstance(settings.policy, LevelSchedule):
@@ -131,22 +133,24 @@ class Binding(Training):
         return level if isinstance(level, int | float) else None
 
     def set_level(self, level: Level) -> None:
-        """`Compression.set_level`."""
+        """Sets the level from the next step on, as in `Compression.set_level`."""
         self._level = level
         self.engine.set_level(level)
 
     def follow_ranks(self) -> None:
-        """Goes on with the present ranks, which agree on the shared state in their first step.
+        """Continues with the present ranks after a change. They agree on the shared state in their next step. Every
+        rank calls this method, except new ranks.
 
-        Every rank calls it, or is new. It raises ConfigurationError on every rank if any cannot go on.
+        Raises:
+            ConfigurationError: on every rank, if a rank cannot continue.
         """
         communicator = self.communicator.renewed()
         with refused_on_every_rank(communicator, self.like):
             carried = self.state_dict()
             self._rolled_back = None
-            if carried and self._level is not None:  # set after the roll-back, or long before
+            if carried and self._level is not None:  # a level that the user has set is not rolled back
                 carried["shared"] = {**carried["shared"], "level": self._level}
-            self._carried = carried or None  # None before the first step
+            self._carried = carried or None  # the state is empty before the first step
             if self._batch is not None:
                 self._batch.undo()
             self.connect(communicator)
@@ -156,7 +160,7 @@ class Binding(Training):
             return
         self._has_agreed = True
         carried, self._carried = self._carried, None
-        require_agreement(self.communicator, {}, self.like)  # meets an error in making a rank's binding
+        require_agreement(self.communicator, {}, self.like)  # raises if creating the binding failed on another rank
         state = self.state_dict() if carried is None else carried
         ranks = self.communicator
         agreed = elastic.agree_on_state(ranks, self.like, state, carried is not None, self.pack, self.unpack)
@@ -166,12 +170,12 @@ class Binding(Training):
     # A step.
 
     def begin(self) -> None:
-        """Begins a step and fixes its plan.
+        """Begins a step, and fixes its plan.
 
-        In the first step it waits for all ranks, to compare their settings.
+        In the first step, this method waits for all ranks to compare their settings.
 
         Raises:
-            RankMismatchError: on every rank, if the settings or the weights of any differ.
+            RankMismatchError: on every rank, if the settings or the weights of the ranks differ.
         """
         if self.is_stale:
             self.follow_ranks()
@@ -189,23 +193,27 @@ class Binding(Training):
         self.units.choose_momenta()
         self._waste.look()
         self._harm.look()
-        scale = self.loss_scale()  # read once, because the host waits for an accelerator
+        scale = self.loss_scale()  # only one call per step, because the host may wait for the device
         self._refused = self.reason_to_refuse() or reason_to_refuse_scale(scale)
         digest = self.engine.planner.digest
         self._facts_of_step = self.facts_of_step()
         if self._facts_of_step:
             digest += zlib.crc32(repr(self._facts_of_step).encode())
-        if self._refused is not None:  # differs from the other ranks', so that all learn of the refusal
+        if self._refused is not None:  # a different digest tells all ranks that this rank refuses the step
             digest += _DIGESTS // 3
         self.presence = PRESENCE + digest % _DIGESTS * _UNIT
         if self._refused is None:
             self.units.follow(scale)
 
     def check_presence(self, total: int) -> None:
-        """Raises on all ranks if a rank is missing, refuses the step, or has other levels.
+        """Checks that all ranks take part in the step, with the same levels.
 
         Args:
-            total: the sum of the ranks' `presence`.
+            total: the sum of `presence` over all ranks.
+
+        Raises:
+            ConfigurationError: on every rank, if a rank is missing or refuses the step.
+            RankMismatchError: on every rank, if the levels of the ranks differ.
         """
         size = self.communicator.world_size
         present = total / PRESENCE
@@ -217,7 +225,7 @@ class Binding(Training):
         self.refuse()
 
     def run_engine(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
-        """Runs the engine on the gradients of a step, and ends the step; returns the means by name."""
+        """Runs the engine on the gradients of a step, ends the step, and returns the mean gradients, by name."""
         if self.coordinator is not None:
             self.coordinator.before_exchange()
         results = self.engine.step(gradients, self.results_in_place, self._sums())
@@ -226,51 +234,60 @@ class Binding(Training):
         return results
 
     def expect(self, agreed: Callable[[], bool]) -> None:
-        """Allows buckets to start during the backward pass; to be called after `begin` if the step uses the engine.
+        """Allows the engine to start buckets during the backward pass. Call this method after `begin` if the step uses
+        the engine.
 
         Args:
-            agreed: as in `Overlap.begin`.
+            agreed: function that returns whether this rank knows that all ranks make this step at the same levels, as
+                in `Overlap.begin`.
         """
-        # If all ranks refuse the step they agree too, but might have started different buckets.
+        # A rank that refuses the step starts no bucket. If all ranks refuse the step, `agreed` is true, although the
+        # ranks might have started different buckets.
         if self._refused is None and (self.coordinator is None or not self.coordinator.decides_before_exchange):
             self.engine.expect(self.results_in_place, self._sums(), agreed)
 
     def facts_of_step(self) -> dict[str, Any]:
-        """What must be the same on all ranks in the step that begins, beside levels; empty for nothing."""
+        """Values, by name, that must be the same on all ranks in the step that begins, in addition to the levels; empty
+        if there are none."""
         return {}
 
     def presence_bytes(self, tensors: int) -> int:
-        """Bytes of the presence check of a step with this number of tensors."""
+        """The number of bytes that a rank sends for the presence check of a step with this number of tensors."""
         return PRESENCE_BYTES
 
     def _sums(self) -> Sums | None:
         return None if self.coordinator is None else self.coordinator.sums_of_step(self.units.inverse)
 
     def end_step(self) -> None:
-        """Ends a step; to be called for steps without `run_engine`."""
+        """Ends a step. Call this method in steps that do not call `run_engine`."""
         if self.coordinator is not None:
             self.coordinator.end_step()
 
     def observe(self, source: str, gradients: Mapping[str, Array]) -> None:
-        """Passes gradients of a step without the engine to the coordinator, if its policy uses this `source`."""
+        """Passes the gradients of a step without the engine to the coordinator, for the statistics of the policy.
+
+        Args:
+            source: the kind of these gradients. Nothing happens if the policy uses another kind (`Coordinator.source`).
+            gradients: the gradients, by name.
+        """
         if self.coordinator is not None and self.coordinator.source == source:
             self.coordinator.observe(gradients, self.units.inverse)
 
     @property
     def needs_engine(self) -> bool:
-        """Whether the present step needs the engine, whatever its plan is."""
+        """Whether the present step must use the engine, even if its plan has only casts."""
         return self.units.engine_only or (self.coordinator is not None and self.coordinator.needs_engine)
 
     # Settings and refusals.
 
     @property
     def has_agreed(self) -> bool:
-        """Whether the ranks have finished comparing settings and weights."""
+        """Whether the ranks have compared their settings and their weights."""
         return self._first_steps.has_agreed
 
     @property
     def has_begun(self) -> bool:
-        """Whether a first step was begun."""
+        """Whether the first step has begun."""
         return self._first_steps.has_begun
 
     def refuse(self) -> None:
@@ -279,7 +296,8 @@ class Binding(Training):
             raise ConfigurationError(self._refused)
 
     def refuse_predivision(self, factor: float) -> None:
-        """Raises ConfigurationError if Horovod is to scale gradients before an allreduce, which compression lacks."""
+        """Raises ConfigurationError if the user told Horovod to divide gradients before its allreduce. hvdcomp sends
+        compressed gradients without this allreduce."""
         if factor != 1.0:
             raise ConfigurationError(
                 f"gradient_predivide_factor={factor} does not work with gradient compression: Horovod applies this "
@@ -291,7 +309,7 @@ class Binding(Training):
 
     @property
     def accumulation(self) -> int:
-        """`Compression.accumulation`; first applies decisions to the optimizer."""
+        """Applies the policy's decisions to the optimizer, and returns the result of `Compression.accumulation`."""
         if self.coordinator is None or self._batch is None:
             return 1
         if self.is_stale:
@@ -301,7 +319,7 @@ class Binding(Training):
         return self._batch.current.accumulation
 
     def state_dict(self) -> dict[str, Any]:
-        """`Compression.state_dict`."""
+        """The state for a checkpoint, as in `Compression.state_dict`."""
         for pending in (self._rolled_back, self._carried):
             if pending is not None:
                 return dict(pending)
@@ -317,12 +335,13 @@ class Binding(Training):
         return state
 
     def begin_from(self, state: Mapping[str, Any]) -> None:
-        """`load_state_dict` when the binding is made; an error reaches the ranks that wait in their first step."""
+        """Loads a state when the binding is created. An error also reaches the other ranks, which may already wait in
+        their first step."""
         with refused_on_every_rank(self.communicator, self.like):
             self.load_state_dict(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """`Compression.load_state_dict`."""
+        """Restores a state before the first step, as in `Compression.load_state_dict`."""
         checkpoint.restore(state, self.engine, self.coordinator, self.place)
         self.units.loss_scale = state["own"].get("loss_scale")
         if self._batch is not None:
@@ -330,7 +349,8 @@ class Binding(Training):
 
 
 def reason_to_refuse_scale(scale: float | None) -> str | None:
-    """The reason to refuse steps at this loss scale; None if it is usable, or if there is none."""
+    """The reason why a rank must refuse steps with this loss scale; None if the loss scale can be used, or if there is
+    no loss scale."""
     if scale is None or scale >= _SMALLEST_LOSS_SCALE:
         return None
     return (

@@ -1,4 +1,4 @@
-"""Reads local variables of callers, for facts that Horovod does not pass on."""
+"""Reads local variables of callers. It is needed for values that Horovod or a trainer does not pass to hvdcomp."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Any
 
 
 def caller_local(name: str, suits: Callable[[Any], Any], function: str | None = None) -> Any:
-    """The local variable `name` of the nearest caller in which it has a suitable value; None if no caller has.
+    """The value of the local variable `name` in the nearest caller whose value is suitable; None if there is no such
+    caller.
 
     Args:
         name: name of the variable.
-        suits: function that says whether a value is suitable; called with None for a caller without the variable.
-        function: name of the functions to search; None for all. Reading a frame's variables keeps their values alive,
-            which is to be avoided for the user's own training loop.
+        suits: function that returns whether a value is suitable. It is called with None for a caller without the
+            variable.
+        function: name of the only functions that are searched; None to search all callers. Reading the variables of a
+            function keeps their values alive. Therefore the user's own training loop should not be searched.
     """
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  # its documented name
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  # Python documents this name
     while frame is not None:
         if function in (None, frame.f_code.co_name) and suits(value := frame.f_locals.get(name)):
             return value

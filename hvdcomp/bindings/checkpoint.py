@@ -1,8 +1,9 @@
-"""Checkpoints: all state that later steps need of earlier ones.
+"""Checkpoints: the state of a training that later steps need.
 
-A checkpoint has two parts. The `shared` part is the same on all ranks: the step, levels, the policy, warm starts. The
-`own` part is a rank's: residuals, and on rank 0 the statistics accumulated for the next decision. Both hold plain
-values and arrays of the framework, so that the framework's own functions can save them.
+A checkpoint has two parts. The `shared` part is the same on all ranks: the step, the levels, the state of the policy
+and the warm starts of methods. The `own` part belongs to one rank: its residuals, and on rank 0 the statistics for the
+next decision of the policy. Both parts contain only plain values and arrays of the framework, so that the framework's
+own functions can save them.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.ledger import Cost
 from hvdcomp.exchange.tensor_state import TensorState
 
-Place = Callable[[Array, str], Array]  # an array on the device of the tensor of this name
+Place = Callable[[Array, str], Array]  # a function that moves an array to the device of the tensor with this name
 
 
 def state_of(engine: Engine, coordinator: Coordinator | None, copy: Callable[[Array], Array]) -> dict[str, Any]:
-    """The checkpoint of this rank, between two steps.
+    """Creates the checkpoint of this rank. Call this function between two steps.
 
     Args:
-        engine: the engine.
-        coordinator: the coordinator of the policy, or None.
-        copy: function that copies an array.
+        engine: the engine that compresses the gradients of the training.
+        coordinator: the coordinator of the policy; None if there is no policy.
+        copy: function that returns a copy of an array, which no later step changes.
     """
     if coordinator is not None:
         coordinator.receive()
@@ -41,7 +42,8 @@ def state_of(engine: Engine, coordinator: Coordinator | None, copy: Callable[[Ar
         if state.compressor
     }
     residuals = {
-        # Not in 16 bits, which ranks of another number could not add up unrounded.
+        # Residuals are saved in 32 bits at least. If another number of ranks continues, it adds up residuals, and sums
+        # of 16-bit residuals would be rounded.
         name: {"memory": str(state.keeper), "arrays": [copy(_widened(array)) for array in state.memory]}
         for name, state in states
         if state.memory
@@ -67,7 +69,8 @@ def state_of(engine: Engine, coordinator: Coordinator | None, copy: Callable[[Ar
 
 
 def _totals(totals: Cost) -> dict[str, Any]:
-    """The fields of the totals; `bytes_in_node` only if not 0, as earlier versions do not know the field."""
+    """The fields of the totals. `bytes_in_node` is left out if it is 0, because earlier versions of hvdcomp do not know
+    this field."""
     return {name: value for name, value in dataclasses.asdict(totals).items() if value or name != "bytes_in_node"}
 
 
@@ -77,13 +80,21 @@ def restore(
     coordinator: Coordinator | None,
     place: Place,
 ) -> None:
-    """Restores a checkpoint before the first step. Every rank calls it, with its own checkpoint or with rank 0's.
+    """Restores a checkpoint before the first step. Every rank calls this function, with its own checkpoint or with the
+    checkpoint of rank 0.
 
-    With another number of ranks, or with another rank's checkpoint, residuals start at zero, with a warning.
+    If the number of ranks has changed, or if the checkpoint comes from another rank, residuals start at zero, with a
+    warning.
+
+    Args:
+        state: the checkpoint, as from `state_of`.
+        engine: the engine that compresses the gradients of the training.
+        coordinator: the coordinator of the policy; None if there is no policy.
+        place: function that moves an array to the device of the tensor with this name.
 
     Raises:
-        ConfigurationError: if the checkpoint is damaged, or of other tensors, another compressor or another policy.
-            Nothing has changed then.
+        ConfigurationError: if the checkpoint is damaged, or comes from other tensors, another compressor or another
+            policy. Nothing has changed then.
     """
     shared, own = parts_of(state)
     require_fit(shared, own, engine, coordinator)
@@ -111,8 +122,8 @@ def restore(
                 "state that this rank saved."
             )
         for name, kept in own["residuals"].items():
-            # Zeros instead of no residuals, as the exchange of a step depends on whether ranks have residuals.
-            dtype = wide_dtype(engine.tensors[name].dtype)  # earlier versions kept 16-bit residuals
+            # Lost residuals become zeros, because the exchange of a step depends on whether ranks have residuals.
+            dtype = wide_dtype(engine.tensors[name].dtype)  # earlier versions saved residuals in 16 bits
             arrays = (_astype(place(array, name), dtype) for array in kept["arrays"])
             engine.states[name].memory = tuple(zeros_like(array) if lost else array for array in arrays)
             engine.states[name].keeper = parse_memory(kept["memory"])
@@ -130,6 +141,6 @@ def _widened(array: Array) -> Array:
 
 
 def zeros_like(array: Array) -> Array:
-    """Zeros like an array, in its framework, shape, element type and device."""
+    """An array of zeros with the framework, shape, element type and device of the given array."""
     zeros: Array = arrays_for(array).zeros(tuple(array.shape), like=array)
     return zeros

@@ -1,4 +1,4 @@
-"""Policies in a training: the coordinator, and the optimizer that follows the batch size."""
+"""Connects a policy with a training: creates the coordinator, and makes the optimizer follow the batch size."""
 
 from __future__ import annotations
 
@@ -18,9 +18,14 @@ from hvdcomp.policies.request import Candidates, Statistic
 
 
 def check_files(policy: Any, decision_log: LogFiles | None, process_set: Any) -> None:
-    """Checks the files that rank 0 reads and writes for a policy; other ranks need no access to them.
+    """Checks that rank 0 can read the calibration of a policy and write its decision log. Other ranks need no access to
+    these files.
 
-    With a process set, the rank may not be known yet; the first step then reports errors.
+    Args:
+        policy: the policy, a schedule of levels, or None.
+        decision_log: the files of the decision log; None if there is no log.
+        process_set: Horovod's process set; None for all ranks. With a process set, the rank may not be known yet. Then
+            this function checks nothing, and the first step raises errors.
 
     Raises:
         ConfigurationError: on rank 0, if the calibration cannot be read, or the decision log cannot be written.
@@ -40,11 +45,12 @@ def check_files(policy: Any, decision_log: LogFiles | None, process_set: Any) ->
 
 
 def make_coordinator(training: Training) -> tuple[Coordinator | None, str | None]:
-    """Makes the coordinator of the training's policy.
+    """Creates the coordinator of the training's policy.
 
     Returns:
-        The coordinator, or None without a policy; and the error on rank 0, or None. The binding raises the error on all
-        ranks in the first step, because an error raised here would leave the other ranks waiting.
+        Two values. The first is the coordinator; None if there is no policy. The second is the message of an error on
+        rank 0; None if there was no error. The binding raises this error on all ranks in the first step. If the error
+        were raised here, the other ranks would wait forever.
     """
     setup, communicator = training.setup, training.communicator
     policy = setup.compression.settings.policy
@@ -79,10 +85,11 @@ def make_coordinator(training: Training) -> tuple[Coordinator | None, str | None
 
 
 def _candidates(policy: Any, training: Training) -> Candidates | None:
-    """The candidates of rank 0's policy, if it requests them.
+    """The compressors that the policy of rank 0 can choose from, with their predicted times; None if the policy does
+    not request them.
 
     Raises:
-        ConfigurationError: if its calibration cannot be used.
+        ConfigurationError: if the calibration of the policy cannot be used.
     """
     if Statistic.CANDIDATES not in policy.first_request.ever:
         return None
@@ -102,10 +109,12 @@ def _candidates(policy: Any, training: Training) -> Candidates | None:
 
 
 def _exchange_seconds(policy: Any, training: Training) -> Mapping[int, float] | None:
-    """The exchange times of rank 0's policy, if it requests them.
+    """The predicted seconds of a step's exchange, by the bytes that a rank sends, for the policy of rank 0; None if the
+    policy does not request them.
 
     Raises:
-        ConfigurationError: if its calibration cannot be used, or no level keeps its limit.
+        ConfigurationError: if the calibration of the policy cannot be used, or if no level keeps the limit of the
+            policy.
     """
     request = policy.first_request
     if Statistic.EXCHANGE_SECONDS not in request.ever:
@@ -129,14 +138,14 @@ def _cannot_use(calibration: str, error: ValueError) -> str:
 
 
 class BatchInForce:
-    """Keeps the optimizer and the residuals at the coordinator's batch size.
+    """Adapts the optimizer and the residuals to the batch size that the policy has decided.
 
     Args:
         training: the training, with its optimizer and residuals.
-        coordinator: the coordinator of its policy.
+        coordinator: the coordinator of the training's policy.
 
     Attributes:
-        current: the batch size of the optimizer.
+        current: the batch size to which the optimizer is set.
     """
 
     def __init__(self, training: Training, coordinator: Coordinator) -> None:
@@ -145,17 +154,19 @@ class BatchInForce:
         self.current = BatchSize()
 
     def apply(self) -> None:
-        """Sets the optimizer to the batch size in force, between two steps."""
-        # A residual is a pending change of the weights, at the learning rate of its step.
+        """Sets the optimizer to the batch size of the coordinator, and scales residuals. Call this method between two
+        steps."""
+        # A residual is a change of the weights that is still to be made, at the learning rate of its own step.
         factor = self.current.learning_rate_factor / self._coordinator.batch_size.learning_rate_factor
         if self.follow():
             self._training.engine.scale_residuals(factor, momentum=False)
 
     def follow(self) -> bool:
-        """Sets the optimizer only: residuals from a checkpoint already fit its batch size.
+        """Sets the optimizer to the batch size of the coordinator, without scaling residuals. Residuals from a
+        checkpoint already fit the batch size of the checkpoint.
 
         Returns:
-            Whether the batch size changed.
+            Whether the batch size has changed.
         """
         changed = self._coordinator.batch_size != self.current
         if changed:
@@ -164,12 +175,13 @@ class BatchInForce:
         return changed
 
     def undo(self) -> None:
-        """Sets the optimizer back to the batch size of the start."""
+        """Sets the optimizer to the batch size that the training had at its start."""
         if self.current != BatchSize():
             self._training.follow_batch_size(BatchSize())
 
     def require_same(self) -> None:
-        """Raises ConfigurationError if a step begins at another batch size than the one in force."""
+        """Raises ConfigurationError if a step begins although the optimizer is not set to the batch size of the
+        coordinator."""
         if self._coordinator.batch_size != self.current:
             raise ConfigurationError(
                 f"the policy {self._coordinator.policy} has increased the batch size, but the training loop still uses "

@@ -1,9 +1,9 @@
-"""Changes of the ranks during a training, as in elastic Horovod.
+"""Handles changes of the ranks during a training, as in elastic Horovod.
 
-After every change all ranks, surviving and new, agree on a state in their first step. The shared state (step, levels,
-policy, warm starts) is rank 0's, whose weights Horovod has broadcast. Residuals stay with their ranks. To keep their
-weight in the mean, residuals are multiplied by M/N if there are M ranks instead of N. Residuals of a lost rank are
-lost, with a warning.
+After every change, all ranks agree on a state in their next step. The shared state (step, levels, state of the policy,
+warm starts) comes from rank 0, because Horovod has also broadcast the weights of rank 0. Each remaining rank keeps its
+residuals. If the number of ranks changes from N to M, residuals are multiplied by M/N, so that their contribution to
+the mean does not change. If a rank leaves, its residuals are lost, with a warning.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from hvdcomp.communicators.ranks import Ranks
 from hvdcomp.errors import ConfigurationError, warn_alone
 from hvdcomp.exchange.agreement import gather_rows
 
-_AT_ONCE = 1 << 16  # bytes of rank 0's state that need no second broadcast
+_AT_ONCE = 1 << 16  # a state of at most this number of bytes needs only one broadcast
 _NOBODY = -1
 
 
 class Survivor(NamedTuple):
-    """A rank's message to all ranks after a change.
+    """What a rank tells all ranks after a change of the ranks.
 
     Attributes:
-        rank, ranks: its number and the number of ranks before the change; -1 and 0 if it is new.
-        energy: sum of squares of its residuals.
+        rank: number of this rank before the change; -1 if the rank is new.
+        ranks: number of ranks before the change; 0 if the rank is new.
+        energy: sum of the squares of all elements of the rank's residuals.
     """
 
     rank: int
@@ -45,14 +46,14 @@ NEW = Survivor(_NOBODY, 0, 0.0)
 
 
 def may_change() -> bool:
-    """Whether the ranks of this job may change, by the environment of Horovod's launcher."""
+    """Whether ranks may join or leave during this job, according to the environment variables of Horovod's launcher."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
 def survivor(state: Mapping[str, Any]) -> Survivor:
-    """The message of a surviving rank, from its state before the change."""
+    """What a remaining rank tells all ranks, from its state before the change."""
     own = state["own"]
-    residuals = [kept["arrays"][-1] for kept in own["residuals"].values()]  # the last array of a memory
+    residuals = [kept["arrays"][-1] for kept in own["residuals"].values()]  # a memory's last array is the residual
     norms = [float(arrays_for(residual).norms([residual])[0]) for residual in residuals]
     return Survivor(own["rank"], own["size"], math.fsum(norm * norm for norm in norms))
 
@@ -65,14 +66,16 @@ def agree_on_state(
     pack: Callable[[Mapping[str, Any]], bytes],
     unpack: Callable[[bytes], dict[str, Any]],
 ) -> dict[str, Any]:
-    """The state from which this rank goes on; waits for all ranks.
+    """Waits for all ranks, and returns the state from which this rank continues.
 
     Args:
         communicator: the communicator of the present ranks.
-        like: an array of its framework and device.
-        state: this rank's state, as from `checkpoint.state_of`.
-        carried: whether the state is from before a change; if not, this rank is new, or the job has just begun.
-        pack, unpack: functions from the shared state to bytes, and back.
+        like: an array with the framework and the device of the communicator's arrays.
+        state: the state of this rank, as from `checkpoint.state_of`.
+        carried: whether this rank has the state from before a change. If not, this rank is new, or the job has just
+            begun.
+        pack: function that converts a state to bytes.
+        unpack: function that converts these bytes back to the state.
 
     Returns:
         A state for `checkpoint.restore` on this rank.
@@ -86,9 +89,10 @@ def agree_on_state(
     message = pack({"shared": shared, "held": _layout_of(own["residuals"])}) if rank == 0 else b""
     common = unpack(_from_rank_0(communicator, like, message))
     residuals = own["residuals"]
-    if carried and survivors[0] == NEW:  # the weights are now rank 0's; these residuals are of other weights
+    if carried and survivors[0] == NEW:  # all ranks got new weights from rank 0, so these residuals no longer fit
         residuals = {}
-    # Zeros instead of no residuals: all ranks must have residuals alike, as the exchange of a step depends on it.
+    # A rank without residuals gets zeros: the exchange of a step depends on whether ranks have residuals, so either all
+    # ranks or none must have them.
     own["residuals"] = {name: residuals.get(name) or _zeros(kept, like) for name, kept in common["held"].items()}
     if rank == 0 and (warning := _change_in_words(survivors)):
         warn_alone(warning)
@@ -96,7 +100,7 @@ def agree_on_state(
 
 
 def _layout_of(residuals: Mapping[str, Any]) -> dict[str, Any]:
-    """Memory, shapes and element types of residuals in a state."""
+    """The memory, the shapes and the element types of the residuals in a state, by name of the tensor."""
     return {
         name: {
             "memory": kept["memory"],
@@ -107,7 +111,8 @@ def _layout_of(residuals: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _zeros(layout: Mapping[str, Any], like: Array) -> dict[str, Any]:
-    """Residuals of zero, in the framework of `like`."""
+    """Residuals that are all zero, with the memory, shapes and element types of `layout` and the framework of
+    `like`."""
     xp = arrays_for(like)
     arrays = [xp.astype(xp.zeros(tuple(shape), like=like), dtype) for shape, dtype in layout["arrays"]]
     return {"memory": layout["memory"], "arrays": arrays}
@@ -126,7 +131,9 @@ def _from_rank_0(communicator: Ranks, like: Array, message: bytes) -> bytes:
 
 
 def _change_in_words(ranks: Sequence[Survivor]) -> str:
-    """Rank 0's warning about a change; "" if nothing was lost."""
+    """The text of rank 0's warning about residuals that a change of the ranks has lost; empty if no residuals were
+    lost.
+    """
     survivors = [old for old in ranks if old != NEW]
     if not survivors:
         return ""
@@ -149,7 +156,8 @@ def _change_in_words(ranks: Sequence[Survivor]) -> str:
 
 
 def track(state: Any, compression: Any) -> Any:
-    """Makes an elastic state of Horovod also commit, restore and synchronize an `hvdcomp.Compression`.
+    """Adds an `hvdcomp.Compression` to an elastic state of Horovod, so that the state also commits, restores and
+    synchronizes the `Compression`.
 
         state = hvdcomp.track(hvd.elastic.TensorFlowKerasState(model, optimizer, batch=0), compression)
 
@@ -157,10 +165,10 @@ def track(state: Any, compression: Any) -> Any:
 
     Args:
         state: an elastic state of Horovod.
-        compression: the compression of the same training.
+        compression: the `Compression` of the same training.
 
     Returns:
-        The state.
+        The elastic state `state`.
 
     Raises:
         ConfigurationError: if `state` is not an elastic state of Horovod, or `compression` is not a Compression.

@@ -1,6 +1,7 @@
-"""Comparisons between ranks: settings in the first step, weights as soon as they must be the same.
+"""Compares the ranks: their settings in the first step, and their weights in the first step in which these must be the
+same.
 
-Only these make a gradient hook wait for all ranks.
+During the backward pass, a rank waits for all ranks only in these comparisons.
 """
 
 from __future__ import annotations
@@ -15,39 +16,40 @@ from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import WEIGHTS, facts_of_kernels, refused_on_every_rank, require_agreement
 from hvdcomp.files import VERSION
 
-MPI4PY = "mpi4py for decisions (install it on all hosts or on none)"  # the name of the fact whether it is used
+MPI4PY = "mpi4py for decisions (install it on all hosts or on none)"  # the name, in messages, of whether it is used
 
 
 class FirstSteps:
-    """Compares the ranks' settings and weights.
+    """Compares the settings and the weights of all ranks.
 
     Args:
         training: the training of this rank.
-        error: an error of this rank while its binding was made, to be raised on all ranks in the first step; or None.
+        error: message of an error that occurred on this rank while its binding was created. It is raised on all ranks
+            in the first step. None if there was no error.
     """
 
     def __init__(self, training: Training, error: str | None) -> None:
         self._training = training
         self._error = error
         self._settings_agreed = self._weights_agreed = False
-        self._first: int | None = None  # the number of the first step
+        self._first: int | None = None  # number of the first step of these ranks
 
     @property
     def has_begun(self) -> bool:
-        """Whether there was a first step."""
+        """Whether the first step has begun."""
         return self._first is not None
 
     @property
     def has_agreed(self) -> bool:
-        """Whether both comparisons are over."""
+        """Whether the settings and the weights were both compared."""
         return self._settings_agreed and self._weights_agreed
 
     def compare(self) -> None:
-        """Makes the comparisons due in the present step; waits for all ranks if there are any.
+        """Makes the comparisons that the present step needs. If it needs any, this method waits for all ranks.
 
         Raises:
-            RankMismatchError: on every rank, if the settings or the weights of any differ.
-            ConfigurationError: on every rank, if none can take part.
+            RankMismatchError: on every rank, if the settings or the weights of the ranks differ.
+            ConfigurationError: on every rank, if a rank has settings that do not work.
         """
         if self.has_agreed:
             return
@@ -72,7 +74,7 @@ class FirstSteps:
         if not self._settings_agreed:
             settings = training.setup.compression.settings
             if any(map(needs_nodes, settings.compressors)):
-                training.engine.levels.find()  # fails now and not when a policy chooses two levels
+                training.engine.levels.find()  # an error occurs now, not when a policy chooses a two-level exchange
             if training.coordinator is not None:
                 training.coordinator.start_log()
         self._settings_agreed, self._weights_agreed = True, weights_due
@@ -104,7 +106,7 @@ class FirstSteps:
         return {f"{WEIGHTS}{name}": f"{number:x}" for name, number in zip(names, numbers, strict=True)}
 
     def _doubled_momentum(self) -> str | None:
-        """The optimizer's momentum, if the memory applies one too."""
+        """The optimizer's momentum, in words, if the memory applies momentum too; None if not both apply momentum."""
         memory = self._training.engine.memory
         return self._training.momentum_of_optimizer() if memory is not None and memory.is_momentum else None
 

@@ -1,8 +1,8 @@
-"""The frameworks that hvdcomp supports, and the choice of a training's framework.
+"""Lists the frameworks that hvdcomp supports, and finds the framework of a training.
 
-The folder `hvdcomp/NAME/` has a module `framework` with the names that `Framework` lists. These modules, and this one,
-import no framework before there is a gradient, a variable or an optimizer of it: `import hvdcomp` stays quick, and
-works where only one framework is installed.
+Each framework has a folder `hvdcomp/NAME/` with a module `framework`, which has the functions and constants of the
+class `Framework` below. These modules, and this one, do not import the framework before they get one of its gradients,
+variables or optimizers. Therefore `import hvdcomp` is quick, and works if only one framework is installed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Framework(Protocol):
-    """The interface of a module `hvdcomp.NAME.framework`.
+    """The functions and constants of a module `hvdcomp.NAME.framework`.
 
     Attributes:
-        TITLE: the framework's name in messages.
-        ARGUMENT: the argument of `Compression` for its parameters.
-        EXAMPLE: an example of that argument.
-        SCALER: its loss scalers, in words.
+        TITLE: name of the framework in messages.
+        ARGUMENT: name of the argument of `Compression` that gets the framework's parameters.
+        EXAMPLE: an example of that argument with a value, for messages.
+        SCALER: words for the framework's loss scalers, for messages.
     """
 
     TITLE: str
@@ -39,78 +39,87 @@ class Framework(Protocol):
     SCALER: str
 
     def owns_gradient(self, gradient: Any) -> bool:
-        """Whether this is a tensor of the framework."""
+        """Whether `gradient` is a tensor of the framework."""
 
     def owns_optimizer(self, optimizer: Any) -> bool:
-        """Whether this is an optimizer of the framework, or Horovod's wrapper of it."""
+        """Whether `optimizer` is an optimizer of the framework, or Horovod's wrapper around one."""
 
     def owns_scaler(self, scaler: Any) -> bool:
-        """Whether this is a loss scaler of the framework."""
+        """Whether `scaler` is a loss scaler of the framework."""
 
     def is_model(self, value: Any) -> bool:
-        """Whether a user gave a model instead of its parameters."""
+        """Whether `value` is a model of the framework, which a user passed instead of its parameters."""
 
     def by_name(self, value: Any) -> dict[str, Any]:
-        """The parameters by name, from the value of `ARGUMENT`, if it is no function.
+        """The parameters, by name.
+
+        Args:
+            value: what the user passed as `ARGUMENT`, except a function.
 
         Raises:
-            ConfigurationError: if names are not unique, or the value holds anything but parameters.
+            ConfigurationError: if two parameters have the same name, or if the value contains something other than
+                parameters.
         """
 
     def check_optimizer(self, optimizer: Any) -> None:
-        """Raises ConfigurationError if `Compression` cannot take this optimizer, or cannot take an optimizer."""
+        """Raises ConfigurationError if a user must not pass this optimizer to `Compression`."""
 
     def prepare(self, kind: type) -> None:
-        """Prepares for making a `Compression` of class `kind`.
+        """Makes the preparations of the framework for a new `Compression`.
+
+        Args:
+            kind: class of the `Compression`.
 
         Raises:
-            ConfigurationError: if it cannot be made at this moment.
+            ConfigurationError: if a `Compression` cannot be created at this moment.
         """
 
     def check_wrapping(self) -> None:
-        """Raises ConfigurationError if Horovod must not wrap the optimizer that it is about to wrap."""
+        """Raises ConfigurationError if Horovod is about to wrap an optimizer that it must not wrap."""
 
     def can_bind(self, parameters: Any, optimizer: Any) -> bool:
-        """Whether these suffice to make a binding before the first gradient; each may be None."""
+        """Whether these parameters and this optimizer suffice to create a binding before the first gradient. Each of
+        them may be None."""
 
     def make_binding(self, setup: Setup, gradient: Any) -> Binding:
-        """The binding of a training.
+        """Creates the binding of a training.
 
         Args:
-            setup: the user's settings and objects.
-            gradient: the first gradient from Horovod; None if `can_bind` is true.
+            setup: the `Compression`, and what the user passed to it.
+            gradient: the first gradient from Horovod; None if `can_bind` returned True.
         """
 
 
 def framework_named(name: str) -> Framework:
-    """The framework of this name, one of `NAMES`."""
+    """The framework with this name, which is one of `NAMES`."""
     return cast(Framework, import_module(f"hvdcomp.{name}.framework"))
 
 
 def maker(name: str, gradient: Any = None) -> Callable[[Setup], Binding]:
-    """The function that makes a framework's binding; arguments as in `framework_named` and `make_binding`."""
+    """A function that creates a binding of the framework `name`. `gradient` is as in `Framework.make_binding`."""
     return lambda setup: framework_named(name).make_binding(setup, gradient)
 
 
 def named_or_all(name: str | None) -> dict[str, Framework]:
-    """The framework of this name, by name; all frameworks if the name is None."""
+    """A mapping from names to frameworks: only the framework `name`, or all frameworks if `name` is None."""
     return {chosen: framework_named(chosen) for chosen in (NAMES if name is None else (name,))}
 
 
 def of_arguments(parameters: Mapping[str, Any], optimizer: Any, scaler: Any = None) -> tuple[str | None, Any]:
-    """The framework and the parameters in the arguments of a `Compression`.
+    """Finds the framework and the parameters in the arguments of a `Compression`.
 
     Args:
-        parameters: the value of each framework's `ARGUMENT`, or None.
-        optimizer: the optimizer, or None.
-        scaler: the loss scaler, or None.
+        parameters: what the user passed as each framework's `ARGUMENT`, by the name of the argument. A value is None if
+            the user did not pass the argument.
+        optimizer: the optimizer that the user passed; None if the user did not.
+        scaler: the loss scaler that the user passed; None if the user did not.
 
     Returns:
-        The framework's name, None if the arguments do not determine it; and the parameters by name, or the function
-        that returns them, or None.
+        Two values. The first is the framework's name; None if the arguments do not determine the framework. The second
+        is the parameters by name, or the function that returns them; None if the user did not pass parameters.
 
     Raises:
-        ConfigurationError: if the arguments are of two frameworks, or cannot be used.
+        ConfigurationError: if the arguments belong to two frameworks, or cannot be used.
     """
     require_optimizer(optimizer, "hvdcomp.Compression")
     every = named_or_all(None)
@@ -136,7 +145,8 @@ def of_arguments(parameters: Mapping[str, Any], optimizer: Any, scaler: Any = No
 
 def _parameters_of(framework: Framework, value: Any) -> Any:
     every = named_or_all(None).values()
-    # Models are refused first: they are callable, and a Keras model that is not built has no variables.
+    # Models are refused first, because a model is callable like a function, and because a Keras model that is not built
+    # has no variables.
     if any(framework.is_model(value) for framework in every):
         examples = " or ".join(framework.EXAMPLE for framework in every)
         raise ConfigurationError(
@@ -149,11 +159,11 @@ def of_gradient(gradient: Any, expected: str | None) -> str:
     """The name of a gradient's framework.
 
     Args:
-        gradient: the gradient.
-        expected: the framework of the arguments; None if they did not determine it.
+        gradient: the gradient that Horovod has passed.
+        expected: name of the framework that the arguments of `Compression` determined; None if they did not.
 
     Raises:
-        ConfigurationError: if the gradient is of no framework, or not of the expected one.
+        ConfigurationError: if the gradient belongs to no framework, or not to the expected framework.
     """
     for name, framework in named_or_all(expected).items():
         if framework.owns_gradient(gradient):
@@ -173,19 +183,19 @@ def of_optimizer(optimizer: Any) -> str:
     """The name of an optimizer's framework.
 
     Raises:
-        ConfigurationError: if it is no optimizer.
+        ConfigurationError: if `optimizer` is not an optimizer of a framework.
     """
     require_optimizer(optimizer, "load_state_dict")
     return next(name for name, framework in named_or_all(None).items() if framework.owns_optimizer(optimizer))
 
 
 def require_optimizer(value: Any, function: str, name: str | None = None) -> None:
-    """Raises ConfigurationError if the value given as an optimizer is none; None is accepted.
+    """Raises ConfigurationError if a value is neither an optimizer nor None.
 
     Args:
-        value: the value.
-        function: the function that got it, for the message.
-        name: name of the framework; None for any.
+        value: the value that the user passed as an optimizer.
+        function: name of the function that the user passed it to, for the message.
+        name: name of the framework whose optimizers are allowed; None for all frameworks.
     """
     if value is not None and not any(framework.owns_optimizer(value) for framework in named_or_all(name).values()):
         kind = type(value)
@@ -196,7 +206,7 @@ def require_optimizer(value: Any, function: str, name: str | None = None) -> Non
 
 
 def require_scaler(value: Any, name: str | None) -> None:
-    """Raises ConfigurationError if the value given as a loss scaler is none; arguments as in `require_optimizer`."""
+    """Raises ConfigurationError if a value is neither a loss scaler nor None. `name` is as in `require_optimizer`."""
     frameworks = named_or_all(name).values()
     if value is not None and not any(framework.owns_scaler(value) for framework in frameworks):
         raise ConfigurationError(
@@ -206,10 +216,12 @@ def require_scaler(value: Any, name: str | None) -> None:
 
 
 def not_compiled(function: Function) -> Function:
-    """Lets PyTorch's compiler run a function, and all that it calls, as written, if a whole training step is compiled.
+    """Excludes a function, and all functions that it calls, from `torch.compile`, if the user compiles a whole training
+    step.
 
-    On CPUs hooks of the backward pass run in the thread that is compiled, and Dynamo would trace them. It knows a
-    function that it is to leave alone by `torch.compiler.disable`, which needs PyTorch and takes seconds to load.
+    On CPUs, hooks of the backward pass run in the thread that is being compiled, so Dynamo would trace them.
+    `torch.compiler.disable` would exclude the function at once, but needs PyTorch, which takes seconds to import.
+    Therefore the function is excluded in its first call after Dynamo was imported.
     """
     called = function
 
@@ -224,9 +236,10 @@ def not_compiled(function: Function) -> Function:
 
 
 def left_as_written(function: Function) -> Function:
-    """Marks a function that TensorFlow's AutoGraph must not rewrite, by the attribute that it looks for.
+    """Marks a function that TensorFlow's AutoGraph must not rewrite. AutoGraph looks for the attribute that this
+    function sets.
 
-    `tf.autograph.experimental.do_not_convert` does the same, but needs TensorFlow.
+    `tf.autograph.experimental.do_not_convert` has the same effect, but needs TensorFlow.
     """
     function.autograph_info__ = {}  # type: ignore[attr-defined]
     return function

@@ -1,4 +1,4 @@
-"""Costs of a step as named numbers, for experiment trackers and TensorBoard."""
+"""Converts the costs of a step to numbers with names, for experiment trackers and TensorBoard."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hvdcomp.exchange.ledger import Ledger
 
 
 def metrics_of(ledger: Ledger, plan: Plan) -> dict[str, float]:
-    """`Compression.metrics`.
+    """The result of `Compression.metrics`.
 
-    On an accelerator, times are those of the newest step that the device has finished, usually an earlier one. There
-    are no times if the library itself carried the gradients of the latest step.
+    On an accelerator, the times are those of the newest step that the device has finished, which is usually not the
+    latest step. There are no times if Horovod or PyTorch itself exchanged the gradients of the latest step.
 
     Args:
-        ledger: the ledger.
-        plan: the plan of the latest step.
+        ledger: the ledger of the training.
+        plan: the compressor of each tensor in the latest step, by name.
     """
     last = ledger.last
     if last is None:
@@ -41,7 +41,8 @@ def metrics_of(ledger: Ledger, plan: Plan) -> dict[str, float]:
 
 
 def shown(compression: UsedCompression) -> str:
-    """The representation of a compression: its method, the number of compressed tensors, and the compression factor.
+    """The text that represents a `Compression`: its method, the number of compressed tensors, and the compression
+    factor.
 
         <hvdcomp.Compression topk:ratio=0.01, 3 of 8 tensors compressed, factor 41.20>
     """
@@ -58,7 +59,7 @@ def shown(compression: UsedCompression) -> str:
 
 
 def mean_levels(plan: Plan) -> dict[str, float]:
-    """The mean level over the tensors with a level, by the kind of level: "ratio", "rank", "bits"."""
+    """The mean level of all tensors whose compressor has a level, by kind of level: "ratio", "rank" or "bits"."""
     levels: dict[str | None, list[float]] = {}
     for compressor in plan.values():
         if compressor.level is not None:
@@ -67,13 +68,13 @@ def mean_levels(plan: Plan) -> dict[str, float]:
 
 
 class ScalarWriter(Protocol):
-    """The part of a TensorBoard writer that `write_metrics` uses."""
+    """The method of a TensorBoard writer that `write_metrics` calls."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> Any: ...
 
 
 def write_metrics(compression: UsedCompression, writer: ScalarWriter, step: int | None = None) -> None:
-    """Writes the metrics of the latest step for TensorBoard; nothing before the first step.
+    """Writes the metrics of the latest step for TensorBoard. Before the first step, it writes nothing.
 
         writer = torch.utils.tensorboard.SummaryWriter("runs/mine")
         ...
@@ -81,9 +82,10 @@ def write_metrics(compression: UsedCompression, writer: ScalarWriter, step: int 
         hvdcomp.write_metrics(compression, writer)
 
     Args:
-        compression: the compression of the training.
-        writer: a `torch.utils.tensorboard.SummaryWriter`, or an object with its `add_scalar`.
-        step: the step number to write. Default: the number of steps made, those before a restart included.
+        compression: the `Compression` of the training.
+        writer: a `torch.utils.tensorboard.SummaryWriter`, or another object with the same method `add_scalar`.
+        step: the number of the step to write. Default: the number of steps that the training has made, including steps
+            before a restart.
     """
     at = compression.ledger.steps if step is None else step
     for name, value in compression.metrics().items():

@@ -1,4 +1,5 @@
-"""States as bytes for other ranks: JSON, and raw NumPy arrays. Unlike unpickling, reading them runs no code."""
+"""Converts states to bytes for other ranks, as JSON and raw NumPy arrays. Unlike unpickling, reading these bytes cannot
+run code."""
 
 from __future__ import annotations
 
@@ -10,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-_ARRAY = "array of hvdcomp"  # key of an object for an array in another file of the archive
-_PAIRS = "pairs of hvdcomp"  # key of an object for a mapping whose keys are not text
+_ARRAY = "array of hvdcomp"  # the key of a JSON object that represents an array in another file of the archive
+_PAIRS = "pairs of hvdcomp"  # the key of a JSON object that represents a mapping whose keys are not texts
 _STATE = "state.json"
 
 
 def pack(state: Mapping[str, Any]) -> bytes:
-    """Bytes from which `unpack` restores the state; tuples become lists."""
+    """Converts a state to bytes. `unpack` restores the state from these bytes, with lists instead of tuples."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr(_STATE, json.dumps(_without_arrays(dict(state), archive)))
@@ -24,7 +25,7 @@ def pack(state: Mapping[str, Any]) -> bytes:
 
 
 def unpack(packed: bytes) -> dict[str, Any]:
-    """The state from the bytes of `pack`."""
+    """Restores a state from the bytes that `pack` returned."""
     with zipfile.ZipFile(io.BytesIO(packed)) as archive:
         return dict(json.loads(archive.read(_STATE), object_hook=lambda entry: _with_array(entry, archive)))
 

@@ -1,7 +1,7 @@
-"""Costs of a training for Prometheus, on a port of the training's process.
+"""Serves the costs of a training to Prometheus, on a port of the training's process.
 
-Steps do no extra work. The thread that answers a scrape reads the ledger. It waits for no device, and leaves it to the
-training's own thread to record measured times.
+This costs the steps of the training no extra work. The thread that answers a request of Prometheus reads the ledger. It
+does not wait for the device, because only the training's own thread records measured times in the ledger.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ _PHASES = ("encode", "communicate", "decode")
 
 
 class Collector:
-    """The metrics of one compression, for a `prometheus_client.CollectorRegistry`. docs/metrics.md lists them.
+    """Provides the metrics of one `Compression` to a `prometheus_client.CollectorRegistry`. docs/metrics.md lists the
+    metrics.
 
     Args:
-        compression: the compression of the training.
+        compression: the `Compression` of the training.
     """
 
     def __init__(self, compression: UsedCompression) -> None:
         self._compression = compression
 
     def collect(self) -> Iterator[Any]:
-        """All metrics, with or without a value; called by the registry for each scrape."""
+        """Yields all metrics, also those without a value. The registry calls this method for each request of
+        Prometheus."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
         settings, ledger, plan = self._compression.settings, self._compression.ledger, self._compression.plan
@@ -72,7 +74,8 @@ class Collector:
         for kind, mean in mean_levels(plan).items():
             levels.add_metric([kind], mean)
         yield levels
-        # One series for all tensors of a method and level; a label for each tensor would be hundreds of series.
+        # All tensors with the same method and level are one time series. A time series for each tensor would be
+        # hundreds.
         tensors = GaugeMetricFamily(
             "hvdcomp_tensors",
             "Number of tensors that are compressed with this method and level.",
@@ -85,10 +88,11 @@ class Collector:
 
 
 class MetricsServer:
-    """Answers Prometheus in a thread of its own until `close`; a context manager. `serve_metrics` makes it.
+    """Answers requests of Prometheus in a separate thread until `close` is called. It can be used as a context manager.
+    `serve_metrics` creates it.
 
     Attributes:
-        port: port of the server.
+        port: the port on which the server listens.
     """
 
     def __init__(self, compression: UsedCompression, port: int, address: str) -> None:
@@ -100,7 +104,7 @@ class MetricsServer:
         self.port: int = self._server.server_port
 
     def close(self) -> None:
-        """Stops answering and frees the port."""
+        """Stops the server, and frees the port."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -118,19 +122,20 @@ def serve_metrics(compression: UsedCompression, port: int, address: str = "127.0
         if hvd.rank() == 0:
             hvdcomp.serve_metrics(compression, 9400)
 
-    The port has no access control. By default only this host can reach it. Steps do no extra work, and do not wait for
-    a device.
+    The port has no access control. By default, only programs on the same host can reach it. The server costs the steps
+    of the training no extra work, and they do not wait for the device.
 
     Args:
-        compression: the compression of the training.
-        port: port to listen on; 0 for any free port, which is then the server's `port`.
-        address: address of this host to listen on; "0.0.0.0" for all addresses, so that other hosts may scrape.
+        compression: the `Compression` of the training.
+        port: port to listen on; 0 for any free port. The attribute `port` of the result is the port in use.
+        address: address of this host to listen on; "0.0.0.0" for all addresses, so that other hosts can read the
+            metrics.
 
     Returns:
-        The server. It ends with the process, or by `close()`.
+        The server. It ends with the process, or if you call `close()`.
 
     Raises:
-        ConfigurationError: if prometheus_client is not installed, or the port is not available.
+        ConfigurationError: if prometheus_client is not installed, or if the port is not available.
     """
     require_compression(compression, "hvdcomp.serve_metrics")
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:

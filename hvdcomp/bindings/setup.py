@@ -1,4 +1,4 @@
-"""The interface between a `Compression` and its binding."""
+"""What a `Compression` and its binding know about each other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvdcomp.specs.levels import Level
 
 
 class UsedCompression(Protocol):
-    """The members of `hvdcomp.Compression` that bindings use; they are documented there."""
+    """The attributes and methods of `hvdcomp.Compression` that bindings use. `Compression` documents them."""
 
     settings: Settings
     ledger: Ledger
@@ -43,14 +43,14 @@ class UsedCompression(Protocol):
 
 @dataclass(frozen=True)
 class Setup:
-    """The arguments of a binding.
+    """What a binding needs from the user: the `Compression`, and what the user passed to it.
 
     Attributes:
-        compression: the object in Horovod's `compression=`.
-        parameters: parameters by name, or a function that returns them; None if the framework finds them itself.
-        process_set: Horovod's process set; None for the optimizer's own, or for all ranks.
-        grad_scaler: the loss scaler; None for none, or if the framework finds it itself.
-        optimizer: the optimizer whose gradients are compressed; None if the framework finds it itself.
+        compression: the `Compression`.
+        parameters: the parameters by name, or a function that returns them; None if the binding finds them itself.
+        process_set: Horovod's process set; None for the optimizer's own process set, or for all ranks.
+        grad_scaler: the loss scaler; None if there is none, or if the binding finds it itself.
+        optimizer: the optimizer whose gradients are compressed; None if the binding finds it itself.
     """
 
     compression: UsedCompression
@@ -61,10 +61,11 @@ class Setup:
 
 
 def require_compression(value: Any, function: str) -> None:
-    """Raises ConfigurationError if the value given to a function is no `hvdcomp.Compression`."""
+    """Raises ConfigurationError if `value` is not an `hvdcomp.Compression`. `function` is the name of the function that
+    got it, for the message."""
     if not hasattr(value, "serve"):
         given = repr(value)
-        if "\n" in given:  # of an optimizer or a model, given in the wrong place
+        if "\n" in given:  # probably the text of an optimizer or a model, which is too long for the message
             given = f"an object of class {type(value).__name__}"
         raise ConfigurationError(
             f"{function} was given {given} as compression; pass an hvdcomp.Compression, such as "

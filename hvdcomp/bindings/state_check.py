@@ -1,6 +1,7 @@
-"""Checks of a state before it is restored: complete, of the right types, finite, and of this training.
+"""Checks a state before it is restored: it must be complete, have the right types, be finite, and fit the training.
 
-Without them a wrong residual would be noticed in the first step at best, and an inf or NaN would stay in all steps.
+Without these checks, a wrong residual would be noticed in the first step or never, and an inf or NaN would spoil all
+steps.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from hvdcomp.specs.described import is_whole
 from hvdcomp.specs.levels import DENSE
 from hvdcomp.specs.typed import shortened, typed
 
-FORMAT = 2  # to be increased with every change of the contents of states
+FORMAT = 2  # version of the contents of states; increase it if the contents change
 
 
 @dataclass
@@ -100,7 +101,7 @@ class _Own:
     def __post_init__(self) -> None:
         _require_count("size", self.size, 1)
         _require_count("steps", self.steps)
-        if not 0 <= self.rank < self.size and self.rank != -1:  # -1 is a rank outside of the process set
+        if not 0 <= self.rank < self.size and self.rank != -1:  # -1 is a process outside of the process set
             raise ValueError(
                 f"rank: {self.rank} must be from 0 to {self.size - 1}, because there were {self.size} ranks"
             )
@@ -121,7 +122,8 @@ class _Own:
 
 
 def checked(state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A copy of a state after the checks of `parts_of`; None for the empty state before the first step."""
+    """Checks a state as in `parts_of`, and returns a copy of it. For an empty state, which was saved before the first
+    step, the result is None."""
     if isinstance(state, Mapping) and not state:
         return None
     parts_of(state)
@@ -129,11 +131,11 @@ def checked(state: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def parts_of(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The shared part and the rank's own part of a state, after all checks that need no training.
+    """Makes all checks of a state that need no training, and returns the shared part and the rank's own part.
 
     Raises:
-        ConfigurationError: if it is no state, or of another version, or if a field is missing, of a wrong type or not
-            finite.
+        ConfigurationError: if the value is not a state, or has another version, or if a field is missing, has a wrong
+            type or is not finite.
     """
     shared, own = (state.get("shared"), state.get("own")) if isinstance(state, Mapping) else (None, None)
     if not isinstance(shared, Mapping) or not isinstance(own, Mapping) or shared.get("format") != FORMAT:
@@ -156,7 +158,13 @@ def parts_of(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, 
 def require_fit(
     shared: Mapping[str, Any], own: Mapping[str, Any], engine: Engine, coordinator: Coordinator | None
 ) -> None:
-    """Raises ConfigurationError unless the parts of a state, from `parts_of`, fit the engine and the policy."""
+    """Raises ConfigurationError if a state does not fit the training.
+
+    Args:
+        shared, own: the two parts of the state, as from `parts_of`.
+        engine: the engine of the training.
+        coordinator: the coordinator of the training's policy; None if there is no policy.
+    """
     tensors = {name: list(tensor.own_shape) for name, tensor in engine.tensors.items()}
     saved_tensors = {name: list(shape) for name, shape in shared["tensors"].items()}
     if saved_tensors != tensors:
@@ -196,7 +204,8 @@ def require_fit(
 
 
 def _require_memory(saved: str, name: str, engine: Engine, coordinator: Coordinator | None) -> None:
-    """Raises ConfigurationError for a residual that another kind of memory has left, which would go on to keep it."""
+    """Raises ConfigurationError if the residual of the tensor `name` comes from a kind of memory that this training
+    does not use, because that memory would continue to keep the residual."""
     specs = () if coordinator is None else coordinator.policy.compressors
     methods = (engine.compressor, *map(parse_compressor, specs))
     kinds = {type(engine.planner.memory_for(leaf)) for method in methods for leaf in method.leaves()}
@@ -209,8 +218,9 @@ def _require_memory(saved: str, name: str, engine: Engine, coordinator: Coordina
 
 
 def _require_policy_state(shared: Mapping[str, Any], own: Mapping[str, Any], coordinator: Coordinator) -> None:
-    """Raises ConfigurationError on rank 0 for another rank's state, which lacks that of the policy."""
-    partial = shared.get("partial", False)  # of a rank that has become rank 0
+    """Raises ConfigurationError on rank 0 if the state comes from another rank, because only rank 0's state contains
+    the statistics of the policy."""
+    partial = shared.get("partial", False)  # whether another rank has become rank 0, which has no such statistics
     if coordinator.channel.decides and not partial and (own["rank"] != 0 or own["coordinator"] is None):
         raise ConfigurationError(
             "rank 0 was given the state of another rank, which lacks the state of the policy; on rank 0, load the "
@@ -219,7 +229,8 @@ def _require_policy_state(shared: Mapping[str, Any], own: Mapping[str, Any], coo
 
 
 def known_array(array: Any) -> Array:
-    """An array that array functions accept; states of earlier versions may hold tensors of other frameworks."""
+    """Converts an array to one that hvdcomp's array functions accept. States of earlier versions may contain tensors of
+    other frameworks."""
     try:
         arrays_for(array)
     except TypeError:
@@ -228,7 +239,7 @@ def known_array(array: Any) -> Array:
 
 
 def _read(kind: Any, value: Mapping[str, Any], where: str) -> Any:
-    """The known fields of a part; fields of later versions are ignored."""
+    """Reads a part of a state as the dataclass `kind`. Unknown fields, which later versions may write, are ignored."""
     names = {field.name for field in dataclasses.fields(kind)}
     return typed(kind, {name: item for name, item in value.items() if name in names}, where)
 
@@ -247,7 +258,7 @@ def _require_count(name: str, value: int, least: int = 0) -> None:
 
 
 def _listed(arrays: Any, where: str) -> list[Array]:
-    """The arrays of a list, after checking that they are of floating-point numbers."""
+    """Checks that a value is a list of arrays of floating-point numbers, and returns the arrays."""
     if not isinstance(arrays, list | tuple):
         raise ValueError(f"{where}: {shortened(arrays)} must be a list of arrays")
     known_arrays = list(map(known_array, arrays))
@@ -285,7 +296,7 @@ def _check_level(level: Any, compressor: Compressor) -> None:
 
 
 def _check_shapes(arrays: Sequence[Array], tensor: TensorInfo, where: str) -> None:
-    """Checks that arrays have a tensor's shape, and at most the precision in which its state is kept."""
+    """Checks that arrays have the shape of a tensor, and not more precision than the state of this tensor has."""
     for array in arrays:
         shape = tuple(array.shape)
         if shape not in (tensor.shape, tensor.own_shape):
@@ -299,7 +310,7 @@ def _check_shapes(arrays: Sequence[Array], tensor: TensorInfo, where: str) -> No
 def _check_residual(kept: Mapping[str, Any], tensor: TensorInfo) -> None:
     where = f"the residual of {tensor.name}"
     memory, arrays = parse_memory(kept["memory"]), _listed(kept["arrays"], where)
-    # On shapes, as NumPy knows a residual's bfloat16 only where ml_dtypes was imported.
+    # The number of arrays is computed from shapes alone, because NumPy knows bfloat16 only if ml_dtypes was imported.
     needed = len(memory.prepare(shapes, shapes.ShapeArray(tensor.shape, wide_dtype(tensor.dtype)), ()))
     if len(arrays) != needed:
         raise ValueError(f"{where} has {len(arrays)} arrays, but the memory {memory} needs {needed}")
@@ -307,7 +318,8 @@ def _check_residual(kept: Mapping[str, Any], tensor: TensorInfo) -> None:
 
 
 def _check_warm_start(warm: Mapping[str, Any], tensor: TensorInfo, engine: Engine) -> None:
-    """Checks the warm start of the tensor's present method; a warm start of another method is not used."""
+    """Checks the warm start of a tensor. A warm start of another method than the tensor's present one is not used, and
+    so not checked."""
     compressor = engine.planner.choose(engine.compressor, tensor)
     if compressor.name != warm["method"]:
         return
@@ -315,7 +327,8 @@ def _check_warm_start(warm: Mapping[str, Any], tensor: TensorInfo, engine: Engin
     x = shapes.ShapeArray(tensor.shape, tensor.dtype)
     arrays = _listed(warm["arrays"], where)
     fresh = compressor.prepare(shapes, x, (), Context(tensor.name, 0, 0, 0, 1))
-    # Lengths may differ: they depend on the level and, in old states, on another matrix shape; the method adapts them.
+    # The method adapts lengths itself. They depend on the level, and on the shape of the matrix, which was different in
+    # old states.
     if [len(array.shape) for array in arrays] != [len(array.shape) for array in fresh]:
         raise ValueError(
             f"{where} has arrays of shapes {[list(array.shape) for array in arrays]}, and {compressor} needs arrays of "

@@ -1,4 +1,4 @@
-"""The interface of a training that each framework's binding implements."""
+"""The interface of a training. The binding of each framework implements it."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from hvdcomp.policies.decisions import BatchSize
 
 
 class Training(ABC):
-    """One training: the facts that only its framework knows.
+    """One training, with the methods that need to know its framework.
 
     Attributes:
-        setup: the user's settings and objects.
-        communicator: the communicator of the ranks that exchange.
-        like: an empty array of the framework on the communicator's device.
-        early_bytes: least bytes of gradients in a bucket that starts before all are there, if the user names none.
-        engine: the engine that compresses.
-        coordinator: the coordinator of the policy, or None.
+        setup: the `Compression`, and what the user passed to it.
+        communicator: the communicator of the ranks that exchange gradients.
+        like: an empty array of the framework on the device of the communicator's arrays.
+        early_bytes: least bytes of gradients in a bucket that is sent during the backward pass, if the user does not
+            set `bucket_bytes`.
+        engine: the engine that compresses and exchanges gradients.
+        coordinator: the coordinator of the policy; None if there is no policy.
 
     Class attributes:
-        overlaps_with_policy: whether gradients that are only cast bypass the engine and are allreduced during the
-            backward pass, also in a training with a policy.
-        results_in_place: whether means may overwrite gradients, as in Horovod's own allreduce.
-        overlaps: whether buckets may start before all gradients are there.
-        broadcast: code that gives all ranks the weights of rank 0, for messages.
-        absence: reason and remedy for a rank that is missing in a step, for messages.
+        overlaps_with_policy: whether the framework's library exchanges gradients that are only cast during the backward
+            pass, without the engine, also if the training has a policy.
+        results_in_place: whether mean gradients may overwrite the gradients, as in Horovod's own allreduce.
+        overlaps: whether buckets may be sent during the backward pass.
+        broadcast: code that sends the weights of rank 0 to all ranks, for messages.
+        absence: sentences for a message that say why a rank may be missing in a step, and what to do.
     """
 
     overlaps_with_policy: ClassVar[bool]
@@ -53,32 +54,34 @@ class Training(ABC):
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """Horovod's settings that must be the same on all ranks; JSON-serialisable."""
+        """Settings of Horovod or PyTorch that must be the same on all ranks, by name. JSON must be able to represent
+        the values."""
 
     @abstractmethod
     def trained(self) -> Set[str]:
-        """The names of the parameters whose gradients Horovod averages."""
+        """The names of the parameters whose gradients are averaged over the ranks."""
 
     @property
     def steps_before_broadcast(self) -> int:
-        """Number of steps that a training may make before all ranks must have the same weights."""
+        """The number of steps that ranks may make before all of them must have the same weights."""
         return 0
 
     @abstractmethod
     def checksums(self, names: Sequence[str]) -> list[int]:
-        """A checksum of each parameter's value, by which the ranks compare weights."""
+        """A checksum of the values of each parameter, in the order of `names`. Ranks compare these checksums instead of
+        weights."""
 
     def reason_to_refuse(self) -> str | None:
-        """The reason why this rank refuses the step that begins, or None."""
+        """The reason why this rank refuses the step that begins; None if it does not refuse the step."""
         return None
 
     def now(self) -> float:
-        """Seconds on the clock of the steps."""
+        """The time in seconds on the clock that measures steps."""
         return time.perf_counter()
 
     @abstractmethod
     def learning_rates(self) -> tuple[float, ...]:
-        """The learning rate of each parameter group, as set by the user.
+        """The learning rate of each parameter group that the user has set, before a policy changes it.
 
         Raises:
             ConfigurationError: if the optimizer is unknown.
@@ -86,15 +89,16 @@ class Training(ABC):
 
     @abstractmethod
     def follow_batch_size(self, batch_size: BatchSize) -> None:
-        """Sets the optimizer to a batch size: its number of accumulated batches and its learning rate factor."""
+        """Sets the number of accumulated batches and the factor of the learning rate in the optimizer to those of a
+        batch size."""
 
     @abstractmethod
     def loss_scale(self) -> float | None:
-        """The loss scale of this step; None if unknown."""
+        """The loss scale of this step; None if it is unknown."""
 
     @abstractmethod
     def momentum_of_optimizer(self) -> str | None:
-        """The first momentum in the optimizer's settings, as text; None without one."""
+        """The first momentum in the optimizer's settings, in words; None if the optimizer has no momentum."""
 
     @property
     def optimizer(self) -> Any:
@@ -102,19 +106,21 @@ class Training(ABC):
         return None
 
     def warm_up(self) -> str | None:
-        """The spec of the compressor that the optimizer asks for in this step; None for the training's own."""
+        """The spec of the compressor that the optimizer requires in this step, during its warm-up; None if this step
+        uses the training's own compressor."""
         return None
 
     def refreshes(self) -> bool:
-        """Whether the optimizer refreshes its frozen second moment by this step's gradients."""
+        """Whether the optimizer updates its frozen second moment with the gradients of this step."""
         return False
 
     def momenta_of_step(self) -> Mapping[str, Any]:
-        """Momenta that may be added to gradients before this step's exchange, by name, as the framework has them."""
+        """The optimizer's momenta that may be added to gradients before the exchange of this step, by name, as tensors
+        of the framework."""
         return {}
 
     def take_back(self, means: Mapping[str, Array]) -> None:
-        """Subtracts, in place, the momenta that were added to gradients before the exchange."""
+        """Subtracts from mean gradients, in place, the momenta that were added to gradients before the exchange."""
         return  # no momenta were added
 
     @property
@@ -124,21 +130,21 @@ class Training(ABC):
 
     @abstractmethod
     def agree_with_new_ranks(self) -> None:
-        """Agrees on rank 0's state if the ranks may have changed; waits for all ranks. To be called before the first
-        step of the present ranks; later calls do nothing."""
+        """Waits for all ranks, and takes over the state of rank 0, if the ranks may have changed. Call this method
+        before the first step of the present ranks; later calls do nothing."""
 
     def pack(self, state: Mapping[str, Any]) -> bytes:
-        """Bytes from which `unpack` on another rank restores the state."""
+        """Converts a state to bytes. `unpack` restores the state from these bytes on another rank."""
         return packed.pack(state)
 
     def unpack(self, message: bytes) -> dict[str, Any]:
-        """The state from the bytes of `pack`, with arrays on the host."""
+        """Restores a state from the bytes that `pack` returned. Its arrays are on the host."""
         return packed.unpack(message)
 
     @abstractmethod
     def copy(self, array: Array) -> Array:
-        """A copy of the array, which nothing changes any more."""
+        """A copy of the array, which later steps do not change."""
 
     @abstractmethod
     def place(self, array: Array, name: str) -> Array:
-        """The array, on the device of the parameter of this name."""
+        """Moves an array to the device of the parameter with this name."""

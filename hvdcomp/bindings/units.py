@@ -1,8 +1,9 @@
-"""The units of gradients: the loss scale, and momenta added before the exchange.
+"""The units of gradients. They change with the loss scale, and if momenta are added before the exchange.
 
-A loss scaler multiplies gradients. If the optimizer freezes its second moment (`CompressedAdam`), a rank sends its
-gradient plus a multiple of Adam's first moment, which all ranks have, and subtracts that term from the mean: so the
-momentum is compressed, and the optimizer still gets gradients.
+A loss scaler multiplies gradients by the loss scale. If the optimizer has frozen its second moment (`CompressedAdam`),
+a rank adds a multiple of Adam's first moment to its gradient, and sends the sum. All ranks have the same first moment,
+so each rank subtracts this multiple from the mean. In this way the ranks compress momenta, and the optimizer still gets
+gradients.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from hvdcomp.compressors.parsing import parse_compressor
 
 
 class Units:
-    """The units of one training's gradients.
+    """The units of the gradients of one training.
 
     Args:
-        training: the training, whose optimizer may ask for momenta.
+        training: the training. Its optimizer may require that momenta are added to gradients.
 
     Attributes:
-        loss_scale: loss scale of the present step; None if unknown.
-        momenta: momenta added to the gradients of the present step, by name, as arrays of the framework.
-        engine_only: whether the present step needs the engine, whatever its plan is.
+        loss_scale: loss scale of the present step; None if it is unknown.
+        momenta: the momenta that are added to the gradients of the present step, by name, as arrays of the framework.
+        engine_only: whether the present step must use the engine, even if its plan has only casts.
     """
 
     def __init__(self, training: Training) -> None:
@@ -36,11 +37,11 @@ class Units:
 
     @property
     def inverse(self) -> float:
-        """The factor from scaled gradients to gradients of the loss."""
+        """The factor that converts scaled gradients to gradients of the loss: 1 / loss scale."""
         return 1 / (self.loss_scale or 1.0)
 
     def follow(self, scale: float | None) -> None:
-        """Sets the loss scale of a step, and rescales residuals."""
+        """Sets the loss scale of a step, and converts residuals to it. None leaves both unchanged."""
         if scale is None:
             return
         if self.loss_scale is not None and scale != self.loss_scale:
@@ -48,10 +49,12 @@ class Units:
         self.loss_scale = scale
 
     def choose_compressor(self) -> None:
-        """Chooses the compressor by the optimizer's warm-up; to be called before the plan of a step is fixed.
+        """Chooses the compressor of a step if the optimizer requires a special one. Call this method before the plan of
+        the step is fixed.
 
-        A refresh of the second moment takes the gradient uncompressed. Residuals, which are parts of momenta, wait for
-        the next compressed momentum.
+        During its warm-up, the optimizer names a compressor. If the optimizer refreshes its second moment, gradients
+        are sent uncompressed. Residuals are parts of momenta, so they are not sent in this step, but with the next
+        compressed momentum.
         """
         if self._training.refreshes():
             self._training.engine.planner.compress_by(NoCompression(), ignores_residuals=True)
@@ -62,10 +65,10 @@ class Units:
         self._training.engine.planner.compress_by(None if spec is None else self._warm_up)
 
     def choose_momenta(self) -> None:
-        """Chooses the momenta of a step after its plan is fixed."""
+        """Chooses the momenta that are added in a step. Call this method after the plan of the step is fixed."""
         momenta, planner = self._training.momenta_of_step(), self._training.engine.planner
         self.engine_only = any(momentum.sent_always for momentum in momenta.values())
-        # A tensor sent without loss needs no momentum.
+        # If a tensor is sent without loss, adding a momentum before the exchange would change nothing.
         self.momenta = {
             name: momentum
             for name, momentum in momenta.items()
@@ -74,7 +77,8 @@ class Units:
 
     @property
     def of_momenta(self) -> float:
-        """The factor of momenta that converts them to the units of this rank's gradients."""
+        """The factor that converts the optimizer's momenta to the units of this rank's gradients."""
         training = self._training
-        # The optimizer has momenta without the loss scale, and of the sum over all ranks if gradients are summed.
+        # The optimizer's momenta do not contain the loss scale. If gradients are summed over all ranks instead of
+        # averaged, the momenta are momenta of these sums.
         return (self.loss_scale or 1.0) / (training.communicator.world_size if training.is_summed else 1)

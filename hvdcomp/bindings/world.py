@@ -1,9 +1,10 @@
-"""Checkpoints for another number of ranks, with the residuals of all old ranks.
+"""Converts the checkpoints of N ranks to checkpoints for M ranks, and keeps the residuals of all N ranks.
 
-The residuals' contribution to the next means must not change: their sum over the ranks, divided by the number of ranks.
-Every memory is linear in its residuals, so that the new ranks may share them in any way. Rank j of M gets M / N times
-the sum of the residuals of the old ranks j, j + M, j + 2M, and so on, of N. If the training uses the sum of gradients
-instead of their mean (op=hvd.Sum), it gets that sum itself.
+Residuals contribute to the next mean gradient their sum over the ranks, divided by the number of ranks. This
+contribution must not change. How the residuals are distributed over the new ranks does not matter, because every memory
+is linear in its residuals. New rank j gets M / N times the sum of the residuals of the old ranks j, j + M, j + 2M, and
+so on. If the training uses the sum of gradients instead of their mean (op=hvd.Sum), new rank j gets this sum without
+the factor M / N.
 """
 
 from __future__ import annotations
@@ -23,28 +24,30 @@ _WAY_OUT = 'or drop the residuals (gradients that were not sent yet): residuals=
 
 
 def state_for(states: Iterable[Mapping[str, Any]], rank: int, ranks: int, residuals: str = "keep") -> dict[str, Any]:
-    """Makes the state of one rank for `Compression.load_state_dict` from states that another number of ranks saved.
+    """Creates the state of one rank for `Compression.load_state_dict`, from states that another number of ranks saved.
 
         files = [f"checkpoint-{old}.pt" for old in range(old_ranks)]
         mine = files[hvd.rank() :: hvd.size()] or files[:1]
         state = hvdcomp.state_for((torch.load(file) for file in mine), hvd.rank(), hvd.size())
 
     The mean of the residuals over all ranks does not change (with op=hvd.Sum, their sum does not change). Warm starts,
-    levels, steps and the policy continue. With the same number of ranks the result is the rank's own state, unchanged.
+    levels, steps and the policy continue. If the number of ranks is the same, the result is the rank's own state,
+    unchanged.
 
     Args:
         states: the states that `Compression.state_dict` returned on the old ranks, in any order. Give the states of all
-            old ranks, or only the states that this rank needs, as above. They are read one by one, and only as far as
-            needed.
-        rank, ranks: this rank and the number of ranks of the new training, counted among the ranks that exchange if
-            there is a process set or FSDP.
-        residuals: "keep" to keep the old ranks' residuals, or "drop" to drop them. Use the same value on all ranks.
+            old ranks, or only the states that this rank needs, as above. The states are read one by one, until all
+            needed states were read.
+        rank, ranks: number of this rank, and number of ranks, in the new training. With a process set or FSDP, count
+            only the ranks that exchange gradients with this rank.
+        residuals: "keep" to keep the residuals of the old ranks, or "drop" to drop them. Use the same value on all
+            ranks.
 
     Returns:
-        The state, which may share arrays with the given states.
+        The state of this rank. It may share arrays with the given states.
 
     Raises:
-        ConfigurationError: if a needed state is missing, or the states are not from the same training.
+        ConfigurationError: if a needed state is missing, or if the states do not come from the same training and step.
     """
     if not 0 <= rank < ranks:
         raise ConfigurationError(
@@ -60,7 +63,7 @@ def state_for(states: Iterable[Mapping[str, Any]], rank: int, ranks: int, residu
 
 
 def check_residuals(residuals: str) -> None:
-    """Raises ConfigurationError unless it is "keep" or "drop"."""
+    """Raises ConfigurationError if the argument `residuals` of a user is neither "keep" nor "drop"."""
     if residuals not in ("keep", "drop"):
         raise ConfigurationError(
             f'residuals={residuals!r} is not allowed; give "keep" to keep the residuals, or "drop" to drop them'
@@ -68,7 +71,8 @@ def check_residuals(residuals: str) -> None:
 
 
 def renumbered(own: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Any]:
-    """A rank's own part of a state with a new rank and number of ranks; its residuals are kept, rescaled."""
+    """The own part of a rank's state after its number, or the number of ranks, has changed. Residuals are scaled for
+    the new number of ranks."""
     sums = {name: _SummedResidual(name) for name in own["residuals"]}
     for name, kept in own["residuals"].items():
         sums[name].add(kept, own["rank"])
@@ -78,7 +82,8 @@ def renumbered(own: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Any]:
 def _own_part(
     own: Mapping[str, Any], rank: int, ranks: int, residuals: Mapping[str, _SummedResidual]
 ) -> dict[str, Any]:
-    """A rank's own part, made from an old rank's own part and summed residuals."""
+    """The own part of a new rank's state, from the own part of an old rank and the summed residuals of this new
+    rank."""
     factor = 1.0 if own.get("op") == "sum" else ranks / own["size"]
     return {
         **own,
@@ -90,17 +95,22 @@ def _own_part(
 
 
 class _StateCollection:
-    """The states read so far, combined; arguments as in `state_for`, `keeps` is whether residuals are kept."""
+    """Combines the states of old ranks, one after the other, to the state of a new rank.
+
+    Args:
+        rank, ranks: number of the new rank, and number of new ranks.
+        keeps: whether residuals are kept.
+    """
 
     def __init__(self, rank: int, ranks: int, keeps: bool) -> None:
         self._rank = rank
         self._ranks = ranks
         self._keeps = keeps
-        self._facts: dict[str, Any] = {}  # facts in which all states agree
-        self._given: set[int] = set()
-        self._empty = 0  # number of states of ranks without a step
+        self._facts: dict[str, Any] = {}  # what all states must have in common, such as the step
+        self._given: set[int] = set()  # the old ranks whose states were read
+        self._empty = 0  # number of empty states, which ranks saved before their first step
         self._shared: Mapping[str, Any] = {}
-        self._own: Mapping[str, Any] = {}  # own part of the continued state, without residuals
+        self._own: Mapping[str, Any] = {}  # the own part from which the new rank continues, without residuals
         self._residuals: dict[str, _SummedResidual] = {}
 
     def add(self, state: Mapping[str, Any]) -> None:
@@ -119,7 +129,7 @@ class _StateCollection:
             for name, kept in own["residuals"].items():
                 self._residuals.setdefault(name, _SummedResidual(name)).add(kept, old)
         elif self._rank >= own["size"] and not self._residuals:
-            # This rank gets no residuals of old ranks, but zeros for the same tensors.
+            # There are more new ranks than old ranks, so this rank gets no residuals, but zeros for the same tensors.
             self._residuals = {name: _SummedResidual(name).begin(kept) for name, kept in own["residuals"].items()}
 
     def _check(self, facts: dict[str, Any], old: int) -> None:
@@ -146,7 +156,7 @@ class _StateCollection:
 
     @property
     def complete(self) -> bool:
-        """Whether all needed states were read."""
+        """Whether all states that this rank needs were read."""
         return bool(self._given) and self._useful <= self._given
 
     @property
@@ -159,7 +169,7 @@ class _StateCollection:
     def _required(self) -> set[int]:
         if self._keeps:
             return self._useful
-        # Rank 0's own state of the policy goes on too.
+        # Rank 0 also needs the own part of old rank 0, because it has statistics of the policy.
         return {0} if self._rank == 0 and self._shared["coordinator"] is not None else set()
 
     def state(self) -> dict[str, Any]:
@@ -180,7 +190,7 @@ class _StateCollection:
 
 
 class _SummedResidual:
-    """The sum over ranks of a tensor's residuals.
+    """The sum of a tensor's residuals over old ranks.
 
     Args:
         name: name of the tensor.
@@ -194,14 +204,14 @@ class _SummedResidual:
         self._count = 0
 
     def begin(self, kept: Mapping[str, Any]) -> _SummedResidual:
-        """Sets memory, shapes and types from a rank's residual, for a sum of no residuals."""
+        """Sets the memory, the shapes and the element types to those of a rank's residual, without adding it."""
         self._memory = kept["memory"]
         self._arrays = [known_array(array) for array in kept["arrays"]]
         self._dtypes = [arrays_for(array).dtype_name(array) for array in self._arrays]
         return self
 
     def add(self, kept: Mapping[str, Any], old: int) -> None:
-        """Adds an old rank's residual."""
+        """Adds the residual of the old rank `old`."""
         if not self._count:
             self.begin(kept)
         elif kept["memory"] != self._memory:
@@ -216,7 +226,8 @@ class _SummedResidual:
         self._count += 1
 
     def times(self, factor: float) -> dict[str, Any]:
-        """The sum times a factor, as in a state. Elements that overflow the type become zero, as in a step."""
+        """The sum multiplied by a factor, in the form that residuals have in a state. Elements that are too large for
+        the element type become zero, as in a step."""
         if self._count == 1 and factor == 1:
             arrays = self._arrays
         elif not self._count:

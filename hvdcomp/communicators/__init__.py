@@ -1,5 +1,5 @@
-"""Communicators carry out the engine's collectives. Each communicator uses one library, and knows nothing about
-compressors."""
+"""Communicators run the collectives of the engine. Each communicator uses one library, such as Horovod, and knows
+nothing about compressors."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ __all__ = [
 
 
 class Communicator(Protocol):
-    """Starts collectives under stable names and waits for them; all ranks start the same collectives in the same order.
+    """Starts collectives, and waits for their results. All ranks start the same collectives in the same order. Each
+    collective has a name, which is the same on all ranks and in all steps.
 
     Attributes:
-        rank: this process's number among the ranks, from 0.
+        rank: number of this process among the ranks, from 0.
         world_size: number of ranks.
     """
 
@@ -37,27 +38,34 @@ class Communicator(Protocol):
     world_size: int
 
     def part(self, group: str) -> Communicator:
-        """The communicator of a `protocol.Group`; for "all", this communicator itself.
+        """The communicator of a part of the ranks.
+
+        Args:
+            group: "all" for all ranks, and so for this communicator itself; "node" for the ranks of this rank's node;
+                "across" for the ranks of different nodes that have the same local rank.
 
         Raises:
-            ConfigurationError: if the nodes have different numbers of ranks, or groups of ranks cannot be made.
+            ConfigurationError: if nodes have different numbers of ranks, or if the library cannot create groups of
+                ranks.
         """
 
     def start_allreduce(self, array: Array, op: str, name: str) -> Any:
-        """Starts an allreduce of a vector, op "mean", "sum" or "max"; may overwrite `array`."""
+        """Starts an allreduce of a vector. `op` is "mean", "sum" or "max". The allreduce may overwrite `array`."""
 
     def start_allgather(self, array: Array, name: str) -> Any:
-        """Starts gathering uint8 vectors (length,), equally long on all ranks, into (world_size, length)."""
+        """Starts an allgather of uint8 vectors, (length,) on every rank. The result is (world_size, length)."""
 
     def start_alltoall(self, array: Array, name: str) -> Any:
-        """Starts an exchange of uint8 vectors (world_size * length,), equally long on all ranks, whose row r goes to
-        rank r. The result has the rows that all ranks sent to this rank, (world_size, length)."""
+        """Starts an alltoall of uint8 vectors, (world_size * length,) on every rank. The vector consists of one row of
+        `length` elements for each rank. The result has the rows that all ranks sent to this rank, (world_size,
+        length)."""
 
     def start_reducescatter(self, array: Array, op: str, name: str) -> Any:
-        """Starts a reduction of vectors (world_size * length,), op "mean" or "sum", into this rank's row (length,)."""
+        """Starts a reduce-scatter of vectors, (world_size * length,) on every rank. `op` is "mean" or "sum". The result
+        is this rank's row of the mean or sum, (length,)."""
 
     def start_broadcast(self, array: Array, name: str) -> Any:
-        """Starts a broadcast of rank 0's uint8 vector, which has the same length on all ranks."""
+        """Starts a broadcast of the uint8 vector of rank 0. `array` must have the same length on all ranks."""
 
     def wait(self, started: Any) -> Array:
-        """Waits for a started collective, and returns its result in new storage."""
+        """Waits for a collective, and returns its result. `started` is what the method that started it returned."""

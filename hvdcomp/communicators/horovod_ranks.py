@@ -1,4 +1,4 @@
-"""The part of Horovod communicators that all frameworks share: ranks and nodes."""
+"""The part of Horovod's communicators that PyTorch and TensorFlow share: ranks and nodes."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from hvdcomp.communicators.nodes import DYNAMIC
 from hvdcomp.communicators.ranks import Ranks
 from hvdcomp.errors import ConfigurationError
 
-_SHUTDOWNS = "hvdcomp_shutdowns"  # attribute of Horovod's library that holds the counter
+_SHUTDOWNS = "hvdcomp_shutdowns"  # the attribute of Horovod's library in which the counter of shutdowns is stored
 
 
 class HorovodRanks(Ranks):
-    """The ranks of a Horovod process set, without collectives.
+    """The ranks of a Horovod process set. Subclasses add the collectives.
 
     Args:
         hvd: Horovod's module for the framework, such as horovod.torch.
-        process_set: Horovod's process set.
+        process_set: the process set.
 
     Attributes:
         included: whether this process is in the process set.
-        rank: this process's number in the process set; -1 outside of it.
-        world_size: number of ranks in the process set; 1 on a process outside of the process set, which exchanges
-            nothing.
+        rank: number of this process in the process set; -1 if it is not in the process set.
+        world_size: number of ranks in the process set; 1 if this process is not in the process set, because it then
+            exchanges nothing.
     """
 
     GROUPING = DYNAMIC
@@ -46,7 +46,7 @@ class HorovodRanks(Ranks):
         return (self._process_set.rank(), self._process_set.size()) if self.included else (-1, 1)
 
     def check_grouping(self) -> None:
-        if self.world_size != self._hvd.size():  # Horovod makes a process set only if all its ranks ask for it
+        if self.world_size != self._hvd.size():  # Horovod creates a process set only if all of its ranks request it
             raise ConfigurationError(
                 "two-level compression (exact means within a node, compression between nodes) needs all "
                 f"{self._hvd.size()} ranks, but the process set has {self.world_size}; leave out process_set or "
@@ -72,7 +72,7 @@ class HorovodRanks(Ranks):
 
     @property
     def is_stale(self) -> bool:
-        return self._shutdowns.count != self._generation  # read for each gradient
+        return self._shutdowns.count != self._generation  # only a comparison, because it runs for each gradient
 
     def renewed(self) -> Ranks:
         if self._process_set.process_set_id != 0:
@@ -90,19 +90,20 @@ class HorovodRanks(Ranks):
 
 @dataclass
 class _Shutdowns:
-    """The number of shutdowns of Horovod in this process since counting began."""
+    """Counts the shutdowns of Horovod in this process."""
 
     count: int = 0
 
 
 def _shutdowns(hvd: Any) -> _Shutdowns:
-    """The counter of shutdowns of Horovod in this process; counting begins with the first call.
+    """The counter of Horovod's shutdowns in this process. It counts from the first call of this function on.
 
-    Horovod has no such counter. After an elastic change rank and size may be unchanged, although one worker has left
-    and another has joined. So calls of the function that shuts down Horovod's library are counted.
+    Horovod itself has no such counter. After a change of ranks in an elastic job, this process may have the same rank
+    and the same number of ranks as before, although one rank has left and another has joined. Therefore we count the
+    calls of the function that shuts down Horovod's library.
 
     Args:
-        hvd: Horovod's module for the framework.
+        hvd: Horovod's module for the framework, such as horovod.torch.
     """
     library = sys.modules[f"{hvd.__name__}.mpi_ops"]._basics.MPI_LIB_CTYPES
     if not hasattr(library, _SHUTDOWNS):
@@ -119,10 +120,11 @@ def _shutdowns(hvd: Any) -> _Shutdowns:
 
 
 def process_set_of(hvd: Any, ranks: list[int]) -> Any:
-    """Horovod's process set of these ranks: an existing one, or a new one. All ranks call it in the same order.
+    """Horovod's process set of these ranks. It is created if it does not exist. Call this function on all ranks, in the
+    same order.
 
     Raises:
-        ConfigurationError: if Horovod does not allow new process sets now.
+        ConfigurationError: if Horovod was started without permission to create process sets later.
     """
     process_sets = sys.modules[f"{hvd.__name__}.mpi_ops"]._basics._get_process_set_ids_and_ranks()
     for number, members in process_sets.items():

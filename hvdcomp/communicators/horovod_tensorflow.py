@@ -1,4 +1,4 @@
-"""Horovod's collectives for TensorFlow, on NumPy arrays and, on a GPU, on arrays of PyTorch."""
+"""Runs collectives with Horovod for TensorFlow, on NumPy arrays or, on a GPU, on PyTorch tensors."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from hvdcomp.errors import ConfigurationError
 if TYPE_CHECKING:
     from hvdcomp.arrays.tensorflow_on_device import DeviceTensors
 
-# Kind, element type and name of each collective. Horovod identifies an operation by its node's name, which only graphs
-# have; run eagerly, all allreduces would have the same name. So the collectives of a round are one graph, made once for
-# its signature and for any length. Calling it starts all collectives and waits for all.
+# Kind, element type and name of each collective in a round. Horovod identifies a collective by the name of its node in
+# a graph; without a graph, all allreduces would have the same name. Therefore the collectives of a round are one graph.
+# It is created once for each signature, and accepts arrays of any length. A call of the graph starts all collectives,
+# and waits for all of them.
 Signature = tuple[tuple[str, tf.DType, str], ...]
 
 
@@ -38,13 +39,14 @@ class _Collective:
 
 
 class HorovodTensorFlowCommunicator(HorovodRanks):
-    """The ranks of a Horovod process set (all ranks by default), reached through named operations.
+    """Runs collectives among the ranks of a Horovod process set. By default, this process set has all ranks.
 
-    All collectives of a step start together, when the engine waits for the first of them. A broadcast (only of NumPy
-    arrays) starts at once, and may continue during the next step.
+    Started collectives begin together when the engine waits for the first of them. A broadcast, which is possible only
+    for NumPy arrays, begins at once in a thread, and may continue during the next step.
 
     Attributes:
-        on_device: converter of PyTorch arrays; None if there are none.
+        on_device: converter between PyTorch tensors on a GPU and TensorFlow's tensors; None if all arrays are NumPy
+            arrays.
     """
 
     def __init__(self, process_set: Any = None) -> None:
@@ -111,7 +113,8 @@ class HorovodTensorFlowCommunicator(HorovodRanks):
         try:
             results = self._operation(signature)(*tensors)
         except tf.errors.OpError as error:
-            # The error of PyTorch's Horovod. Elastic mode for TensorFlow recognises failures by an operation's name.
+            # Horovod for PyTorch raises the same error. Elastic mode for TensorFlow recognises a failure by the name of
+            # an operation in the message.
             raise HorovodInternalError(f"HorovodAllreduce or another collective failed: {error.message}") from error
         arrays = map(array_of, results) if on_device is None else on_device.arrays(results)
         for collective, array in zip(collectives, arrays, strict=True):
@@ -142,7 +145,8 @@ class HorovodTensorFlowCommunicator(HorovodRanks):
 
 
 def _require_threads() -> None:
-    """Requires two inter-op threads of TensorFlow: a step waits in one for collectives that run in the other."""
+    """Raises ConfigurationError if TensorFlow has fewer than two inter-op threads. A step waits in one thread for
+    collectives that run in the other."""
     asked = os.environ.get("TF_NUM_INTEROP_THREADS", "")
     threads = (
         tf.config.threading.get_inter_op_parallelism_threads()

@@ -1,4 +1,4 @@
-"""Horovod's collectives on PyTorch tensors."""
+"""Runs collectives with Horovod, on PyTorch tensors."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from hvdcomp.communicators.horovod_ranks import HorovodRanks
 class _Started(NamedTuple):
     handle: int
     name: str
-    length: int | None  # of one rank's part, if parts are gathered
+    length: int | None  # number of elements that one rank contributes to the result, if parts of ranks are gathered
 
 
 class HorovodTorchCommunicator(HorovodRanks):
-    """The ranks of a Horovod process set (all ranks by default), reached through named asynchronous operations."""
+    """Runs collectives among the ranks of a Horovod process set, by Horovod's asynchronous operations. By default, the
+    process set has all ranks."""
 
     def __init__(self, process_set: hvd.ProcessSet | None = None) -> None:
         super().__init__(hvd, process_set or hvd.global_process_set)

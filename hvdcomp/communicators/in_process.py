@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: real collectives without a network, for tests and experiments."""
+"""Ranks that are threads of one process. Their collectives work without a network, for tests and experiments."""
 
 from __future__ import annotations
 
@@ -11,35 +11,38 @@ from hvdcomp.arrays.types import Array
 from hvdcomp.communicators.nodes import Nodes
 
 Result = TypeVar("Result")
-# Kind and name of the collective, shape and array of a rank, and the ranks that take part.
+# What a rank contributes to a collective: kind and name of the collective, shape of the rank's array, the array, and
+# the ranks that take part.
 Contribution = tuple[str, str, tuple[int, ...], Array, tuple[int, ...]]
 
 
 class ReleasedError(Exception):
-    """Raised in a rank that waits for another rank which has already ended."""
+    """This rank waits for a collective that will not happen, because another rank has ended or failed."""
 
 
 class InProcessGroup:
-    """A group of `size` ranks, `ranks_per_node` of them on each node, and their collectives.
+    """Runs `size` ranks in threads, with their collectives. Each node has `ranks_per_node` ranks, and all ranks are on
+    one node if it is None.
 
-    All ranks meet in each collective, even if only a part of them takes part, because all ranks start the same
-    collectives.
+    All ranks wait for each other in each collective, even if only some of them take part, because all ranks start
+    collectives at the same points.
 
-    One rank runs at a time, until its next collective, and then the next rank: in small steps, concurrent threads would
-    spend most of the time waiting for Python's lock.
+    Only one rank runs at a time. It runs until its next collective, and then the next rank runs. If threads ran
+    concurrently, they would spend most of a short step waiting for Python's lock.
     """
 
     def __init__(self, size: int, ranks_per_node: int | None = None) -> None:
         self.world_size = size
         self.nodes = Nodes([rank // (ranks_per_node or size) for rank in range(size)])
-        self.error: BaseException | None = None  # the first error, which ends all ranks
+        self.error: BaseException | None = None  # the first error of any rank; it ends all ranks
         self._turns = [threading.Semaphore(0) for _ in range(size)]
         self._left: set[int] = set()
         self._contributions: dict[int, Contribution] = {}
         self._results: dict[int, Array] = {}
 
     def exchange(self, rank: int, contribution: Contribution) -> Array:
-        """Adds this rank's contribution to a collective, waits, and returns the result."""
+        """Adds this rank's contribution to a collective, waits for the contributions of all ranks, and returns the
+        result for this rank."""
         if self.world_size == 1:
             return self._results_of({0: contribution})[0]
         if self._left:
@@ -55,7 +58,8 @@ class InProcessGroup:
         return self._results[rank]
 
     def run(self, work: Callable[[InProcessCommunicator], Result]) -> Sequence[Result]:
-        """As `run_ranks`, for this group of ranks; state in its communicators is kept from one run to the next."""
+        """Runs the function `work` on all ranks, and returns their results in rank order, as `run_ranks` does. State of
+        this object, such as clocks, is kept from one run to the next."""
         self.error, self._left, self._contributions = None, set(), {}
         results: list[Any] = [None] * self.world_size
 
@@ -89,7 +93,7 @@ class InProcessGroup:
         self._pass_on(rank)
 
     def _fail(self, error: BaseException) -> None:
-        """Records the first error, which ends all ranks when they meet."""
+        """Records the error if it is the first. It ends all ranks at their next collective."""
         self.error = self.error or error
 
     def _finish(self) -> None:
@@ -100,7 +104,7 @@ class InProcessGroup:
             self._fail(error)
 
     def _results_of(self, contributions: dict[int, Contribution]) -> dict[int, Array]:
-        """The result of each rank, in fresh storage."""
+        """The result of a collective for each rank, by rank. The results are new arrays."""
         results_by_rank: dict[int, Array] = {}
         for members in {contribution[4] for contribution in contributions.values()}:
             group = [contributions[rank] for rank in members]
@@ -111,7 +115,7 @@ class InProcessGroup:
         return results_by_rank
 
     def _combined(self, arrays: list[Array], kind: str) -> list[Array]:
-        """The result of a collective for each rank that takes part."""
+        """The result of a collective for each rank that takes part, in rank order."""
         return results_of(arrays, kind, add_in_rank_order)
 
     def _pass_on(self, rank: int) -> None:
@@ -123,12 +127,13 @@ class InProcessGroup:
 
 
 class InProcessCommunicator:
-    """One rank of an `InProcessGroup`, or of a part of it. Sums are in rank order, so that all ranks get the same bits.
+    """The communicator of one rank of an `InProcessGroup`. Sums add arrays in rank order, so that all ranks get the
+    same bits.
 
     Args:
-        group: the group of all ranks.
-        rank: this rank's number in the group.
-        members: the ranks that take part; all ranks by default.
+        group: the object that runs all ranks.
+        rank: number of this rank among all ranks.
+        members: the ranks of this communicator, which take part in its collectives; all ranks by default.
     """
 
     def __init__(self, group: InProcessGroup, rank: int, members: tuple[int, ...] = ()) -> None:
@@ -173,12 +178,12 @@ def _missed(rank: int, contribution: Contribution) -> RuntimeError:
 
 
 def results_of(arrays: list[Array], kind: str, add: Callable[[list[Array]], Array]) -> list[Array]:
-    """The result of a collective for each rank.
+    """The result of a collective for each rank, in rank order.
 
     Args:
-        arrays: the array of each rank.
-        kind: kind of the collective and its operation, such as "allreduce mean".
-        add: function that adds arrays, in fresh storage.
+        arrays: the array of each rank, in rank order.
+        kind: kind of the collective, and its operation if it has one, such as "allreduce mean".
+        add: function that returns the sum of arrays as a new array.
     """
     xp, ranks = arrays_for(arrays[0]), range(len(arrays))
     if kind == "alltoall":
@@ -193,7 +198,7 @@ def results_of(arrays: list[Array], kind: str, add: Callable[[list[Array]], Arra
 
 
 def add_in_rank_order(arrays: list[Array]) -> Array:
-    """The sum in rank order, in fresh storage."""
+    """The sum of the arrays, added up in rank order, as a new array."""
     total = arrays_for(arrays[0]).concatenate(arrays[:1])
     for array in arrays[1:]:
         total = total + array
@@ -218,9 +223,9 @@ def _combine(kind: str, arrays: list[Array], add: Callable[[list[Array]], Array]
 def run_ranks(
     size: int, work: Callable[[InProcessCommunicator], Result], ranks_per_node: int | None = None
 ) -> Sequence[Result]:
-    """Runs the function `work` on `size` ranks (threads) at once, and returns their results in rank order.
+    """Runs the function `work` on `size` ranks, which are threads, and returns their results in rank order.
 
     Raises:
-        The first error of any rank; the other ranks are released from their collectives.
+        The first error of any rank. The other ranks end at their next collective.
     """
     return InProcessGroup(size, ranks_per_node).run(work)

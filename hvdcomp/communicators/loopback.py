@@ -1,4 +1,5 @@
-"""A communicator of ranks that all send the same, to measure decoding with many ranks in one process."""
+"""A communicator that behaves as if all ranks sent the same payload. It serves to measure in one process how long a
+rank decodes the payloads of many ranks."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from hvdcomp.arrays.types import Array
 
 
 class LoopbackCommunicator:
-    """Returns the results of collectives as if `size` ranks had sent this rank's payload. Gathered payloads need as
-    much memory as with real ranks."""
+    """Returns the results of collectives as if each of `size` ranks had sent the payload of this rank. Gathered
+    payloads need the same memory as with real ranks."""
 
     def __init__(self, size: int = 1, ranks_per_node: int = 1) -> None:
         self.rank = 0

@@ -1,4 +1,5 @@
-"""Broadcasts by MPI, independent of the cycles of Horovod's background thread."""
+"""Broadcasts by MPI. Unlike Horovod's broadcasts, they do not wait for the next cycle of Horovod's background
+thread."""
 
 from __future__ import annotations
 
@@ -11,19 +12,21 @@ from mpi4py import MPI
 
 
 class MPIBroadcaster:
-    """Broadcasts over a duplicate of the world's communicator, so that nothing else can match its messages.
+    """Broadcasts from rank 0 to all ranks of MPI, over a duplicate of MPI's communicator of all ranks. Therefore no
+    other MPI message of the program can be mistaken for a broadcast.
 
-    All ranks make it at the same point, and MPI must be initialised for several threads.
+    Create the object on all ranks at the same point. MPI must be initialised for several threads.
 
-    Horovod ends MPI on all ranks as soon as one rank ends, and a later MPI call causes a segmentation fault. So a rank
-    that ends first waits for its started broadcast, which rank 0 may not have sent yet.
+    If one rank ends, Horovod ends MPI on all ranks, and a later call of MPI causes a segmentation fault. Therefore a
+    rank that ends first waits for its started broadcast, which rank 0 may not have sent yet.
     """
 
     def __init__(self) -> None:
         _require_mpi()
         self._communicator = MPI.COMM_WORLD.Dup()
         self._under_way: MPI.Request | None = None
-        atexit.register(self._wait_at_exit)  # runs before Horovod's handler, which was registered earlier
+        # Python calls this handler before Horovod's handler, because Horovod's was registered earlier.
+        atexit.register(self._wait_at_exit)
 
     def start(self, message: np.ndarray) -> tuple[Any, np.ndarray]:
         _require_mpi()
@@ -38,7 +41,7 @@ class MPIBroadcaster:
         return message
 
     def _wait_at_exit(self) -> None:
-        failed = hasattr(sys, "last_type")  # this rank ends by an exception; others may never send
+        failed = hasattr(sys, "last_type")  # this rank ends with an exception, so rank 0 may never send the broadcast
         if self._under_way is not None and not failed and not MPI.Is_finalized():
             self._under_way.Wait()
 

@@ -1,4 +1,4 @@
-"""The ranks of each node, and the ranks with the same local rank."""
+"""Determines the ranks of each node, and the ranks of different nodes that have the same local rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from hvdcomp.errors import ConfigurationError, UnevenNodesError
 DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 
 RANKS_PER_NODE = "HVDCOMP_RANKS_PER_NODE"
-"""Environment variable: the number of consecutive ranks that count as a node, in place of the launcher's nodes."""
+"""The environment variable with which a user sets the number of ranks per node. Consecutive ranks are then a node,
+whatever the launcher says."""
 
 
 def allow_process_sets() -> None:
@@ -20,7 +21,8 @@ def allow_process_sets() -> None:
 
 
 def asked_ranks_per_node() -> int:
-    """The number of ranks per node in the environment; 0 if it is not set, and -1 if it is invalid."""
+    """The number of ranks per node that the user has set in the environment; 0 if it is not set, and -1 if it is
+    invalid."""
     text = os.environ.get(RANKS_PER_NODE)
     if text is None:
         return 0
@@ -28,7 +30,7 @@ def asked_ranks_per_node() -> int:
 
 
 def check_ranks_per_node(ranks_per_node: int) -> None:
-    """Raises ConfigurationError if a result of `asked_ranks_per_node` is -1."""
+    """Raises ConfigurationError if `ranks_per_node` is -1, because `asked_ranks_per_node` found an invalid number."""
     if ranks_per_node < 0:
         raise ConfigurationError(
             f"{RANKS_PER_NODE}={os.environ[RANKS_PER_NODE]!r} is not allowed; set it to a whole number of at least 1, "
@@ -37,10 +39,10 @@ def check_ranks_per_node(ranks_per_node: int) -> None:
 
 
 class Nodes:
-    """The ranks of each node, the same number on each.
+    """The ranks of each node. All nodes have the same number of ranks.
 
     Args:
-        of_ranks: a key of each rank's node, such as its number.
+        of_ranks: for each rank, a key that identifies the rank's node, such as the node's number.
 
     Attributes:
         count: number of nodes.
@@ -71,13 +73,15 @@ class Nodes:
             )
 
     def members(self, rank: int, group: str) -> tuple[int, ...]:
-        """The ranks of a rank's `Group`, in order."""
+        """The ranks with which a rank forms a group, in ascending order: all ranks for "all", the ranks of its node for
+        "node", and the ranks with the same local rank for "across"."""
         if group == "all":
             return tuple(sorted(self._node_of))
         own_node = self._node_of[rank]
         return own_node if group == "node" else tuple(ranks[own_node.index(rank)] for ranks in self._nodes)
 
     def groups(self) -> list[tuple[int, ...]]:
-        """All "node" and "across" groups with two or more but not all ranks, each once, in one order on all ranks."""
+        """All "node" and "across" groups of ranks, each once, in the same order on all ranks. Groups of one rank and of
+        all ranks are left out, because they need no communicator of their own."""
         groups = [*self._nodes, *zip(*self._nodes, strict=True)]
         return [ranks for ranks in dict.fromkeys(groups) if 1 < len(ranks) < len(self._node_of)]

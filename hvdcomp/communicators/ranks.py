@@ -1,4 +1,4 @@
-"""The base of communicators between processes, over any library."""
+"""The base class of communicators between processes, for any library."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hvdcomp.errors import ConfigurationError, RankMismatchError, UnevenNodesErr
 
 
 class Ranks(Communicator):
-    """Ranks that may be split into nodes.
+    """A communicator between processes, whose ranks can be split into nodes.
 
     Attributes:
         included: whether this process is one of the ranks.
 
     Class attributes:
-        GROUPING: name of the environment variable that allows groups of ranks; set it to the same value on all ranks.
-            "" if no variable is needed.
+        GROUPING: name of the environment variable that allows groups of ranks. The user must set it to the same value
+            on all ranks. Empty if no variable is needed.
     """
 
     GROUPING: ClassVar[str] = ""
@@ -51,9 +51,10 @@ class Ranks(Communicator):
         return parts
 
     def _node_of_ranks(self) -> list[int]:
-        """The number of each rank's node.
+        """The number of the node of each rank, in rank order.
 
-        All ranks get the facts of all ranks, so that all refuse alike; a rank that went on alone would wait for ever.
+        All ranks exchange the numbers that this method checks. Therefore all ranks raise the same error. If only some
+        ranks raised it, the others would wait forever.
         """
         facts = np.array([*self.place(), *_from_environment(self.GROUPING), self.number], np.int32)
         gathered = np.asarray(self.gather_bytes(facts.view(np.uint8), "hvdcomp.nodes"))
@@ -67,7 +68,7 @@ class Ranks(Communicator):
         check_ranks_per_node(ranks_per_node[0])
         if ranks_per_node[0]:
             return [number // ranks_per_node[0] for number in numbers]
-        if len(set(sizes)) > 1:  # then numbers of nodes are not comparable
+        if len(set(sizes)) > 1:  # the launcher then numbers nodes differently on different ranks
             raise UnevenNodesError(
                 "two-level compression needs the same number of ranks on every node, but there are nodes with "
                 f"{' and '.join(map(str, sorted(set(sizes))))} ranks; start the same number of ranks on each node, or "
@@ -76,33 +77,34 @@ class Ranks(Communicator):
         return nodes
 
     def duplicate(self) -> Ranks:
-        """A second communicator of the same ranks. Its collectives and those of this communicator do not block each
-        other if their names differ. Call it on every rank."""
+        """A second communicator of the same ranks, or this communicator if the library matches collectives by their
+        names. A collective of one communicator does not wait for collectives of the other, if their names differ. Call
+        this method on every rank."""
         return self
 
     # Methods that each library implements.
 
     @property
     def number(self) -> int:
-        """The number of this rank in the whole job."""
+        """The number of this process among all processes of the job."""
         return self.rank
 
     @property
     def has_mpi(self) -> bool:
-        """Whether MPI can be used in addition to the library that exchanges gradients, and all of MPI's ranks take
-        part."""
+        """Whether hvdcomp can use MPI in addition to the library that exchanges gradients. This requires that all
+        ranks of MPI are ranks of this communicator."""
         return False
 
     @property
     def is_stale(self) -> bool:
-        """Whether the library was restarted with other ranks."""
+        """Whether the library was restarted since this communicator was created, because ranks joined or left."""
         return False
 
     def renewed(self) -> Ranks:
-        """Makes a new communicator of all present ranks. Call it if this communicator `is_stale`.
+        """Creates a new communicator of all present ranks. Call it if this communicator `is_stale`.
 
         Raises:
-            ConfigurationError: on every rank, if this communicator had only some of all ranks.
+            ConfigurationError: on every rank, if this communicator did not have all ranks.
         """
         raise NotImplementedError
 
@@ -110,31 +112,38 @@ class Ranks(Communicator):
         """Raises ConfigurationError if these ranks cannot be split into groups of ranks."""
 
     def make_groups(self, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Communicator]:
-        """The communicators of groups of these ranks, at least of the groups that this rank is in. All ranks call it
-        with the same groups in the same order.
+        """The communicators of groups of ranks, by the ranks of the group. The result has at least the groups that this
+        rank is in. All ranks call this method with the same groups in the same order.
 
         Raises:
-            ConfigurationError: if groups of ranks cannot be made.
+            ConfigurationError: if the library cannot create groups of ranks.
         """
         raise NotImplementedError
 
     def place(self) -> tuple[int, int]:
-        """The number of this rank's node and the node's number of ranks, from the launcher."""
+        """Two numbers from the launcher: the number of this rank's node, and the number of ranks on this node."""
         raise NotImplementedError
 
     def gather_bytes(self, own: np.ndarray, name: str) -> Any:
-        """Every rank's bytes, uint8 (world_size, length)."""
+        """Gathers the bytes of all ranks, uint8 (world_size, length).
+
+        Args:
+            own: bytes of this rank, uint8 (length,).
+            name: name of the collective.
+        """
         raise NotImplementedError
 
     def check_gathered(self, gathered: int, own: int, name: str) -> None:
-        """Checks that all ranks sent the same number of bytes to an allgather, by the total that every rank sees.
+        """Checks that all ranks sent the same number of bytes to an allgather. A rank knows only the total and its own
+        number.
 
         Args:
-            gathered, own: bytes of all ranks, and of this rank.
-            name: name of the collective.
+            gathered: number of bytes that all ranks sent together.
+            own: number of bytes that this rank sent.
+            name: name of the collective, for the error message.
 
         Raises:
-            RankMismatchError: on every rank that sent less or more than the mean.
+            RankMismatchError: on every rank that did not send the mean number of bytes.
         """
         if gathered != own * self.world_size:
             raise RankMismatchError(
@@ -146,5 +155,6 @@ class Ranks(Communicator):
 
 
 def _from_environment(grouping: str) -> tuple[int, int]:
-    """`asked_ranks_per_node`, and whether groups of ranks may be made."""
+    """Two numbers from the environment: the result of `asked_ranks_per_node`, and whether groups of ranks are allowed
+    (1) or not (0)."""
     return asked_ranks_per_node(), int(not grouping or os.environ.get(grouping, "0") not in ("", "0"))

@@ -1,8 +1,9 @@
-"""Simulated ranks: threads of one process with the results of real ranks, bit for bit, on links of predicted speed.
+"""Simulated ranks: threads of one process that compute the same results as real ranks, bit for bit. The times of their
+collectives are predicted.
 
-An allreduce adds up in the order of Gloo's ring, which torch.distributed uses on CPUs. Each rank has a clock for each
-simulated link. The clock runs while the rank computes, stops while other ranks compute, and advances by the predicted
-time of each exchange on its link. So one run predicts the times on several links.
+An allreduce adds up in the order of Gloo's ring, which torch.distributed uses on CPUs. Each rank has one clock for each
+simulated link. A clock runs while its rank computes, and stops while other ranks compute. With each collective, the
+clock advances by the time that is predicted for its link. Therefore one run predicts the times on several links.
 """
 
 from __future__ import annotations
@@ -19,23 +20,26 @@ from hvdcomp.arrays.types import Array
 from hvdcomp.communicators.in_process import Contribution, InProcessCommunicator, InProcessGroup, results_of
 
 LinkCost = Callable[[str, int, int], float]
-"""Seconds of a collective: its kind, the bytes that each rank hands over, and the ranks that take part."""
+"""A function that predicts the seconds of a collective on one link. Its arguments are the kind of collective, the bytes
+that each rank contributes, and the number of ranks that take part."""
 
 Moment = np.ndarray
-"""A time on each clock of a rank, in seconds since the start."""
+"""The times on all clocks of a rank, (links,), in seconds since the start of the run."""
 
-_SEGMENT_BYTES = 2**20  # Gloo's largest segment
+_SEGMENT_BYTES = 2**20  # Gloo sends segments of at most this size
 
 
 class SimulatedGroup(InProcessGroup):
-    """The group of simulated ranks.
+    """Runs simulated ranks, and keeps their clocks.
 
     Args:
         size: number of ranks.
-        costs: cost of collectives on each link; None for a link that takes no time. Ranks go by the first link's clock.
-        timer: function that returns the calling thread's compute time in seconds.
-        finish: function that waits for the accelerator to finish the calling thread's work.
-        ranks_per_node: as in `InProcessGroup`. With several nodes, exchanges within a node take no time.
+        costs: for each link, a function that predicts the seconds of collectives; None for a link that takes no time.
+            If a rank needs to know the time, it uses the clock of the first link.
+        timer: function that returns how many seconds the calling thread has computed.
+        finish: function that waits until the accelerator has finished the work of the calling thread.
+        ranks_per_node: number of ranks per node; None if all ranks are on one node. If there are several nodes,
+            collectives within a node take no time.
     """
 
     def __init__(
@@ -50,20 +54,21 @@ class SimulatedGroup(InProcessGroup):
         self._costs = costs
         self._timer = timer
         self._finish_computing = finish
-        self._clocks = np.zeros((size, len(costs)))  # clocks of each rank at its latest mark
-        self._marks: dict[int, float] = {}  # timer readings of ranks that compute
-        self._starts: dict[int, Moment] = {}  # times at which each rank's contribution was ready
-        self._links_free = np.zeros(len(costs))  # times from which each link is free
+        self._clocks = np.zeros((size, len(costs)))  # clocks of each rank when its timer was last read
+        self._marks: dict[int, float] = {}  # for each rank that computes, the last reading of its timer
+        self._starts: dict[int, Moment] = {}  # for each rank, the times at which its contribution was ready
+        self._links_free = np.zeros(len(costs))  # for each link, the time from which on it is free
 
     def moment(self, rank: int) -> Moment:
-        """The clocks of a rank. Only this rank may call it."""
+        """The times on the clocks of a rank. Only the thread of this rank may call this method."""
         reading = self._timer()
         self._clocks[rank] += reading - self._marks.get(rank, reading)
         self._marks[rank] = reading
         return self._clocks[rank].copy()
 
     def meet_at(self, rank: int, contribution: Contribution, start: Moment) -> Array:
-        """Like `exchange`, for a collective that started earlier according to the clocks of this rank."""
+        """Runs a collective like `exchange`, and advances the clocks of this rank. According to these clocks, the
+        collective started at the moment `start`."""
         self._starts[rank] = start
         self._finish_computing()
         self.moment(rank)
@@ -72,7 +77,8 @@ class SimulatedGroup(InProcessGroup):
         return result
 
     def share(self, rank: int, value: Any, name: str) -> list[Any]:
-        """Copies of the values of all ranks. The simulated clocks count no time for this."""
+        """Gives every rank a copy of the values of all ranks, in rank order. This takes no time on the simulated
+        clocks."""
         self._finish_computing()
         self.moment(rank)
         all_ranks = tuple(range(self.world_size))
@@ -101,7 +107,7 @@ class SimulatedGroup(InProcessGroup):
         return results
 
     def _seconds(self, kind: str, size: int, members: tuple[int, ...]) -> np.ndarray:
-        """Seconds of a collective on each link."""
+        """Predicted seconds of a collective on each link, (links,)."""
         within_node = self.nodes.count > 1 and set(members) <= set(self.nodes.members(members[0], "node"))
         costs = [None] * len(self._costs) if within_node else self._costs
         return np.array([0.0 if cost is None else cost(kind, size, len(members)) for cost in costs])
@@ -115,10 +121,10 @@ class SimulatedGroup(InProcessGroup):
 
 
 class SimulatedCommunicator(InProcessCommunicator):
-    """One rank of a `SimulatedGroup`, with the methods that bindings use.
+    """The communicator of one rank of a `SimulatedGroup`, with the methods that bindings need.
 
     Attributes:
-        starts_at: the moment at which collectives count as started, if it is earlier than the present.
+        starts_at: the moment at which collectives count as started; None for the moment when they are started.
     """
 
     has_mpi = False
@@ -130,11 +136,11 @@ class SimulatedCommunicator(InProcessCommunicator):
         self.starts_at: Moment | None = None
 
     def now(self) -> float:
-        """Seconds on this rank's clock of the first link."""
+        """The time on this rank's clock for the first link, in seconds since the start of the run."""
         return float(self.moment()[0])
 
     def moment(self) -> Moment:
-        """Seconds on this rank's clock of each link."""
+        """The times on this rank's clocks for all links, (links,), in seconds since the start of the run."""
         return self.group.moment(self._number)
 
     def renewed(self) -> SimulatedCommunicator:
@@ -149,15 +155,16 @@ class SimulatedCommunicator(InProcessCommunicator):
 
 
 def add_in_a_ring(arrays: list[Array]) -> Array:
-    """The sum of flat arrays in the order of Gloo's ring, in which each block starts at another rank.
+    """The sum of flat arrays, added up in the order of Gloo's ring. Gloo cuts the arrays into one block for each rank,
+    and adds up each block in another order.
 
     Blocks have equal numbers of whole segments; the last block may be shorter. The sum of block j begins with the array
-    of rank j - 1 and goes down from rank to rank.
+    of rank j - 1, and continues with ranks j - 2, j - 3 and so on.
 
-    The order was found by experiment; tests/tools/train/test_train_simulated.py compares it with real ranks.
+    We found the order by experiment; tests/tools/train/test_train_simulated.py compares it with real ranks.
     """
     ranks, length = len(arrays), arrays[0].shape[0]
-    if ranks < 3:  # the order of two makes no difference
+    if ranks < 3:  # the sum of two arrays does not depend on their order
         return arrays[0] + arrays[1] if ranks == 2 else arrays_for(arrays[0]).concatenate(arrays)
     itemsize = int(arrays[0].nbytes) // max(length, 1)
     segments = max(-(-length * itemsize // _SEGMENT_BYTES), 2 * ranks)
@@ -174,7 +181,8 @@ def add_in_a_ring(arrays: list[Array]) -> Array:
 
 
 def _rows_added(arrays: list[Array], kind: str) -> list[Array]:
-    """The rows of each rank, added up after an alltoall, as torch.distributed does it on CPUs."""
+    """The results of a reduce-scatter, in rank order. Each rank adds up its rows after an alltoall, as our communicator
+    for torch.distributed does on CPUs."""
     xp, ranks = arrays_for(arrays[0]), len(arrays)
     rows = results_of(arrays, "alltoall", add_in_a_ring)
     factor = 1 / ranks if kind.endswith("mean") else 1.0

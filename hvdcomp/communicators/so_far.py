@@ -1,4 +1,4 @@
-"""The rank of this process, if it is known before the ranks connect."""
+"""Finds the rank of this process, even before the ranks have connected."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import os
 import sys
 
 _HOROVOD = ("horovod.torch", "horovod.tensorflow")
-# Set by horovodrun (Gloo), torchrun, Open MPI's mpirun and srun; an inner launcher's variable comes before an outer's.
+# The variables in which horovodrun (Gloo), torchrun, Open MPI's mpirun and srun tell a process its rank. If one
+# launcher starts another, the variable of the inner launcher comes first.
 _LAUNCHERS = ("HOROVOD_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
 def rank_so_far() -> int:
-    """The rank of this process: `connected_rank`, or the launcher's environment variable, or 0 if both are missing.
+    """The rank of this process. It comes from Horovod or torch.distributed if they were initialised, or else from the
+    launcher's environment variable. It is 0 if both are missing.
 
-    It does not wait for other ranks. In a process set or process group, the process may have another rank.
+    This function does not wait for other ranks. In a process set or process group, the process may have another rank.
     """
     connected = connected_rank()
     if connected is not None:

@@ -1,4 +1,4 @@
-"""The collectives of torch.distributed, on PyTorch tensors."""
+"""Runs collectives with torch.distributed, on PyTorch tensors."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from hvdcomp.communicators.ranks import Ranks
 from hvdcomp.errors import ConfigurationError
 
 UNNAMED = ""
-"""The name of any collective: torch.distributed matches them by their order."""
+"""The name of collectives of torch.distributed. They need no names, because torch.distributed matches the collectives
+of different ranks by their order."""
 
 _OPS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-# The newer names of two functions whose older ones warn.
+# Newer versions of PyTorch have renamed two functions, and warn if the old names are used.
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class Started(NamedTuple):
-    """A collective under way.
+    """A collective that was started and has perhaps not ended.
 
     Attributes:
-        work: the handle of torch.distributed.
-        result: storage of the result.
-        finish: function from the raw result to the final one.
-        sent: the tensor sent, which must live until the collective ends.
+        work: the handle of the collective, from torch.distributed.
+        result: the tensor into which torch.distributed writes.
+        finish: function that computes the result of `wait` from `result`.
+        sent: the tensor that this rank sends. The reference keeps it alive until the collective ends.
     """
 
     work: Any
@@ -43,16 +44,16 @@ class Started(NamedTuple):
 
 
 class TorchDistributedCommunicator(Ranks):
-    """The ranks of a process group of torch.distributed, reached through asynchronous operations.
+    """Runs collectives among the ranks of a process group of torch.distributed, by asynchronous operations.
 
-    Collectives are matched by the order in which every rank starts them; their names are not used.
+    torch.distributed matches the collectives of different ranks by their order, and ignores their names.
 
-    CPU tensors go through the process group if its backend accepts them, as Gloo does. Otherwise (NCCL) they go through
-    a second process group of the same ranks with Gloo. The constructor makes this process group, so every rank must
-    make the communicator at the same point.
+    Tensors on the CPU are sent through the process group if its backend accepts them, as Gloo does. Other backends,
+    such as NCCL, do not. Then the constructor creates a second process group of the same ranks with Gloo. Therefore
+    every rank must create the communicator at the same point.
 
     Args:
-        group: the process group; None for all ranks.
+        group: the process group; None for the process group of all ranks.
 
     Attributes:
         group: the process group.
@@ -89,7 +90,8 @@ class TorchDistributedCommunicator(Ranks):
         self._host_group = self.group if _takes_cpu(self.group) else _group_beside(self.group, "gloo")
 
     def move_to(self, group: dist.ProcessGroup) -> None:
-        """Marks this communicator as stale: `renewed` then returns a communicator of another process group."""
+        """Marks this communicator as stale, because its ranks have joined another process group. `renewed` then returns
+        a communicator of `group`."""
         self._next = group
 
     @property
@@ -109,8 +111,8 @@ class TorchDistributedCommunicator(Ranks):
         return self.wait(self.start_allgather(torch.from_numpy(own), name))
 
     def duplicate(self) -> TorchDistributedCommunicator:
-        """A communicator with a process group of its own, because collectives of the same process group wait for each
-        other."""
+        """A communicator of the same ranks with a process group of its own. It is needed because a collective waits for
+        earlier collectives of the same process group."""
         return TorchDistributedCommunicator(_group_beside(self.group, _backend(self.group)))
 
     def start_allreduce(self, array: torch.Tensor, op: str, name: str) -> Started:
@@ -132,7 +134,8 @@ class TorchDistributedCommunicator(Ranks):
     def start_reducescatter(self, array: torch.Tensor, op: str, name: str) -> Started:
         group, finish = self._group_for(array), self._finish(op)
         if f"{array.device.type}:gloo" in _backend(group).split(","):
-            # torch.distributed has no reduce-scatter for Gloo but an allreduce of all rows, with twice the bytes.
+            # For Gloo, torch.distributed would run an allreduce of all rows, which moves twice the bytes of an
+            # alltoall.
             work, rows, _, sent = self.start_alltoall(array, name)
             return Started(work, rows, lambda rows: finish(self._as_rows(rows).sum(0)), sent)
         array = array.contiguous()
@@ -169,7 +172,8 @@ class TorchDistributedCommunicator(Ranks):
         return {members: TorchDistributedCommunicator(handles[members]) for members in groups if self.rank in members}
 
     def place(self) -> tuple[int, int]:
-        """The node from torchrun's variables; a hash of the host name under another launcher."""
+        """The number of this rank's node and the number of ranks on this node, from torchrun's environment variables.
+        Other launchers do not set these variables. Then the result is a hash of the host's name, and 0."""
         node, size = os.environ.get("GROUP_RANK"), os.environ.get("LOCAL_WORLD_SIZE")
         if node is not None and size is not None:
             return int(node), int(size)
@@ -179,7 +183,8 @@ class TorchDistributedCommunicator(Ranks):
         return self._host_group if array.device.type == "cpu" else self.group
 
     def _finish(self, op: str) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The function that finishes a result; it divides sums for means, which Gloo does not have."""
+        """A function that computes the final result from what torch.distributed returned. For "mean", it divides the
+        sum by the number of ranks, because Gloo cannot compute means."""
         return (lambda result: result.mul_(1 / self.world_size)) if op == "mean" else _unchanged
 
     def _as_rows(self, result: torch.Tensor) -> torch.Tensor:
@@ -191,7 +196,7 @@ def _unchanged(result: torch.Tensor) -> torch.Tensor:
 
 
 def _backend(group: dist.ProcessGroup) -> str:
-    """The backend as in `init_process_group`, such as "gloo" or "cpu:gloo,cuda:nccl"."""
+    """The backend of each type of device in a process group, such as "cpu:gloo,cuda:nccl"."""
     return str(dist.get_backend_config(group))
 
 
@@ -200,13 +205,14 @@ def _takes_cpu(group: dist.ProcessGroup) -> bool:
 
 
 def _group_beside(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
-    """A new process group of the same ranks. If these are not all, only they make it."""
+    """Creates a new process group of the same ranks. Call this function on all ranks of `group`."""
     return _part_of(group, dist.get_process_group_ranks(group), backend)
 
 
 def _part_of(group: dist.ProcessGroup, ranks: list[int], backend: str) -> dist.ProcessGroup:
-    """A new process group of some ranks of a group. If the group has all ranks, all of them make it. If not, each rank
-    of the group makes the one that it is in, at the same point."""
+    """Creates a new process group of some ranks of the process group `group`. If `group` has all ranks of the job, all
+    ranks must call this function. If not, all ranks of `group` call it at the same point, each with the new process
+    group that the rank is in."""
     alike = {"backend": backend, **_waits_like(group)}
     if dist.get_world_size(group) == dist.get_world_size():
         return dist.new_group(ranks, **alike)
@@ -216,20 +222,22 @@ def _part_of(group: dist.ProcessGroup, ranks: list[int], backend: str) -> dist.P
         world.group_count = _agree_on_a_name(group)
         return dist.new_group(ranks, use_local_synchronization=True, **alike)
     finally:
-        # From PyTorch 2.14 on, this process group counts too. Other ranks do not make it, and process groups of all
-        # ranks have the count in their names: with different counts, the ranks would wait under different names.
+        # From PyTorch 2.14 on, the new process group increases this count, but only on the ranks that create it. The
+        # names of process groups of all ranks contain the count. If the counts differed, ranks would wait for each
+        # other under different names.
         world.group_count = before
 
 
-_next_count = 2**32  # of process groups that only some ranks make: PyTorch's own counts stay below
+# The next count for the name of a process group that only some ranks create. PyTorch's own counts are always smaller.
+_next_count = 2**32
 
 
 def _agree_on_a_name(group: dist.ProcessGroup) -> int:
-    """Makes the ranks of a process group agree on the name of a further process group, which only they make.
+    """Ensures that the ranks of a process group will give the same name to a new process group that only they create.
 
-    Up to PyTorch 2.13, torch.distributed makes the name from the number of process groups that the rank is in. Later
-    versions use a count, which is returned. If a rank is in fewer process groups than another rank, it makes process
-    groups of one rank.
+    Up to PyTorch 2.13, torch.distributed computes the name from the number of process groups that the rank is in. If a
+    rank is in fewer process groups than another rank, this function creates process groups of this single rank, until
+    the numbers are equal. Later versions of PyTorch use a count, which this function returns.
     """
     global _next_count
     world = dist.distributed_c10d._world
@@ -240,20 +248,20 @@ def _agree_on_a_name(group: dist.ProcessGroup) -> int:
     world.group_count = max(counts)
     for _ in range(own[0], max(numbers)):
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-    agreed = max(counts) + max(numbers) - min(numbers)  # no rank has a higher count now
+    agreed = max(counts) + max(numbers) - min(numbers)  # now no rank has a higher count than this
     _next_count = agreed + 1
     return agreed
 
 
 def _waits_like(group: dist.ProcessGroup) -> dict[str, Any]:
-    """The argument that gives a new process group the same timeout; empty if the timeout is not known, because PyTorch
-    2.1 accepts no None."""
+    """The keyword argument that gives a new process group the timeout of `group`. It is left out if the timeout is
+    unknown, because PyTorch 2.1 does not accept None."""
     timeout = _timeout(group)
     return {} if timeout is None else {"timeout": timeout}
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """The time that the collectives of a process group wait for a rank; None if its backend does not tell."""
+    """The timeout of a process group's collectives; None if its backend does not provide it."""
     device = _backend(group).partition(":")[0]
     backend = group._get_backend(torch.device(device))
     return getattr(getattr(backend, "options", None), "_timeout", None)

@@ -1,8 +1,9 @@
-"""The performance model: predicted time of a training step with each compressor, on any network.
+"""The performance model predicts the time of a training step with each compressor, on any network.
 
-Four independent parts: `exchanges` (the payloads of a step), `network` (the time of collectives), `compute` (the time
-of computation) and `schedule` (their overlap). `predict` combines them, `calibration` reads their numbers from a file
-or a preset, and `advice` compares methods. Needs NumPy only.
+The model has four independent parts: `exchanges` (the payloads of a step), `network` (the time of collectives),
+`compute` (the time of computation) and `schedule` (the overlap of collectives with computation). `predict` combines
+these parts, `calibration` reads their numbers from a file or a preset, and `advice` compares methods. The model needs
+only NumPy.
 
 Source: Agarwal et al. 2022, On the Utility of Gradient Compression in Distributed Training Systems, MLSys,
 arXiv:2103.00543, section 4.1 and appendices B to D.

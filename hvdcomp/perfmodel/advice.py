@@ -1,5 +1,5 @@
-"""Advice before training: step times by method, the fastest method, and the bandwidths at which another method becomes
-the fastest."""
+"""Advice before training: the predicted step time of each method, the fastest method, and the bandwidths at which a
+method is faster than dense training."""
 
 from __future__ import annotations
 
@@ -34,40 +34,47 @@ from hvdcomp.perfmodel.schedule import Parts
 from hvdcomp.perfmodel.ways import encode_time_of, in_each_way, in_two_levels, reduces_shards
 
 FREE = (UNCOMPRESSED, "fp16")
-"""Methods that the libraries have themselves. They need no encoding; the time of a cast counts if it was measured."""
+"""The free methods: dense gradients and fp16, which Horovod and PyTorch send without hvdcomp. These methods have no
+encode time; only the time of the cast to fp16 counts, if the calibration has it."""
 STOCK = {"horovod": ("none", "hvd.fp16"), "ddp": ("none", "ddp.fp16")}
-"""The library's own methods, dense and its cast to float16, by backend of `hvdcomp.tools.train.ranks.Ranks`."""
+"""The names of each library's own free methods: dense gradients, and the library's cast to float16. The keys are the
+backends of `hvdcomp.tools.train.ranks.Ranks`."""
 STOCK_SPECS = {name: spec for names in STOCK.values() for name, spec in zip(names, FREE, strict=True)}
-"""The spec with the same exchange, for each of the libraries' own methods."""
+"""For each name in `STOCK`, the spec of hvdcomp's method with the same exchange."""
 
 MODEL_ERROR = 0.1
-"""Least relative difference of predicted times at which a method counts as faster, whatever the calibration's noise.
-Of 240 predictions, 210 were within 10 % of measured steps (docs/exchange/steps-measured.md)."""
+"""Least relative difference of two predicted step times at which one method counts as faster. If the calibration's
+noise is larger, the noise is used instead. 210 of 240 predictions were within 10 % of the measured step
+(docs/exchange/steps-measured.md)."""
 
-_BANDWIDTHS = np.geomspace(1e-3, 1e4, 1401) * 1.25e8  # bytes/s: from 1 Mb/s to 10 Tb/s, 200 to a decade
+_BANDWIDTHS = np.geomspace(1e-3, 1e4, 1401) * 1.25e8  # bytes/s: from 1 Mb/s to 10 Tb/s, 200 per decade
 BUCKET_SIZES = (50_000_000, BUCKET_BYTES, 10_000_000, 5_000_000, 2_500_000, LEAST_BYTES)
-"""Sizes of early buckets to choose from, in bytes of gradients; among equally fast ones, the first is taken."""
+"""The sizes, in bytes of gradients, that `Advice.bucket_bytes` is chosen from. Among equally fast sizes, the advice
+takes the first."""
 
 Range = tuple[float | None, float | None]
 
-_exchange_of = lru_cache(maxsize=4096)(exchange_of)  # presets share models, and a map asks for each at several rates
+# Presets share models, and a map needs the exchange of each model at several rates.
+_exchange_of = lru_cache(maxsize=4096)(exchange_of)
 _sharded_exchange_of = lru_cache(maxsize=4096)(sharded_exchange_of)
 
 
 @dataclass(frozen=True)
 class Method:
-    """One method in one setting.
+    """The prediction for one method in one setting.
 
     Attributes:
-        spec: spec of the compressor.
-        exchange: the exchange of a step.
-        encode: time of encoding and decoding; None if the library sends it itself and no time is known.
-        parts: parts of the step's time, s.
-        at_end_s: time of a step that sends all gradients after the backward pass, s; None if the step sends no
-            gradients earlier.
-        limited_by: the largest part: "compute", "encode", "network" or "latency".
-        wins: ranges of bandwidth, bytes/s, in which the method is faster than dense; None for an open end.
-        why_not: why the method is not recommended, as a clause; None if the method may be recommended.
+        spec: spec of the method.
+        exchange: the collectives of a step and their bytes.
+        encode: time to encode and decode the gradients of a step; None if Horovod or PyTorch sends the gradients
+            without hvdcomp and no such time is known.
+        parts: the predicted time of a step, by parts such as computation and transfer, in seconds.
+        at_end_s: predicted seconds of a step that sends all gradients after the backward pass; None if `parts` is
+            already such a step.
+        limited_by: the name of the largest part of the step's time: "compute", "encode", "network" or "latency".
+        wins: ranges of the link's bandwidth in which the method is faster than dense gradients: pairs of the lower and
+            the upper end, in bytes/s. An end is None if the range is open there.
+        why_not: the reason why the method is not recommended, as a clause; None if it may be recommended.
     """
 
     spec: str
@@ -81,12 +88,12 @@ class Method:
 
     @property
     def step_s(self) -> float:
-        """Predicted time of a step."""
+        """Predicted time of a step, in seconds."""
         return float(self.parts.total)
 
     @property
     def wins_below(self) -> float | None:
-        """The bandwidth, bytes/s, below which the method is faster than dense; None if there is no such bound."""
+        """The bandwidth, in bytes/s, below which the method is faster than dense gradients; None if there is none."""
         return self.wins[0][1] if self.wins and self.wins[0][0] is None else None
 
 
@@ -95,16 +102,19 @@ class Advice:
     """The advice for one setting.
 
     Attributes:
-        methods: the methods by spec, dense first; without two levels if nodes have different numbers of ranks.
+        methods: the prediction for each method, by spec, dense first. Two-level methods are missing if nodes would
+            have different numbers of ranks.
         winner: spec of the fastest method that may be recommended; None for one rank, which exchanges nothing.
-        free: the faster of dense and fp16 gradients, which need no hvdcomp.
-        take: the recommended method: the winner, if its lead over `free` exceeds the model's error, or else `free`.
-        alike: methods that may be recommended and whose times cannot be distinguished from that of `take`, the fastest
-            first.
-        bucket_bytes: the bucket size that would make the winner's step faster by more than the calibration's noise;
-            None if there is no such size, or if the library sets the buckets.
-        error: largest relative difference at which two times count as equal.
-        least_factor: the result of `least_compression_factor`; None if no factor suffices.
+        free: spec of the faster of dense and fp16 gradients, which need no hvdcomp.
+        take: spec of the recommended method: the winner, if its lead over `free` exceeds the model's error, or else
+            `free`.
+        alike: specs of the methods that may be recommended and whose step times cannot be distinguished from that of
+            `take`, the fastest first.
+        bucket_bytes: the bucket size, in bytes of gradients, that would make the winner's step faster by more than the
+            calibration's noise; None if there is no such size, or if the library sets the buckets.
+        error: largest relative difference at which two step times count as equal.
+        least_factor: the compression factor that an ideal compressor would need (`least_compression_factor`); None if
+            no factor suffices.
     """
 
     methods: dict[str, Method] = field(default_factory=dict)
@@ -117,37 +127,40 @@ class Advice:
     least_factor: float | None = None
 
     def beaten_by(self, spec: str) -> tuple[str, ...]:
-        """The methods of `FREE` that are slower than a method by more than the model's error."""
+        """The specs in `FREE` whose steps are slower than those of the given method by more than the model's error."""
         own = self.methods[spec].step_s
         return tuple(free for free in FREE if self.methods[free].step_s / own - 1 >= self.error)
 
 
 class Adviser:
-    """Answers questions about one model of a calibration.
+    """Predicts step times for one model of a calibration, and recommends methods.
 
     Args:
-        calibration: the calibration.
-        model: one of its models; None for the only one.
-        specs: compressors to compare; None for all compressors with a known or estimated encode time (`encode_times`),
-            with both exchanges "gather" and "scatter" if possible, and also two-level if the calibration has nodes of
-            several ranks. Dense and fp16 are always compared.
-        early_bytes: least bytes of gradients in a bucket sent during the backward pass, `bucket_bytes` of
-            `hvdcomp.Compression`; 0 if all gradients are sent after the backward pass, as in TensorFlow; None for the
-            calibration's size, or else hvdcomp's default. It matters only if the calibration has the times when
-            gradients are ready.
-        optimizer: as in `hvdcomp.compressors.evidence.Evidence`: recommend only compressors that suit it, by
-            `hvdcomp.perfmodel.quality.why_not`. None if it is unknown: then all compressors of `specs` may be
-            recommended, or, without `specs`, those that `why_not` allows.
+        calibration: the measured times of the network and of the models.
+        model: name of a model of the calibration; None if the calibration has only one.
+        specs: specs of the compressors to compare; None for all compressors with a known or estimated encode time
+            (`encode_times`), with both exchanges "gather" and "scatter" if possible, and also with a two-level exchange
+            if the calibration has nodes of several ranks. Dense and fp16 gradients are always compared.
+        early_bytes: least bytes of gradients in a bucket that is sent during the backward pass (`bucket_bytes` of
+            `hvdcomp.Compression`); 0 if all gradients are sent after the backward pass, as in TensorFlow; None for the
+            calibration's size, or else hvdcomp's default. The argument matters only if the calibration has the times
+            when gradients are ready.
+        optimizer: kind of the training's optimizer, as in `hvdcomp.compressors.evidence.Evidence`. The adviser
+            recommends only compressors that suit this optimizer (`hvdcomp.perfmodel.quality.why_not`). None if the
+            optimizer is unknown: then all compressors of `specs` may be recommended, or, without `specs`, the
+            compressors that `why_not` allows.
 
     Attributes:
-        compressors: the compressors by spec.
-        why_not: by spec, why a compressor is not recommended; only for compressors that are not recommended.
-        encode: time of encoding and decoding by spec; None if the library sends it itself and no time is known.
+        compressors: the compared compressors, by spec.
+        why_not: the reasons why compressors are not recommended, by spec. Compressors that may be recommended are
+            missing.
+        encode: the time to encode and decode the gradients of a step, by spec of the method; None if Horovod or PyTorch
+            sends the gradients without hvdcomp and no such time is known.
 
     Raises:
-        CalibrationError: for a model that is not in the calibration, or a compressor without an encode time.
-        SpecError: for an unknown compressor, or a pattern that matches no tensor of the model; or for two levels if
-            nodes of several ranks are not known.
+        CalibrationError: if the model is not in the calibration, or a compressor has no encode time.
+        SpecError: if a compressor is unknown, if a pattern of a router matches no tensor of the model, or if a method
+            needs a two-level exchange and the calibration has no nodes of several ranks.
     """
 
     def __init__(
@@ -201,12 +214,12 @@ class Adviser:
 
     @cached_property
     def bytes_per_s(self) -> float:
-        """The calibrated bandwidth."""
+        """The calibrated bandwidth of a link in an allreduce, in bytes/s."""
         return self.calibration.network.allreduce.bytes_per_s
 
     @cached_property
     def error(self) -> float:
-        """Largest relative difference at which two times count as equal."""
+        """Largest relative difference at which two step times count as equal."""
         return max(self.calibration.noise, MODEL_ERROR)
 
     @cached_property
@@ -216,11 +229,11 @@ class Adviser:
 
     @property
     def recommended(self) -> list[str]:
-        """Specs of dense, of fp16, and of the compressors that may be recommended."""
+        """The specs of all methods that may be recommended: dense, fp16, and the allowed compressors."""
         return [spec for spec in self.compressors if spec not in self.why_not]
 
     def exchange(self, spec: str, ranks: int) -> Exchange:
-        """The exchange of a method."""
+        """The collectives of a step with one method, and their bytes, for this number of ranks."""
         key = spec, self._equivalent_ranks(spec, ranks)
         if key not in self._exchanges:
             known = (self.compressors[spec], self.facts.tensors, key[1], self.ranks_per_node)
@@ -228,7 +241,8 @@ class Adviser:
         return self._exchanges[key]
 
     def _equivalent_ranks(self, spec: str, ranks: int) -> int:
-        """A small number of ranks with the same exchange; the exchange of few methods depends on the number."""
+        """A smaller number of ranks with the same exchange. The exchange depends on the number only for few methods, so
+        the cache needs few entries."""
         compressor = self.compressors[spec]
         if self.facts.sharded or any(leaf.scatters(ranks) for leaf in compressor.leaves()):
             return ranks
@@ -237,16 +251,17 @@ class Adviser:
         return min(ranks, 2 * (self.ranks_per_node or 1))
 
     def possible(self, spec: str, ranks: int) -> bool:
-        """Whether a method can be used with this number of ranks; two levels need equal numbers on all nodes."""
+        """Whether a method can be used with this number of ranks. A two-level exchange needs the same number of ranks
+        on every node."""
         return not needs_nodes(self.compressors[spec]) or ranks % min(ranks, self.ranks_per_node or 1) == 0
 
     def parts(self, spec: str, setting: Setting, early: bool = True) -> Parts:
-        """The parts of a step's time with one method.
+        """The predicted time of a step with one method, by parts, in seconds.
 
         Args:
             spec: spec of the method.
             setting: the conditions of the training, such as the number of ranks.
-            early: whether buckets are sent during the backward pass if possible.
+            early: whether buckets are sent during the backward pass, if the method allows it.
         """
         groups: dict[Exchange, list[float]] = {}
         for ranks in np.unique(setting.world_size).tolist():
@@ -266,20 +281,21 @@ class Adviser:
         return predict(network, facts.compute, exchange, *times)
 
     def kept_bytes(self, spec: str) -> float:
-        """The bytes per parameter that a method keeps on a device from step to step. With a sharded model, a rank keeps
-        them only for its share of what its node sends."""
+        """The bytes per parameter that a method keeps on a device from step to step, such as residuals. If the model is
+        sharded, a rank keeps these bytes only for its share of the gradients that its node sends."""
         tensors = self.facts.tensors
         kept = Chooser(tensors, self.compressors[spec]).kept_bytes(self.compressors[spec])
         share = 1 / (self.ranks_per_node or 1) if self.facts.sharded else 1.0
         return share * kept / sum(tensor.size for tensor in tensors)
 
     def step_s(self, spec: str, setting: Setting) -> Any:
-        """Seconds of a step with one method."""
+        """Predicted seconds of a step with one method."""
         return self.parts(spec, setting).total
 
     def local_step_s(self, spec: str, setting: Setting, every: int) -> float | None:
-        """Seconds of a step with one method if the ranks exchange only in every `every`-th step; None for methods that
-        `hvdcomp.torch.LocalSteps` refuses, and for sharded models. The setting has numbers, not arrays."""
+        """Predicted seconds of a step with one method if the ranks exchange only in every `every`-th step. The result
+        is None for methods that `hvdcomp.torch.LocalSteps` refuses, and for sharded models. The values in `setting`
+        must be numbers, not arrays."""
         if self.facts.sharded or not all(leaf.in_units for leaf in self.compressors[spec].leaves()):
             return None
         exchange = self.exchange(spec, int(np.asarray(setting.world_size)))
@@ -287,8 +303,8 @@ class Adviser:
         return float(local_step_s(*known, exchange, setting, self.encode[spec], every))
 
     def least_factor(self, setting: Setting, efficiency: float = 0.95) -> Any:
-        """The compression factor that an ideal compressor would need; see `least_compression_factor`. NaN for a sharded
-        model, whose weights are exchanged, too."""
+        """The compression factor that an ideal compressor would need (`least_compression_factor`). The result is NaN
+        for a sharded model, because its ranks also exchange weights."""
         facts = self.facts
         if facts.sharded:
             return np.full(np.broadcast_shapes(*(np.shape(value) for value in vars(setting).values())), np.nan)
@@ -298,14 +314,16 @@ class Adviser:
         )
 
     def wins(self, spec: str, setting: Setting, dense_s: Any = None) -> tuple[Range, ...]:
-        """Ranges of bandwidth, bytes/s, in which a method is faster than dense, all else as in the setting.
+        """The ranges of bandwidth, in bytes/s, in which a method is faster than dense gradients. All other conditions
+        are as in `setting`.
 
-        Evaluated from 1 Mb/s to 10 Tb/s at 200 points per decade; a range that reaches an end is assumed to be open.
+        The steps are predicted from 1 Mb/s to 10 Tb/s, at 200 bandwidths per decade. If a range reaches the first or
+        the last bandwidth, this end of the range is assumed to be open.
 
         Args:
             spec: spec of the method.
             setting: the conditions of the training, such as the number of ranks.
-            dense_s: seconds of a dense step at each of these bandwidths; None to compute them.
+            dense_s: predicted seconds of a dense step at each of these bandwidths, (bandwidths,); None to compute them.
         """
         faster = _faster(self, spec, setting, _BANDWIDTHS, dense_s)
         changes = np.flatnonzero(np.diff(faster.astype(int)))
@@ -314,7 +332,7 @@ class Adviser:
         return tuple(zip(ends[::2], ends[1::2], strict=True))
 
     def advise(self, setting: Setting) -> Advice:
-        """The advice for one setting, which has numbers, not arrays."""
+        """The advice for one setting. The values in `setting` must be numbers, not arrays."""
         methods = {}
         ranks = int(np.asarray(setting.world_size))
         dense_s = self.step_s(UNCOMPRESSED, replace(setting, bytes_per_s=_BANDWIDTHS))
@@ -349,7 +367,7 @@ class Adviser:
         )
 
     def _better_buckets(self, method: Method, setting: Setting) -> int | None:
-        """See `Advice.bucket_bytes`."""
+        """The bucket size of `Advice.bucket_bytes`."""
         if method.at_end_s is None or self.facts.early_bytes is not None:
             return None
         times = {size: float(self._with(size).step_s(method.spec, setting)) for size in BUCKET_SIZES}
@@ -375,7 +393,8 @@ def _model_name(calibration: Calibration, model: str | None) -> str:
 
 
 def _faster(adviser: Adviser, spec: str, setting: Setting, bytes_per_s: Any, dense_s: Any = None) -> Any:
-    """Whether a method is faster than dense, up to rounding, at each bandwidth."""
+    """Whether a method is faster than dense gradients at each bandwidth, (bandwidths,). Differences that may be
+    rounding errors do not count."""
     at_bandwidth = replace(setting, bytes_per_s=bytes_per_s)
     if dense_s is None:
         dense_s = adviser.step_s(UNCOMPRESSED, at_bandwidth)
@@ -383,10 +402,11 @@ def _faster(adviser: Adviser, spec: str, setting: Setting, bytes_per_s: Any, den
 
 
 def _change(adviser: Adviser, spec: str, setting: Setting, low: float, high: float) -> float:
-    """The bandwidth between `low` and `high` at which the faster method changes, to 7 digits."""
+    """The bandwidth between `low` and `high` at which the method becomes faster or slower than dense gradients, with 7
+    correct digits."""
     for _ in range(2):
         between = np.geomspace(low, high, 256)
         faster = _faster(adviser, spec, setting, between)
-        at = max(1, int(np.argmax(faster != faster[0])))  # the first that differs
+        at = max(1, int(np.argmax(faster != faster[0])))  # the first bandwidth with another result than the lowest one
         low, high = between[at - 1], between[at]
     return float(low)

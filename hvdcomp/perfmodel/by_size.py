@@ -1,5 +1,5 @@
-"""Estimated encode times: scaled from another model by the number of elements, or the times of hvdcomp's kernels on a
-GPU."""
+"""Estimates of encode times that were not measured for a model. An estimate is the time of another model, scaled by the
+number of elements, or the time of hvdcomp's kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hvdcomp.perfmodel.compute import EncodeTime
 from hvdcomp.perfmodel.kernel_times import KERNELS, encode_time
 
 REFERENCE = "h100"
-"""The card whose encode times are used if a calibration has neither encode times nor a card."""
+"""The name in `CARDS` of the GPU whose encode times are used if a calibration has neither encode times nor a GPU."""
 
 
 def encode_times(calibration: Calibration, model: str) -> dict[str, EncodeTime]:
-    """The encode times of a model by spec: its own, and estimates of other methods.
+    """The encode times of a model, by spec: the times of the calibration, and estimates for methods without a time.
 
     The encode time is assumed to be proportional to the number of elements. The estimate comes from the model of the
-    calibration that has an encode time of the method and is closest in size. If no model has such a time, the estimate
-    is the time of hvdcomp's own kernels on the calibration's card, or on `REFERENCE`.
+    calibration that has an encode time of the method and is closest in size. If the calibration has no encode time for
+    any model, the estimates are the times of hvdcomp's own kernels on the calibration's GPU, or on `REFERENCE`.
     """
     facts, own = calibration.models[model], calibration.models[model].compute.encode
     models: Mapping[str, ModelFacts] = calibration.models
@@ -42,7 +42,7 @@ def encode_times(calibration: Calibration, model: str) -> dict[str, EncodeTime]:
 
 
 def _encoded(facts: ModelFacts) -> list[str]:
-    """The methods with an encode time, without casts."""
+    """The specs with an encode time in the calibration, except casts."""
     return [spec for spec in facts.compute.encode if parse_compressor(spec).wire_dtype("float32") is None]
 
 

@@ -1,7 +1,8 @@
 """The calibration file: measured (or published) times of a network, of models and of compressors on one machine.
 
-JSON, version 1; `docs/calibration-file.md` documents its fields. The presets of the package are such files. The presets
-of current machines name a GPU of `cards` instead of models: the times of the models are then estimated (`workloads`).
+The file is JSON, version 1; `docs/calibration-file.md` documents its fields. The presets of the package are such files.
+The presets of current machines name a GPU of `cards` instead of models. The times of the models are then estimated
+(`workloads`).
 """
 
 from __future__ import annotations
@@ -36,29 +37,30 @@ from hvdcomp.perfmodel.workloads import models_on
 FORMAT = "hvdcomp-calibration"
 VERSION = 1
 OTHER = "other"
-"""The optimizer's kind in a calibration, if the measured trainings (`hvdcomp.compressors.evidence`) have no such."""
+"""The kind of an optimizer in a calibration file, if hvdcomp's own trainings (`hvdcomp.compressors.evidence`) do not
+have this kind."""
 _OPTIMIZERS = (*FIRST, OTHER)
 _PRESETS = Path(__file__).with_name("presets")
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """One model on the calibrated machine.
+    """What is known about one model on the calibrated machine.
 
     Attributes:
-        tensors: the model's parameters.
-        compute: the model's times.
-        bucket_bytes: bytes that the framework sends at a time during the backward pass; at most, if `compute.ready` is
-            known (Horovod's fusion threshold).
-        early_bytes: least bytes of gradients in a bucket of hvdcomp, if it uses the library's buckets
-            (DistributedDataParallel); None if `hvdcomp.Compression` sets it.
-        shapes: name of the model in `hvdcomp.perfmodel.shapes`, or None.
-        sources: source of the numbers, by field.
-        estimated: names of fields that were estimated, as `sources` says, and not measured.
+        tensors: the names, shapes and element types of the model's parameters.
+        compute: the times of the model's computation on one rank.
+        bucket_bytes: bytes of gradients that the framework sends at a time during the backward pass. If `compute.ready`
+            is known, this is the largest number of bytes (Horovod's fusion threshold).
+        early_bytes: least bytes of gradients in a bucket of hvdcomp, if hvdcomp uses the buckets of the library
+            (DistributedDataParallel); None if `hvdcomp.Compression` sets the size of buckets.
+        shapes: name of the model in `hvdcomp.perfmodel.shapes`; None if the model is not there.
+        sources: the source of each number, by the name of its field in the file.
+        estimated: names of the fields whose numbers were estimated, not measured. `sources` says how.
         optimizer: kind of the training's optimizer, as in `hvdcomp.compressors.evidence`, or `OTHER`; None if the
-            numbers are not of a user's training.
-        sharded: whether the model is sharded over all ranks (FSDP2). Then `bucket_bytes` is the size of the gradients
-            of one module, because FSDP2 gathers weights module by module.
+            numbers do not come from a user's training.
+        sharded: whether the model is sharded over all ranks (FSDP2). Then `bucket_bytes` is the number of bytes of the
+            gradients of one module, because FSDP2 gathers weights module by module.
     """
 
     tensors: tuple[TensorInfo, ...]
@@ -77,15 +79,16 @@ class Calibration:
     """The content of a calibration file.
 
     Attributes:
-        name: name in output.
-        network, models: the measured times.
-        machine: texts by name, such as accelerator, link and versions.
-        noise: relative difference of step times that is within the noise: a method counts as faster only beyond this
-            difference.
-        noise_note: the basis of `noise`.
-        network_source: source of the network's numbers.
-        card: key of `hvdcomp.perfmodel.cards.CARDS`, the GPU for which unknown encode times are estimated; empty if
-            the GPU is not one of these.
+        name: name of the calibration in messages and reports.
+        network: the times of collectives.
+        models: the numbers of each model, by its name.
+        machine: texts that describe the machine, by keys such as accelerator, link and versions.
+        noise: largest relative difference of two measured step times that may be noise. A method counts as faster only
+            if the difference is larger.
+        noise_note: how `noise` was determined.
+        network_source: the source of the network's numbers.
+        card: the GPU for which unknown encode times are estimated, a key of `hvdcomp.perfmodel.cards.CARDS`; empty if
+            the machine has no GPU, or one that `CARDS` does not have.
     """
 
     name: str
@@ -99,12 +102,15 @@ class Calibration:
 
 
 def presets() -> tuple[str, ...]:
-    """Names of the package's calibrations."""
+    """The names of the calibrations that the package contains."""
     return tuple(sorted(file.stem for file in _PRESETS.glob("*.json")))
 
 
 def load(source: str | Path) -> Calibration:
-    """The calibration in a file, or a preset by its name.
+    """Reads a calibration.
+
+    Args:
+        source: path of a calibration file, or the name of a preset.
 
     Raises:
         CalibrationError: if the file does not exist, cannot be read, or has a missing or invalid field. The message
@@ -130,7 +136,8 @@ def load(source: str | Path) -> Calibration:
 
 
 def _completed(data: Any, where: str) -> Any:
-    """Calibration data completed by the fields of the preset named in `like`."""
+    """The data of a calibration file. If the data has the field `like`, the preset of this name provides all fields
+    that the data lacks."""
     if not isinstance(data, dict) or "like" not in data:
         return data
     like = data["like"]
@@ -146,16 +153,20 @@ def save(calibration: Calibration, file: Path) -> None:
     """Writes a calibration to a file that `load` reads.
 
     Raises:
-        OSError: if it cannot be written; an existing file has not changed then.
+        OSError: if the file cannot be written. An existing file is then unchanged.
     """
     replace_text(file, json.dumps(as_json(calibration), indent=1, allow_nan=False) + "\n")
 
 
 def from_json(data: Any, where: str = "the calibration") -> Calibration:
-    """A calibration from parsed JSON.
+    """Creates a calibration from parsed JSON.
+
+    Args:
+        data: the parsed content of a calibration file.
+        where: name of the file, for messages.
 
     Raises:
-        CalibrationError: as in `load`.
+        CalibrationError: if a field is missing or invalid. The message names the field.
     """
     top = Fields(data, where, "")
     kind, version = top.text("format"), top.number("version", lowest=0)
@@ -190,7 +201,7 @@ def from_json(data: Any, where: str = "the calibration") -> Calibration:
 
 
 def as_json(calibration: Calibration) -> dict[str, Any]:
-    """A calibration as plain data."""
+    """The content of a calibration file, as dictionaries, lists, numbers and texts."""
     network = calibration.network
     inner = network.inner
     return {
@@ -224,7 +235,7 @@ def _network(fields: Fields) -> Network:
 
 
 def _nodes(fields: Fields) -> Network:
-    """The short form of a network, which `network_of_nodes` completes."""
+    """A network from the short form, `nodes`. `network_of_nodes` computes the costs from its numbers."""
     network = network_of_nodes(
         ranks_per_node=fields.whole("ranks_per_node", lowest=2),
         bytes_per_s=fields.number("bytes_per_s", above=0),
@@ -248,7 +259,7 @@ def _levels(fields: Fields) -> TwoLevelCosts:
 
 
 def _costs(fields: Fields) -> dict[str, Any]:
-    """Costs by kind of collective; files of earlier versions lack alltoall and reduce-scatter."""
+    """The costs of each kind of collective. Files of earlier versions have no costs of alltoall and reduce-scatter."""
     optional = [kind for kind in ("alltoall", "reducescatter") if fields.has(kind)]
     return {kind: _cost(kind, fields) for kind in ("allreduce", "allgather", *optional)}
 
@@ -351,7 +362,7 @@ def _ready(fields: Fields) -> tuple[tuple[float, float], ...]:
 
 
 def _spec(fields: Fields, spec: str) -> str:
-    """The spec in its canonical form, by which equal compressors are found."""
+    """The spec in its canonical form, so that equal compressors have equal specs."""
     try:
         return str(parse_compressor(spec))
     except SpecError as error:

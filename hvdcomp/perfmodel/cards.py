@@ -8,22 +8,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_INTEGER_UNITS = 64  # of a multiprocessor
+_INTEGER_UNITS = 64  # per multiprocessor
 
 
 @dataclass(frozen=True)
 class Card:
-    """One GPU.
+    """The properties of one type of GPU, such as the A100.
 
     Attributes:
-        title: its name in output.
-        bytes_per_s: bandwidth of its memory.
-        multiprocessors, clock_hz: number of multiprocessors, and boost clock.
-        flops: floating-point operations per second of its tensor cores, 16 bits, without sparsity.
-        utilisation: share of `flops` that a training of transformers reaches.
-        memory: bytes of its memory.
-        sources: source of each number.
-        measured: models of `shapes` in whose shapes our kernels were timed on this card (docs/encode/gpu.md).
+        title: name of the GPU in reports.
+        bytes_per_s: bandwidth of the GPU's memory, in bytes/s.
+        multiprocessors: number of the GPU's multiprocessors.
+        clock_hz: boost clock of the GPU, in Hz.
+        flops: 16-bit floating-point operations per second of the tensor cores, without sparsity.
+        utilisation: share of `flops` that the training of a transformer reaches.
+        memory: size of the GPU's memory, in bytes.
+        sources: the source of each number.
+        measured: names of the models of `shapes` whose encode times we measured on this GPU (docs/encode/gpu.md).
     """
 
     title: str
@@ -38,7 +39,7 @@ class Card:
 
     @property
     def integers_per_s(self) -> float:
-        """Whole-number operations per second."""
+        """Whole-number operations per second of all multiprocessors together."""
         return _INTEGER_UNITS * self.multiprocessors * self.clock_hz
 
 
@@ -74,4 +75,4 @@ CARDS = {
         f"whitepaper of the Ada architecture, 16 bits added up in 32; {_NO_TABLE}",
     ),
 }  # fmt: skip
-"""The cards by the names that a calibration's field `card` may have."""
+"""The GPUs, by name. A calibration's field `card` may have these names."""

@@ -1,4 +1,4 @@
-"""Times of computation on one rank: forward and backward pass, encoding and decoding."""
+"""The times of computation on one rank: the forward and backward pass, encoding and decoding."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ Array = Any
 
 @dataclass(frozen=True)
 class EncodeTime:
-    """Seconds of one step's compression of a whole model, memory included.
+    """The encode time of a method: the seconds that a rank needs in one step to compress and decompress the gradients
+    of a whole model. Error feedback is included.
 
     Attributes:
-        encode_s, decode_s: times that do not depend on the number of ranks.
-        decode_per_rank_s: time to decode one payload of the whole model. A rank decodes a payload of each rank if they
-            are gathered, and about two if they are scattered (`Exchange.decoded`).
-        source: source of the numbers.
-        estimated: whether they were estimated, as `source` says, and not measured.
-        host_s: time that the host needs to launch the kernels of a step, while the device works. Encoding and decoding
-            take at least this time, even if only a part of the model is compressed.
+        encode_s, decode_s: seconds of compression and of decompression that do not depend on the number of ranks.
+        decode_per_rank_s: seconds to decode one payload of the whole model. If payloads are gathered, a rank decodes
+            one payload of each rank. If they are scattered, a rank decodes the bytes of about two payloads
+            (`Exchange.decoded`).
+        source: the source of the numbers.
+        estimated: whether the numbers were estimated, not measured. `source` says how.
+        host_s: seconds that the host needs to launch the kernels of a step, while the device works. Encoding and
+            decoding take at least this time, even if only a part of the model is compressed.
     """
 
     encode_s: float
@@ -34,12 +36,12 @@ class EncodeTime:
     host_s: float = 0.0
 
     def seconds(self, decoded: ArrayLike) -> Array:
-        """Seconds of encoding and decoding, if a rank decodes this number of payloads."""
+        """Seconds of encoding and decoding, if a rank decodes `decoded` payloads."""
         seconds = self.encode_s + self.decode_s + self.decode_per_rank_s * np.asarray(decoded, float)
         return np.maximum(seconds, self.host_s)
 
     def part(self, share: float) -> EncodeTime:
-        """The time for a share of the model, assuming that the time is proportional to the share."""
+        """The encode time for a share of the model. The device's time is assumed to be proportional to the share."""
         device = (self.encode_s * share, self.decode_s * share, self.decode_per_rank_s * share)
         return EncodeTime(*device, host_s=self.host_s)
 
@@ -49,23 +51,24 @@ class Compute:
     """The times of one model on one rank.
 
     Attributes:
-        backward_s: seconds of the backward pass alone.
-        forward_s: seconds of the forward pass and all else except backward pass and exchange; None if unknown.
-        optimizer_s: seconds of the optimizer's step, which does not depend on the batch.
-        engine_s: further seconds of a step through hvdcomp's engine, besides passes, encoding and collectives: the
-            presence check, and the handling of each tensor by Horovod or DistributedDataParallel.
-        horovod_s: seconds after the last collective of a step whose gradients Horovod or DistributedDataParallel
-            exchanges itself, with any cast.
-        ready: pairs of a share of all bytes, up to 1, and the share of the backward pass after which the library can
-            send these bytes; both ascending. Empty if unknown. Horovod sends single gradients, DistributedDataParallel
-            its buckets.
+        backward_s: seconds of the backward pass, without communication.
+        forward_s: seconds of the forward pass and of everything else except the backward pass, the exchange and
+            `optimizer_s`; None if unknown.
+        optimizer_s: seconds of the optimizer's step. They do not depend on the batch size.
+        engine_s: further seconds of a step with hvdcomp's engine, in addition to passes, encoding and collectives: the
+            presence check, and the work of Horovod or DistributedDataParallel for each tensor.
+        horovod_s: if Horovod or DistributedDataParallel exchanges the gradients itself, cast or not, the seconds after
+            the last collective of such a step.
+        ready: pairs of two numbers: a share of all bytes of gradients, and the share of the backward pass after which
+            the library can send these bytes. Both numbers ascend up to 1. Horovod sends single gradients, and
+            DistributedDataParallel sends its buckets. Empty if unknown.
         gamma: factor by which concurrent communication slows the backward pass, 1 or more.
-        hides: the time that hvdcomp's engine saves by sending during the backward pass, as a share (0 to 1) of the time
-            that it would save if computation and communication shared no resource except by gamma. Far below 1 if one
-            processor core computes and communicates.
-        batch_size: batch size of one rank for these times; None if unknown.
-        encode: encode time by spec of the compressor. For methods that the library exchanges itself, "none" included,
-            it is the time of such a step that the other numbers do not include.
+        hides: share, from 0 to 1, of the predicted overlap that hvdcomp's engine reaches. It is the time that the
+            engine saves by sending during the backward pass, divided by the time that it would save if communication
+            slowed computation only by gamma. The share is far below 1 if one processor core computes and communicates.
+        batch_size: batch size of one rank at which these times were measured; None if unknown.
+        encode: the encode time of each method, by spec. For methods whose gradients the library exchanges itself, such
+            as "none", it is the time of a step that the other numbers do not include.
     """
 
     backward_s: float
@@ -80,11 +83,11 @@ class Compute:
     hides: float = 1.0
 
     def share(self, batch_size: ArrayLike | None) -> Array:
-        """The factor by which the times of the passes change for another batch size, assuming that they are
-        proportional to the batch size.
+        """The factor by which another batch size changes the times of the forward and backward pass. These times are
+        assumed to be proportional to the batch size.
 
         Raises:
-            ValueError: if the batch size of the times is unknown.
+            ValueError: if it is unknown at which batch size the times were measured.
         """
         if batch_size is None:
             return 1.0

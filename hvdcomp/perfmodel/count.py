@@ -1,4 +1,7 @@
-"""The set-ups in which compression makes a step faster, according to the advice: their number, or a row for each."""
+"""Counts and lists the set-ups in which compression makes a step faster, according to the advice.
+
+A set-up is a number of ranks and a batch size, and in lists also the rate of a link.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,11 @@ from hvdcomp.perfmodel.ways import encode_time_of, reduces_shards
 
 WORLD_SIZES = (8, 16, 32, 64, 96, 128)
 BATCHES = (0.25, 0.5, 1, 2)
-"""Batch sizes of the set-ups, as factors of the calibration's; times of the passes are proportional."""
+"""The batch sizes of the set-ups, as factors of the calibration's batch size. The times of the forward and backward
+pass are assumed to be proportional to the batch size."""
 RATES = (1, 10, 25)
-"""Gb/s of the link in `setups`, besides the calibration's rate. Source: Agarwal et al. 2022, On the Utility."""
+"""The rates of a link in `setups`, in Gb/s, in addition to the calibration's rate. Source: Agarwal et al. 2022, On the
+Utility."""
 OF_2021 = "v100-p3.8xlarge-2021"
 """The preset with the encode times of Agarwal et al. 2022, measured with their code of 2021 on a V100."""
 
@@ -32,27 +37,30 @@ OF_2021 = "v100-p3.8xlarge-2021"
 def counts(
     calibration: Calibration, specs: Sequence[str] | None = None, optimizer: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    """A row for each model of a calibration, over `WORLD_SIZES` and, if the calibration has a batch size, `BATCHES`.
+    """Yields one row for each model of a calibration. A row counts set-ups: every number of ranks in `WORLD_SIZES`,
+    with every batch size in `BATCHES` if the calibration has a batch size.
 
-    If the calibration has a card, each row also counts with the encode times of 2021, scaled from a V100 by the
-    bandwidth of the memory. In the rows of the preset of 2021, the other columns have the encode times of hvdcomp's own
-    kernels on its V100.
+    If the calibration names a GPU, each row also counts with the encode times of the code of 2021, scaled from a V100
+    by the bandwidth of the memory. If the calibration is the preset `OF_2021`, the columns without "2021" use the
+    encode times of hvdcomp's own kernels on a V100.
 
     Args:
-        calibration: the calibration.
-        specs: as in `Adviser`. If it is None and the calibration has a card, only methods with encode times both of
-            today and of 2021 are counted.
-        optimizer: as in `Adviser`.
+        calibration: the measured times of the network and of the models.
+        specs: specs of the compressors to compare, as in `Adviser`. If it is None and the calibration names a GPU, only
+            methods with encode times both of today and of 2021 are counted.
+        optimizer: kind of the training's optimizer, as in `Adviser`.
 
     Yields:
-        calibration, model, setups: the names, and the number of set-ups.
-        dense_fastest, fp16_fastest, compressor_fastest: numbers of set-ups in which each is the fastest by any lead.
-        compressor_taken: number of set-ups in which a compressor leads over the free methods by more than the model's
-            error.
-        often: the compressor that is most often the fastest compressor; empty if there is none.
-        largest_gain_percent: the largest lead of a compressor over the free methods.
-        compressor_taken_2021, often_2021, largest_gain_percent_2021: the same with the encode times of 2021; None if
-            the calibration has no card.
+        calibration, model: the names of the calibration and of the model.
+        setups: number of set-ups.
+        dense_fastest, fp16_fastest, compressor_fastest: numbers of set-ups in which dense gradients, fp16 or a
+            compressor are the fastest, even if their lead is small.
+        compressor_taken: number of set-ups in which a compressor is faster than the free methods, dense and fp16, by
+            more than the model's error.
+        often: spec of the compressor that is the fastest compressor in most set-ups; empty if there is none.
+        largest_gain_percent: the largest lead of a compressor over the faster of dense and fp16, in percent.
+        compressor_taken_2021, often_2021, largest_gain_percent_2021: the same three numbers with the encode times of
+            2021; None if the calibration names no GPU.
     """
     published = load(OF_2021)
     known_then = published.models["resnet50"].compute.encode
@@ -96,21 +104,22 @@ def _count(adviser: Adviser) -> dict[str, Any]:
 def adviser_of(
     calibration: Calibration, model: str, specs: Sequence[str] | None = None, optimizer: str | None = None
 ) -> Adviser:
-    """An adviser for a model, without the compressors that cannot be used if it is sharded."""
+    """An adviser for a model. If the model is sharded, compressors that cannot compress shards are left out."""
     if specs is not None and calibration.models[model].sharded:
         specs = [spec for spec in specs if reduces_shards(parse_compressor(spec))]
     return Adviser(calibration, model, specs, optimizer=optimizer)
 
 
 def with_own_kernels(facts: ModelFacts, card: str) -> ModelFacts:
-    """A model with the encode times of hvdcomp's own kernels on a card, in place of all others."""
+    """Replaces all encode times of a model by those of hvdcomp's own kernels on a GPU."""
     elements = sum(tensor.size for tensor in facts.tensors)
     encode = {spec: encode_time(spec, CARDS[card], elements, facts.shapes) for spec in KERNELS}
     return replace(facts, compute=replace(facts.compute, encode=encode))
 
 
 def _encode_times_of_2021(published: Calibration, facts: ModelFacts, card: str) -> dict[str, EncodeTime]:
-    """Encode times of the code of 2021 on a card, from the times of the same model, or the nearest one, on a V100."""
+    """The encode times of the code of 2021 on a GPU, by spec. They are scaled from a V100: from the times of the same
+    model, or else of the model that is closest in size."""
     same = [name for name, known in published.models.items() if known.tensors == facts.tensors]
     without = replace(facts, compute=replace(facts.compute, encode={}))
     models = published.models if same else {**published.models, "": without}
@@ -124,7 +133,7 @@ def _encode_times_of_2021(published: Calibration, facts: ModelFacts, card: str) 
 
 
 def _with_encode_times(adviser: Adviser, known: dict[str, EncodeTime]) -> Adviser:
-    """The adviser with other encode times. Methods without such an encode time are left out."""
+    """A copy of the adviser with the encode times `known`. Methods that have no time in `known` are left out."""
     of_nodes = (adviser.facts.tensors, adviser.ranks_per_node)
     times = {spec: encode_time_of(method, known, *of_nodes) for spec, method in adviser.compressors.items()}
     other = copy(adviser)
@@ -138,21 +147,26 @@ def _with_encode_times(adviser: Adviser, known: dict[str, EncodeTime]) -> Advise
 def setups(
     calibration: Calibration, specs: Sequence[str] | None = None, optimizer: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    """A row for each set-up and each compressor that may be recommended and can be used in it.
+    """Yields one row for each set-up and each compressor that can be used in the set-up and may be recommended.
 
-    The set-ups are those of `counts`, at the calibration's rate and at `RATES`.
+    The set-ups are those of `counts`, each at the calibration's rate of the link and at the rates of `RATES`.
 
     Args:
-        calibration: the calibration.
-        specs, optimizer: as in `Adviser`.
+        calibration: the measured times of the network and of the models.
+        specs: specs of the compressors to compare, as in `Adviser`.
+        optimizer: kind of the training's optimizer, as in `Adviser`.
 
     Yields:
-        calibration, gpu, model, method: the names; the GPU is empty if the calibration has none.
-        ranks, batch_size, gbps: the set-up; the batch size is None if the calibration has none.
-        step_ms, dense_ms, fp16_ms: predicted times of a step with the method, with dense gradients and with fp16.
-        gain_percent: the lead over the faster of dense and fp16; negative if the method is slower.
-        taken: whether `advise` recommends the method.
-        estimated: whether the encode time is an estimate.
+        calibration, gpu, model, method: names of the calibration, the GPU and the model, and spec of the compressor.
+            The name of the GPU is empty if the calibration has none.
+        ranks, batch_size, gbps: number of ranks, batch size of one rank and rate of a link in Gb/s. The batch size is
+            None if the calibration has none.
+        step_ms, dense_ms, fp16_ms: predicted milliseconds of a step with the compressor, with dense gradients and with
+            fp16.
+        gain_percent: the compressor's lead over the faster of dense and fp16, in percent; negative if the compressor
+            is slower.
+        taken: whether `advise` recommends the compressor.
+        estimated: whether the compressor's encode time is an estimate.
     """
     for model in calibration.models:
         adviser = adviser_of(calibration, model, specs, optimizer)
@@ -184,13 +198,14 @@ def setups(
 
 
 def _batches(adviser: Adviser) -> Any:
-    """Batch sizes of a rank; None if the calibration has none."""
+    """The batch sizes of one rank in the set-ups; None if the calibration has no batch size."""
     batch = adviser.facts.compute.batch_size
     return None if batch is None else np.unique([max(1, round(batch * share)) for share in BATCHES])
 
 
 def _times(adviser: Adviser, spec: str, rates: Any) -> Any:
-    """Seconds of a step in each set-up, ranks by batches by rates; infinite if the method cannot be used."""
+    """Predicted seconds of a step in each set-up, (numbers of ranks, batch sizes, rates); infinite if the method cannot
+    be used in the set-up."""
     ranks, batches = np.array(WORLD_SIZES)[:, None, None], _batches(adviser)
     setting = Setting(ranks, np.asarray(rates), None if batches is None else batches[:, None])
     possible = np.array([adviser.possible(spec, size) for size in WORLD_SIZES])[:, None, None]

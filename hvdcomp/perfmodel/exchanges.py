@@ -1,9 +1,10 @@
-"""The exchange of a step: rounds of collectives and their bytes, as hvdcomp carries them out.
+"""The exchange of a step, for predictions: the rounds of collectives that hvdcomp would run, and their bytes.
 
 The plan gives each tensor a compressor, and the compressor determines the rounds. Payloads share collectives by the
-rule of `hvdcomp.exchange.fusion`. Scattered tensors of one element type are counted as one bucket if they can be in a
-bucket. Otherwise each tensor is counted alone, padded to whole units for each rank. Tensors with a two-level exchange
-are counted in the same way, and each rank sends an equal share of the bytes between nodes.
+rule of `hvdcomp.exchange.fusion`. With a compressed reduce-scatter, tensors of one element type are counted as one
+bucket if they can be in a bucket. Otherwise each tensor is counted alone, and its chunks are padded to whole units of
+the compressor. Tensors with a two-level exchange are counted in the same way, and each rank sends an equal share of the
+bytes between nodes.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ Array = Any
 
 
 class Collective(NamedTuple):
-    """One fused collective.
+    """One collective, which may carry the payloads of many tensors.
 
     Attributes:
-        kind: a key of `network.ALGORITHMS`.
+        kind: kind of collective, a key of `network.ALGORITHMS`.
         bytes: bytes that each rank contributes.
-        dtype: element type of an allreduce or a reduce-scatter; empty for other kinds, which carry bytes.
-        among: the group of ranks.
+        dtype: element type of an allreduce or a reduce-scatter; empty for other collectives, which move bytes of any
+            type.
+        among: the ranks of the collective: "all", "node" (the ranks of a node) or "across" (ranks of different nodes).
     """
 
     kind: str
@@ -46,10 +48,11 @@ class Collective(NamedTuple):
 
 
 _FLAG = SentPayload("allgather", 4.0)
-"""The engine's flag, sent with an allreduce or allgather of the first round, or alone if there is none."""
+"""The flag by which ranks tell each other whether a step is finite. The engine sends the flag with an allreduce or
+allgather of the first round. If the first round has neither, the engine sends the flag alone."""
 
 _Key = tuple[str, str, Group]  # kind, reduction and ranks (`among`) of payloads that share a collective
-_Rounds = list[dict[_Key, float]]  # bytes
+_Rounds = list[dict[_Key, float]]  # for each round, the bytes that a rank contributes to each collective
 
 Round = tuple[Collective, ...]
 """Collectives that start together. The next round needs the results of all of them."""
@@ -57,16 +60,17 @@ Round = tuple[Collective, ...]
 
 @dataclass(frozen=True)
 class Exchange:
-    """The bytes that one rank contributes to the collectives in one step.
+    """The collectives of one step, and the bytes that one rank contributes to them.
 
     Attributes:
-        rounds: the rounds in order.
-        overlapped: whether Horovod exchanges all gradients itself, in buckets during the backward pass, because they
-            are only cast. Other exchanges are after the backward pass.
-        dense_bytes: bytes of the gradients.
-        ranks_per_node: number of ranks of a node; matters for collectives within and between nodes.
-        weights_bytes: bytes of the whole model's weights if the model is sharded (FSDP2); 0 if it is not. FSDP2 gathers
-            the weights in both passes, and the rounds reduce gradients to shards during the backward pass.
+        rounds: the rounds of collectives, in order.
+        overlapped: whether the framework exchanges all gradients during the backward pass: Horovod or
+            DistributedDataParallel if gradients are only cast, and FSDP2 for sharded models. hvdcomp's engine makes all
+            other exchanges, after the backward pass.
+        dense_bytes: bytes of the uncompressed gradients.
+        ranks_per_node: number of ranks per node. It matters for collectives within and between nodes.
+        weights_bytes: bytes of the weights of the whole model if the model is sharded (FSDP2); 0 if it is not. FSDP2
+            gathers the weights in both passes, and the rounds reduce gradients to shards during the backward pass.
     """
 
     rounds: tuple[Round, ...]
@@ -77,17 +81,17 @@ class Exchange:
 
     @property
     def bytes(self) -> float:
-        """Bytes of all collectives together."""
+        """Bytes that a rank contributes to all collectives together."""
         return sum(collective.bytes for collectives in self.rounds for collective in collectives)
 
     @property
     def is_dense(self) -> bool:
-        """Whether the exchange has at least as many bytes as the gradients."""
+        """Whether a rank contributes at least the bytes of its uncompressed gradients."""
         return self.bytes >= self.dense_bytes
 
     @property
     def bytes_in_node(self) -> float:
-        """Bytes of collectives within nodes, if there are several nodes."""
+        """Bytes that a rank contributes to collectives within its node; 0 if there is only one node."""
         every = [collective for collectives in self.rounds for collective in collectives]
         if not any(collective.among == "across" for collective in every):
             return 0.0
@@ -95,16 +99,17 @@ class Exchange:
 
     @property
     def compression_factor(self) -> float:
-        """The dense bytes divided by the bytes of the collectives that may leave the node."""
+        """The bytes of the uncompressed gradients divided by the bytes that may leave the node."""
         return self.dense_bytes / (self.bytes - self.bytes_in_node)
 
     @property
     def encodes_first(self) -> bool:
-        """Whether encoding precedes the first collective, and not a collective within the node precedes encoding."""
+        """Whether encoding precedes all collectives. In a two-level exchange it does not: the ranks of a node first
+        average their gradients."""
         return not any(collective.among == "node" for collective in self.rounds[0])
 
     def gathered(self, ranks: Array) -> Array:
-        """Bytes of all ranks' payloads that a rank gathers in the first round.
+        """Bytes of the payloads of all ranks that a rank gathers in the first round.
 
         Args:
             ranks: number of ranks of the exchange.
@@ -113,16 +118,16 @@ class Exchange:
         return np.asarray(ranks) * sum(collective.bytes for collective in first)
 
     def decoded(self, ranks: Array) -> Array:
-        """The ratio of the bytes that a rank decodes to those that it encodes.
+        """The bytes that a rank decodes, divided by the bytes that the rank encodes.
 
         For gathered payloads, the ratio is the number of ranks. For scattered payloads it is 2 - 1 / ranks: a rank
-        decodes the other ranks' payloads of its own chunk, and the means of all chunks. It encodes the other ranks'
-        chunks and the mean of its own chunk. A mean has as many elements as a chunk. Therefore the ratio counts
-        as many bytes for it, even if a compressor sends means at another level: the times depend on the number of
-        elements. In two levels, nodes replace ranks.
+        decodes the other ranks' payloads of its own chunk, and the means of all chunks. The rank encodes the other
+        ranks' chunks and the mean of its own chunk. A mean has the same number of elements as a chunk. Therefore the
+        ratio counts the same number of bytes for a mean and for a chunk, even if a compressor sends means at another
+        level: the times depend on the number of elements. In a two-level exchange, nodes replace ranks.
 
         Args:
-            ranks: number of ranks of the exchange; any if nothing is scattered.
+            ranks: number of ranks of the exchange. If nothing is scattered, the number does not matter.
         """
         ranks = np.asarray(ranks, float)
         encoded: Array = 0.0
@@ -131,7 +136,8 @@ class Exchange:
             received = 0.0
             for collectives in self.rounds:
                 sizes = {collective.kind: collective.bytes for collective in collectives if collective.among == among}
-                gathered = 0.0 if received else sizes.get("allgather", 0.0)  # after an alltoall, they are means
+                # After an alltoall, an allgather gathers means.
+                gathered = 0.0 if received else sizes.get("allgather", 0.0)
                 received += sizes.get("alltoall", 0.0)
                 encoded = encoded + gathered
                 decoded = decoded + gathered * senders
@@ -148,22 +154,23 @@ def exchange_of(
     min_numel: int = MIN_NUMEL,
     min_ndim: int = MIN_NDIM,
 ) -> Exchange:
-    """The exchange of one step of a model, without pending residuals.
+    """The exchange of one step of a model, if no residual of an earlier compressor must still be sent.
 
     Some bytes are not counted: the flag of four bytes, unless it is sent alone; the room for the flag and up to seven
     bytes of padding in each bucket; up to seven bytes of padding in each collective (for each rank, if payloads are
     scattered); and the presence check of eight bytes for each tensor under Horovod.
 
     Args:
-        compressor: the compressor; `Chooser` gives each tensor its own.
-        tensors: all tensors with a gradient.
-        ranks: number of ranks; matters if chunks are scattered, and in two levels.
-        ranks_per_node: number of ranks of a node; None if unknown. All nodes except the last are assumed to be full.
-        min_numel, min_ndim: as in `Chooser`.
+        compressor: the compressor of the training. `Chooser` chooses the compressor of each tensor from it.
+        tensors: all tensors that have a gradient.
+        ranks: number of ranks. It matters for scattered chunks and for two-level exchanges.
+        ranks_per_node: number of ranks per node; None if unknown. All nodes except the last are assumed to be full.
+        min_numel, min_ndim: least number of elements, and least number of dimensions, of compressed tensors, as in
+            `Chooser`.
 
     Raises:
-        ValueError: if there is nothing to exchange.
-        SpecError: for two levels without a known number of ranks of a node.
+        ValueError: if no tensor has elements.
+        SpecError: if the exchange has two levels and the number of ranks per node is unknown.
     """
     tensors = [tensor for tensor in tensors if tensor.size]
     if not tensors:
@@ -178,13 +185,16 @@ def sharded_exchange_of(
 ) -> Exchange:
     """The exchange of one step of a model that is sharded over all ranks, as `hvdcomp.fsdp` carries it out.
 
-    Without compression, gradients are reduced in float32, or in the 16 bits of a cast. Other methods reduce them
-    exactly within a node, and between nodes by an alltoall: as the first half of a scattered exchange in two levels. On
-    a single node nothing is compressed.
+    Without compression, ranks reduce gradients in float32, or in the 16-bit type of a cast. With other methods, the
+    ranks of a node first reduce their gradients uncompressed. Then ranks of different nodes send each other compressed
+    chunks in an alltoall. These are the first steps of a two-level exchange with `exchange=scatter`. On a single node,
+    nothing is compressed.
 
     Args:
         compressor: a cast, or a method whose payloads can be scattered.
-        tensors, ranks, ranks_per_node: as in `exchange_of`.
+        tensors: all tensors that have a gradient.
+        ranks: number of ranks.
+        ranks_per_node: number of ranks per node; None if unknown. All nodes except the last are assumed to be full.
     """
     elements = sum(tensor.size for tensor in tensors)
     dense_bytes, weights_bytes = 4.0 * elements, 2.0 * elements
@@ -207,13 +217,14 @@ def exchange_of_plan(
     """The exchange of one step under a plan. As in `exchange_of`, some bytes are not counted.
 
     Args:
-        tensors: all tensors with a gradient, sorted by name.
-        plan: the compressor of each tensor.
-        overlapped: as in `Exchange`.
-        ranks, ranks_per_node: as in `exchange_of`.
+        tensors: all tensors that have a gradient, sorted by name.
+        plan: the compressor of each tensor, by name.
+        overlapped: whether the framework exchanges all gradients during the backward pass, as in `Exchange`.
+        ranks: number of ranks. It matters for scattered chunks and for two-level exchanges.
+        ranks_per_node: number of ranks per node; None if unknown. All nodes except the last are assumed to be full.
 
     Raises:
-        SpecError: as in `exchange_of`.
+        SpecError: if the exchange has two levels and the number of ranks per node is unknown.
     """
     members = [(tensor, plan[tensor.name]) for tensor in tensors if tensor.size]
     two_level = [compressor for _, compressor in members if isinstance(compressor, TwoLevel)]
@@ -253,13 +264,15 @@ def _rounds_of(members: Iterable[tuple[TensorInfo, Compressor]], ranks: int, ran
 
 
 def _in_levels(bucket: Sequence[tuple[TensorInfo, TwoLevel]], ranks: int, ranks_per_node: int) -> list[SentPayload]:
-    """One rank's payloads of a bucket in two levels.
+    """The payloads of one rank for a bucket in a two-level exchange: before, during and after the exchange between
+    nodes.
 
-    Between nodes they are the mean over the node's ranks, whose shards are of different tensors.
+    A rank sends between nodes the mean over the ranks of a node. This mean is averaged over the ranks of the node too,
+    because their shards contain different tensors.
     """
-    # Means of a node have 32 bits at least.
+    # The mean over the ranks of a node has at least 32 bits per element.
     inside = [(replace(tensor, dtype=wide_dtype(tensor.dtype)), levels.compressor) for tensor, levels in bucket]
-    whole = None  # tensors are cut
+    whole = None  # a shard may contain a part of a tensor
     if inside[0][1].of_matrices:
         whole = [state_elements(compressor, tensor.shape) for tensor, compressor in inside]
     local = min(ranks, ranks_per_node)
@@ -270,13 +283,13 @@ def _in_levels(bucket: Sequence[tuple[TensorInfo, TwoLevel]], ranks: int, ranks_
 
 
 def _part(payloads: Mapping[_Key, float], ranks: int) -> SentPayload:
-    """The share of one of `ranks` ranks in the only payload of a round between nodes."""
+    """The payload of one rank in a round between nodes: one of `ranks` equal shares of the round's only payload."""
     (((kind, reduction, _), size),) = payloads.items()
     return SentPayload(kind, size / ranks, reduction, "across")
 
 
 def _add(rounds: _Rounds, payloads: Iterable[SentPayload]) -> None:
-    """Adds payloads to the rounds, one to each."""
+    """Adds the payloads of a tensor or bucket to the rounds: the first payload to the first round, and so on."""
     for number, payload in enumerate(payloads):
         if number == len(rounds):
             rounds.append({})
@@ -285,5 +298,5 @@ def _add(rounds: _Rounds, payloads: Iterable[SentPayload]) -> None:
 
 
 def _dtype_of(reduction: str) -> str:
-    """The element type in the reduction of a payload, such as "mean float32"."""
+    """The element type in the text of a reduction: "float32" for "mean float32"."""
     return reduction.rpartition(" ")[2]

@@ -1,4 +1,4 @@
-"""Reads JSON objects field by field, with errors that name the file, the field and the allowed values."""
+"""Reads JSON objects field by field, and raises errors that name the file, the field and the allowed values."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _REQUIRED: Any = object()
 
 
 class CalibrationError(ValueError):
-    """A calibration that does not exist, cannot be read, or has an invalid field."""
+    """The calibration does not exist, cannot be read, or has an invalid field."""
 
 
 class Fields:
-    """One JSON object. Every method raises CalibrationError for a value that is missing or wrong.
+    """Reads one JSON object of a calibration file. Every method raises CalibrationError if a value is missing or wrong.
 
     Args:
-        data: the object.
-        file: name of the file, for errors.
+        data: the parsed JSON object.
+        file: name of the file, for error messages.
         path: path of the object in the file, such as models.resnet50; empty for the whole file.
     """
 
@@ -32,7 +32,8 @@ class Fields:
         self._data: dict[str, Any] = data
 
     def error(self, problem: str, name: str | None = None) -> CalibrationError:
-        """An error about this object, or a field of it."""
+        """An error about this object, or about its field `name`. The message consists of the file, the path of the
+        field, and `problem`."""
         place = self._place(name)
         return CalibrationError(f"{self._file}: {place} {problem}" if place else f"{self._file} {problem}")
 
@@ -44,12 +45,12 @@ class Fields:
         return list(self._data)
 
     def has(self, name: str) -> bool:
-        """Whether a field exists and is not null."""
+        """Whether the field `name` exists and is not null."""
         self._read.add(name)
         return self._data.get(name) is not None
 
     def finish(self) -> None:
-        """Raises CalibrationError for a field that was never read: its name is probably misspelt."""
+        """Raises CalibrationError if a field was never read, because its name is probably misspelt."""
         unknown = [name for name in self._data if name not in self._read]
         if unknown:
             known = ", ".join(sorted(self._read))
@@ -86,13 +87,14 @@ class Fields:
     def pairs(
         self, name: str, noun: str, *, second_rises: bool = False, lowest_second: float = 0
     ) -> tuple[tuple[float, float], ...]:
-        """Reads a list of pairs whose first numbers are positive and ascending; empty if the field is missing.
+        """Reads a list of pairs of numbers. The first numbers must be positive and ascend. The result is empty if the
+        field is missing.
 
         Args:
             name: name of the field.
-            noun: the pair, in words.
-            second_rises: whether the second numbers must not fall.
-            lowest_second: least value of the second numbers.
+            noun: words for the two numbers of a pair, such as "bytes, seconds", for error messages.
+            second_rises: whether each second number must be at least the second number of the pair before.
+            lowest_second: least allowed second number.
         """
         rows = self._list(name)
         pairs: list[tuple[float, float]] = []
@@ -108,26 +110,27 @@ class Fields:
         return tuple(pairs)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Reads the dimensions of a tensor."""
+        """Reads the shape of a tensor: a list of whole numbers, each 0 or more."""
         sizes = self._typed(tuple[int, ...], name)
         if any(size < 0 for size in sizes):
             raise self.error(f"must be a list of whole numbers, each 0 or more, not {shortened(sizes)}", name)
         return sizes
 
     def texts(self) -> dict[str, str]:
-        """The names and values of all fields of the object, which must all be texts."""
+        """The values of all fields, by name. All values must be texts."""
         return {name: self.text(name) for name in self._data}
 
     def list_of_texts(self, name: str) -> list[str]:
-        """Reads a list of texts; empty if the field is missing."""
+        """Reads a list of texts. The result is empty if the field is missing."""
         return list(self._typed(tuple[str, ...], name, []))
 
     def section(self, name: str, optional: bool = False) -> Fields:
-        """Reads an object inside of this object; an empty object if it is optional and missing."""
+        """Reads an object inside this object. If the object is missing and `optional` is True, the result has no
+        fields."""
         return Fields(self._get(name, {} if optional else _REQUIRED), self._file, self._place(name))
 
     def sections(self, name: str) -> list[Fields]:
-        """Reads a list of objects."""
+        """Reads a list of objects inside this object."""
         path = self._place(name)
         return [Fields(value, self._file, f"{path}[{place}]") for place, value in enumerate(self._list(name))]
 

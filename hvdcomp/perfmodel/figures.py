@@ -1,5 +1,5 @@
-"""The style of all figures: colour-blind safe colours and no background, legible on light and dark pages. Needs
-matplotlib."""
+"""The style of all figures. The colours suit colour-blind readers, and figures have no background, so that they are
+legible on light and dark pages. This module needs matplotlib."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ INK = "#7d7d7d"  # axes, texts and lines of dense gradients: legible on white an
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure, in inches."""
+    """An empty figure with this width and height, in inches."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
 def as_png(figure: Figure, dots_per_inch: int = 110) -> bytes:
-    """The figure as a PNG without a background, its axes and black texts in INK."""
+    """The bytes of a PNG of the figure, without a background. Axes and black texts get the colour `INK`."""
     for axes in figure.axes:
         axes.tick_params(which="both", colors=INK)
         axes.spines[:].set_color(INK)

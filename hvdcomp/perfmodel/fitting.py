@@ -1,4 +1,4 @@
-"""The model of a calibration that fits a training."""
+"""Finds the model of a calibration that has the same tensors as a training."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from hvdcomp.perfmodel.fields import CalibrationError
 
 
 def model_of(calibration: Calibration, tensors: Iterable[TensorInfo], source: str, model: str | None) -> ModelFacts:
-    """The model of a calibration with the shapes of a training's tensors. Tensor names are ignored.
+    """Finds the model of a calibration whose tensors have the same shapes and element types as the tensors of a
+    training. The names of tensors may differ.
 
     Args:
-        calibration: the calibration.
-        tensors: the training's tensors.
-        source: source of the calibration, for messages.
-        model: name of the model; None for any.
+        calibration: the calibration to search.
+        tensors: the tensors of the training.
+        source: file or preset that the calibration comes from, for messages.
+        model: name of the only model to consider; None for all models.
 
     Raises:
-        CalibrationError: if no model fits, or more than one.
+        CalibrationError: if no model has the same tensors, or if several models do.
     """
     own = _shapes(tensors)
     if model is not None and model not in calibration.models:
         raise CalibrationError(f"{source} has no model {model!r}; its models are: {', '.join(calibration.models)}")
     named = {name: facts for name, facts in calibration.models.items() if model in (None, name)}
-    # Sharded models are predicted without a policy, and have the shapes of others.
+    # A sharded model may have the same shapes as an unsharded one. Policies do not support sharded models.
     unsharded = {name: facts for name, facts in named.items() if not facts.sharded}
     fitting = [name for name, facts in unsharded.items() if _shapes(facts.tensors) == own]
     if not fitting:

@@ -4,13 +4,14 @@ For one step of a method, the device needs
 
     launches x LAUNCH_S  +  elements x (bytes / bandwidth  +  arithmetic x integer rate of an H200 / integer rate)
 
-`bytes` is the number of bytes that the kernels read and write for an element; it follows from the method. `arithmetic`
-is the rest of the time that an H200 needs for an element. This rest was measured, and most of it is whole-number
-operations. The bandwidth is `REACHED` times the bandwidth in the data sheet. On any card, the host needs `HOST_S` for a
-step and `HOST_LAUNCH_S` for each launch. It works while the device works, so a step takes the longer of the two times.
+seconds. `bytes` is the number of bytes that the kernels read and write for an element; it follows from the method.
+`arithmetic` is the rest of the time that an H200 needs for an element. This rest was measured, and the kernels spend
+most of it on whole-number operations. The bandwidth is `REACHED` times the bandwidth in the data sheet. On any GPU, the
+host needs `HOST_S` seconds for a step and `HOST_LAUNCH_S` seconds for each launch. The host works while the device
+works, so a step takes the longer of the two times.
 
-`benchmarks/times/other_card.py` predicts each measured card from the other one, and compares the predictions with the
-measurements.
+`benchmarks/times/other_card.py` predicts the times of each measured GPU from the other measured GPU, and compares the
+predictions with the measurements.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from hvdcomp.perfmodel.compute import EncodeTime
 LAUNCH_S = 6e-6
 """Seconds that the device needs to launch a kernel, in addition to the kernel's own work."""
 HOST_S, HOST_LAUNCH_S = 0.8e-3, 75e-6
-"""Seconds that the host needs for a step, and for each launch of a kernel, with Python on a Xeon."""
+"""Seconds that the host needs for a step, and seconds that it needs to launch a kernel, with Python on a Xeon."""
 REACHED = 0.85
-"""Share of a card's bandwidth that a copying kernel reaches."""
+"""Share of the bandwidth of a GPU's memory, as in the data sheet, that a kernel reaches if it only copies."""
 
 MEASURED_ON = CARDS["h200"]
 BENCH = "docs/encode/gpu.json, part bench"
@@ -35,15 +36,17 @@ ROOFLINE = "docs/encode/gpu.json, part roofline"
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of one step of a method.
+    """The work of a method's kernels in one step. "Per element" means per element of the gradients.
 
     Attributes:
-        launches: number of launches.
-        bytes: bytes per element that the kernels read and write, for one payload.
-        arithmetic_ps: picoseconds per element that an H200 needs in addition to launches and bytes.
-        payload: bytes per element of each further rank's payload, if payloads are gathered or scattered; 0 if not.
-        decode_ps: picoseconds per element that an H200 needs to decode a payload, in addition to its bytes.
-        source: the measurement, or how the numbers were estimated.
+        launches: number of kernel launches per step.
+        bytes: bytes per element that the kernels read and write if they decode a single payload.
+        arithmetic_ps: picoseconds per element that an H200 needs in addition to the times of launches and bytes.
+        payload: bytes per element that the kernels read and write to decode each further payload, if payloads are
+            gathered or scattered; 0 if not.
+        decode_ps: picoseconds per element that an H200 needs to decode each further payload, in addition to the time
+            of its bytes.
+        source: file with the measurement, or how the numbers were estimated.
     """
 
     launches: int
@@ -55,17 +58,17 @@ class Kernels:
 
     @property
     def estimated(self) -> bool:
-        """Whether the method itself was not measured on any card."""
+        """Whether the method was never measured on a GPU, so that the numbers are estimates."""
         return self.source.startswith("estimated")
 
 
 def arithmetic_ps(device_s: Mapping[int, float], kernels: Kernels, card: Card) -> float:
-    """`Kernels.arithmetic_ps`, from seconds measured on a card.
+    """Computes `Kernels.arithmetic_ps` from times measured on a GPU.
 
     Args:
-        device_s: seconds of the device's own time, by number of elements.
-        kernels: the kernels of the method; only their launches and bytes are used.
-        card: the card.
+        device_s: for each measured number of elements, the seconds that the device's kernels take.
+        kernels: the kernels of the method. Only `launches` and `bytes` are used.
+        card: the GPU on which the times were measured.
     """
     beyond = (sum(device_s.values()) - len(device_s) * kernels.launches * LAUNCH_S) / sum(device_s)
     beyond -= kernels.bytes / (REACHED * card.bytes_per_s)
@@ -73,12 +76,12 @@ def arithmetic_ps(device_s: Mapping[int, float], kernels: Kernels, card: Card) -
 
 
 def device_s(kernels: Kernels, card: Card, elements: float) -> float:
-    """Seconds of a step by the device's own time, with one payload."""
+    """Predicted seconds that the device's kernels take in a step that decodes a single payload."""
     return kernels.launches * LAUNCH_S + elements * _element_s(kernels.bytes, kernels.arithmetic_ps, card)
 
 
 def host_s(kernels: Kernels) -> float:
-    """Seconds that the host needs for a step."""
+    """Predicted seconds that the host needs for a step."""
     return HOST_S + kernels.launches * HOST_LAUNCH_S
 
 
@@ -87,11 +90,13 @@ def _element_s(moved: float, picoseconds: float, card: Card) -> float:
     return moved / (REACHED * card.bytes_per_s) + 1e-12 * picoseconds * slower
 
 
-# Bytes of an element: making x takes 12 if residuals are kept (gradient and residual are read, x is written), or else
-# 4, and a momentum 8 more. The payload is written once and read once, and a result takes 4. Codes read x once more,
-# after their scales are known. EDEN has a scale for each block, and makes the codes of a block while the block is in
-# registers. PowerSGD multiplies x once more (4), and its decoding reads and writes x (8).
-_SCATTERED = 64 * 0.01  # 1 % of the elements, each in a sector of 32 bytes that is read and written
+# `Kernels.bytes` is the sum of these bytes per element. Computing x = gradient + residual takes 12 bytes: the gradient
+# and the residual are read, and x is written. Without residuals it takes 4 bytes, and a momentum takes 8 more. The
+# payload is written once and read once, and the result takes 4 bytes. Quantizers read x a second time (4), after they
+# know the scales. EDEN does not: it has a scale for each block, and makes the codes of a block while the block is in
+# registers. PowerSGD multiplies x a second time (4), and its decoding reads and writes x (8).
+# 1 % of the elements are decoded. For each, a sector of 32 bytes is read and written.
+_SCATTERED = 64 * 0.01
 
 _SAME = "of the same kernels"
 _BY_CPU = "its arithmetic times the ratio of the processor times of both on a CPU (docs/encode/"
@@ -124,17 +129,18 @@ KERNELS = {
     "eden": Kernels(12, 8.5, 6.7, 0.25, 1.8, f"estimated: qsgd:bits=2, {_BY_CPU}presets-rotated.json)"),
     "eden:bits=1": Kernels(12, 8.25, 6.0, 0.125, 1.6, f"estimated: qsgd:bits=2, {_BY_CPU}presets-rotated.json)"),
 }
-"""The kernels of each method, by its spec."""
+"""The work of the kernels of each method, by spec."""
 
 
 def encode_time(spec: str, card: Card, elements: float, model: str | None = None) -> EncodeTime:
-    """The encode time of a method on a card.
+    """The encode time of a method on a GPU.
 
     Args:
-        spec: a key of `KERNELS`.
-        card: the card.
-        elements: number of elements of the model.
-        model: name of the model in `shapes`, if it has one; tells whether the time was measured.
+        spec: spec of the method, a key of `KERNELS`.
+        card: the GPU.
+        elements: number of elements of the model's gradients.
+        model: name of the model in `shapes`; None if it has no name there. The name decides whether the result says
+            that the time was measured for this model.
 
     Example:
         >>> time = encode_time("topk:ratio=0.01", CARDS["v100"], elements=25_557_032)

@@ -15,7 +15,7 @@ from hvdcomp.perfmodel.predict import Setting
 from hvdcomp.perfmodel.rates import GBPS
 
 MAP_RATES = (1, 10, 25, 50, 100, 400)
-"""Gb/s of a node's link."""
+"""The rates of a node's link on the map, in Gb/s."""
 MAP_RANKS = (16, 64, 256)
 
 
@@ -26,21 +26,26 @@ def cells(
     optimizer: str | None = None,
     **setting: Any,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each number of ranks, model and rate of `MAP_RATES`.
+    """Yields the cells of the map: one row for each number of ranks, each model and each rate of `MAP_RATES`.
 
     Args:
-        calibration: the calibration.
-        ranks: numbers of ranks.
-        specs, optimizer: as in `Adviser`.
-        setting: other attributes of `Setting`.
+        calibration: the measured times of the network and of the models.
+        ranks: the numbers of ranks on the map.
+        specs: specs of the compressors to compare, as in `Adviser`.
+        optimizer: kind of the training's optimizer, as in `Adviser`.
+        setting: other attributes of `Setting`, such as `micro_batches`.
 
     Yields:
-        calibration, ranks, model, batch_size, gbps: the set-up.
-        method: the fastest compressor that may be recommended; empty if there is none.
-        step_ms, dense_ms, fp16_ms: predicted times of a step with this compressor, with dense gradients and with fp16.
-        gain_percent: the lead of this compressor over the faster of dense and fp16; negative if it is slower.
+        calibration, model: names of the calibration and of the model.
+        ranks, batch_size, gbps: number of ranks, batch size of one rank and rate of a node's link in Gb/s. The batch
+            size is None if the calibration has none.
+        method: spec of the fastest compressor that may be recommended; empty if there is none.
+        step_ms, dense_ms, fp16_ms: predicted milliseconds of a step with this compressor, with dense gradients and with
+            fp16. `step_ms` is None if there is no compressor.
+        gain_percent: the compressor's lead over the faster of dense and fp16, in percent; negative if the compressor
+            is slower, and None if there is none.
         pays: whether the lead is larger than the model's error.
-        estimated: whether its encode time is an estimate.
+        estimated: whether the compressor's encode time is an estimate.
     """
     for model in calibration.models:
         adviser = adviser_of(calibration, model, specs, optimizer)
@@ -71,7 +76,7 @@ def cells(
 
 
 def short(method: str) -> str:
-    """The short name of a method for a cell of the map: without `exchange=scatter`.
+    """The name of a method in a cell of the map: its spec without `exchange=scatter`.
 
     Example:
         >>> short("two_level(int4:exchange=scatter)"), short("topk:ratio=0.01")

@@ -1,7 +1,7 @@
-"""Times of the network: latency and transfer time of collectives, from a few measured numbers.
+"""The times of the network: the latency and the transfer time of collectives, computed from a few measured numbers.
 
-Two numbers describe an algorithm: the number of messages that follow one another, and the bytes over a rank's busiest
-link. All functions take numbers or NumPy arrays that broadcast against each other.
+Two numbers describe the algorithm of a collective: the number of messages that follow one another, and the bytes that
+a rank's busiest link carries. All functions accept numbers, or NumPy arrays that broadcast against each other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ Array = Any  # a number or a NumPy array of float64
 
 
 class Traffic(NamedTuple):
-    """A rank's traffic in one collective: successive messages, and bytes over its busiest link."""
+    """The traffic of a rank in one collective: the number of messages that follow one another, and the bytes that the
+    rank's busiest link carries."""
 
     messages: Array
     bytes: Array
@@ -28,12 +29,12 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Seconds:
-    """Time of a collective, in s.
+    """The parts of a collective's time, in seconds.
 
     Attributes:
-        latency: time of waiting for messages.
-        transfer: time of moving bytes.
-        start: time until the collective starts; collectives requested together start together.
+        latency: seconds that ranks wait for messages.
+        transfer: seconds that the links need to move the bytes.
+        start: seconds until the collective starts. Collectives that are requested together start together.
     """
 
     latency: Array
@@ -42,7 +43,7 @@ class Seconds:
 
     @property
     def total(self) -> Array:
-        """The sum of the times."""
+        """The sum of the three parts, in seconds."""
         return self.start + self.latency + self.transfer
 
     def __add__(self, other: Seconds) -> Seconds:
@@ -77,7 +78,7 @@ def _direct_alltoall(size: Array, ranks: Array) -> Traffic:
 
 
 def _part_by_part(size: Array, ranks: Array) -> Traffic:
-    """A message of 1 / ranks of the bytes for each other rank."""
+    """An algorithm in which a rank sends, for each other rank, one message with 1 / ranks of its bytes."""
     return Traffic(ranks - 1, size * (ranks - 1) / ranks)
 
 
@@ -87,41 +88,48 @@ ALGORITHMS: dict[str, dict[str, Callable[[Array, Array], Traffic]]] = {
     "alltoall": {"direct": _direct_alltoall, "pairwise": _part_by_part},
     "reducescatter": {"ring": _part_by_part},
 }
-"""The traffic if each of `ranks` ranks contributes `size` bytes, by kind of collective and algorithm. In an alltoall or
-a reduce-scatter, `size` is the sum of a rank's parts for all ranks.
+"""By kind of collective and by algorithm, a function that computes the traffic if each of `ranks` ranks contributes
+`size` bytes. In an alltoall or a reduce-scatter, `size` is the sum of a rank's parts for all ranks.
 
-Allreduce: Agarwal et al. 2022, table 1 and equation 1. Allgather, direct: the same, appendix B. Allgather, ring: the
-bandwidth term is the same as for direct, and the number of messages is the number of other ranks (Thakur et al. 2005,
-section 4.1). Alltoall, pairwise: a rank exchanges one message of 1 / ranks of the bytes with each other rank in turn
-(the same paper, on long messages). Alltoall, direct: a rank sends all these messages at once, so they wait like the
-messages of a direct allgather.
-Reduce-scatter, ring: the first half of a ring allreduce, whose second half is a ring allgather of a rank's sum
-(Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms for clusters of workstations).
+Sources:
+
+- Allreduce: Agarwal et al. 2022, table 1 and equation 1.
+- Direct allgather: Agarwal et al. 2022, appendix B.
+- Ring allgather: a rank moves the same bytes as in a direct allgather, and the number of messages is the number of
+  other ranks (Thakur et al. 2005, section 4.1).
+- Pairwise alltoall: a rank exchanges one message of 1 / ranks of the bytes with each other rank in turn (Thakur et al.
+  2005, on long messages).
+- Direct alltoall: a rank sends all these messages at once, so they wait like the messages of a direct allgather.
+- Ring reduce-scatter: the first half of a ring allreduce. The second half is a ring allgather of the sums (Patarasuk
+  and Yuan 2009, Bandwidth optimal all-reduce algorithms for clusters of workstations).
 """
 
 _STANDS_IN = {"alltoall": "allgather", "reducescatter": "allreduce"}
-"""For a kind of collective with an unknown cost, the kind whose cost by message and byte is used."""
+"""For each kind of collective whose cost may be unknown, the kind whose seconds per message and per byte are used
+instead."""
 
 _STAND_IN_ALGORITHMS = {("alltoall", "direct"): "direct", ("alltoall", "ring"): "pairwise"}
 
 
 @dataclass(frozen=True)
 class CollectiveCost:
-    """The time of one kind of collective on one network.
+    """The numbers that determine the time of one kind of collective on one network.
 
     Attributes:
-        algorithm: a key of `ALGORITHMS[kind]`.
-        latency_s: alpha, seconds of a message.
-        bytes_per_s: bandwidth of a rank's link, for messages beyond the table.
-        transfer: optional table of (bytes over the link, seconds), both ascending, without latency. It is interpolated
-            linearly from (0, 0), and continued at `bytes_per_s` beyond the last entry.
-        incast: optional table of (ranks, factor) for collectives in which all senders reach one receiver at once: the
-            factor of the transfer time, interpolated linearly.
+        algorithm: name of the algorithm, a key of `ALGORITHMS[kind]`.
+        latency_s: seconds of latency per message (alpha).
+        bytes_per_s: bandwidth of a rank's link, in bytes/s. If there is a table `transfer`, the bandwidth is used only
+            beyond the last entry of the table.
+        transfer: optional table of measured transfer times, without latency: pairs of bytes over the link and seconds,
+            both ascending. The time is interpolated linearly from (0, 0), and rises with `bytes_per_s` beyond the last
+            entry.
+        incast: optional table for collectives in which all senders reach one receiver at once: pairs of a number of
+            ranks and the factor by which the transfer time is longer. The factor is interpolated linearly.
         start_s: seconds until an idle Horovod starts a collective (its cycle), for any number of ranks.
-        fusion_s_per_byte: seconds a byte of copying into Horovod's fusion buffer and back, if several tensors are
-            fused.
-        reduction_s_per_byte: additional seconds of adding up a byte over the link relative to float32, by element type;
-            0 for types that are missing. Does not depend on the bandwidth.
+        fusion_s_per_byte: seconds per byte that Horovod needs to copy gradients into its fusion buffer and back, if it
+            fuses several tensors.
+        reduction_s_per_byte: by element type, how many seconds longer it takes to add up one byte over the link than
+            in float32; 0 for types that are missing. These seconds do not depend on the bandwidth.
     """
 
     algorithm: str
@@ -142,15 +150,15 @@ class CollectiveCost:
         dtype: str = "",
         fused: ArrayLike = False,
     ) -> Seconds:
-        """Time of one collective.
+        """The predicted time of one collective.
 
         Args:
-            kind: a key of `ALGORITHMS`.
+            kind: kind of collective, a key of `ALGORITHMS`.
             size: bytes that each rank contributes.
-            ranks: number of ranks; with one rank the time is 0.
-            speed: factor by which the link is faster than `bytes_per_s` and the table.
-            dtype: element type of an allreduce.
-            fused: whether Horovod fuses several tensors.
+            ranks: number of ranks of the collective. With one rank, the time is 0.
+            speed: factor by which the link is faster than `bytes_per_s` and the table `transfer`.
+            dtype: element type of an allreduce or a reduce-scatter.
+            fused: whether Horovod fuses several tensors in this collective.
         """
         ranks, size = np.asarray(ranks, float), np.asarray(size, float)
         traffic = ALGORITHMS[kind][self.algorithm](size, ranks)
@@ -175,11 +183,11 @@ class CollectiveCost:
 
 
 def network_of_link(bits_per_s: float, latency_s: float) -> Network:
-    """The network of ranks of which each has a link of the given rate. The collectives are ring algorithms.
+    """A network in which each rank has its own link with the given rate. All collectives use ring algorithms.
 
     Args:
-        bits_per_s: rate of each link, both ways at once.
-        latency_s: latency of a message, in seconds.
+        bits_per_s: rate of each link in bits/s. A link reaches this rate in both directions at once.
+        latency_s: seconds of latency per message.
     """
     cost = CollectiveCost("ring", latency_s, bits_per_s / 8)
     return Network(cost, cost)
@@ -188,17 +196,18 @@ def network_of_link(bits_per_s: float, latency_s: float) -> Network:
 def network_of_nodes(
     ranks_per_node: int, bytes_per_s: float, latency_s: float, inside_bytes_per_s: float, inside_latency_s: float
 ) -> Network:
-    """The network of nodes that each have one link, with ring algorithms as NCCL's.
+    """A network of nodes that each have one link to the other nodes. Collectives use ring algorithms, as in NCCL.
 
-    A ring through all ranks leaves each node once, so a rank has the whole link, and a message takes the mean latency
-    of the hops. In an alltoall, and in an exchange between nodes, all ranks of a node send at once, so each rank has
-    only its share of the link.
+    A ring through all ranks leaves each node once, so a rank has the whole link, and the latency of a message is the
+    mean over the hops of the ring. In an alltoall, and in an exchange between nodes, all ranks of a node send at once,
+    so each rank has only its share of the link.
 
     Args:
-        ranks_per_node: number of ranks of a node, at least 2.
-        bytes_per_s: bandwidth of a node's link, both ways at once.
-        latency_s: seconds of a message between nodes.
-        inside_bytes_per_s, inside_latency_s: the same between the ranks of a node, for each rank's own link.
+        ranks_per_node: number of ranks per node, at least 2.
+        bytes_per_s: bandwidth of a node's link, in bytes/s. The link reaches it in both directions at once.
+        latency_s: seconds of latency per message between nodes.
+        inside_bytes_per_s: bandwidth of each rank's own link within its node, in bytes/s.
+        inside_latency_s: seconds of latency per message within a node.
     """
 
     def costs(ring_bytes_per_s: float, shared_bytes_per_s: float, seconds: float) -> Among:
@@ -216,7 +225,7 @@ def network_of_nodes(
 
 
 def reduction_of_scatter(of_allreduce: Mapping[str, float]) -> dict[str, float]:
-    """Computes `reduction_s_per_byte` of a reduce-scatter from `reduction_s_per_byte` of an allreduce.
+    """Computes `CollectiveCost.reduction_s_per_byte` of a reduce-scatter from that of an allreduce.
 
     A reduce-scatter adds up all bytes that it moves. An allreduce adds up only half of its bytes, because the other
     half are finished sums.
@@ -226,10 +235,10 @@ def reduction_of_scatter(of_allreduce: Mapping[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Costs:
-    """Costs of kinds of collectives.
+    """The costs of the kinds of collectives. Subclasses add `allreduce` and `allgather`.
 
     Attributes:
-        alltoall, reducescatter: costs; None if unknown.
+        alltoall, reducescatter: costs of an alltoall and of a reduce-scatter; None if unknown.
     """
 
     alltoall: CollectiveCost | None = None
@@ -238,8 +247,8 @@ class _Costs:
     def cost(self, kind: str) -> CollectiveCost:
         """The cost of a kind of collective.
 
-        An unknown alltoall has the numbers of the allgather, and an unknown reduce-scatter those of the allreduce, for
-        a message, a byte over the link and a byte to add up.
+        If the cost of an alltoall is unknown, its seconds per message and per byte are those of the allgather. If the
+        cost of a reduce-scatter is unknown, its seconds per message and per byte are those of the allreduce.
         """
         known: CollectiveCost | None = getattr(self, kind)
         if known is not None:
@@ -252,7 +261,8 @@ class _Costs:
         )
 
     def stand_in(self, kind: str) -> str | None:
-        """The kind whose numbers are used if this kind is unknown; None if it is known."""
+        """The kind of collective whose cost is used instead, if the cost of this kind is unknown; None if it is
+        known."""
         return None if getattr(self, kind) is not None else _STANDS_IN[kind]
 
 
@@ -261,7 +271,8 @@ class Among(_Costs):
     """The costs of collectives in a group of ranks.
 
     Attributes:
-        allreduce, allgather, alltoall, reducescatter: costs; the latter two None if unknown.
+        allreduce, allgather: costs of an allreduce and of an allgather.
+        alltoall, reducescatter: costs of an alltoall and of a reduce-scatter; None if unknown.
     """
 
     allreduce: CollectiveCost
@@ -270,7 +281,8 @@ class Among(_Costs):
 
 @dataclass(frozen=True)
 class Inner(Among):
-    """The fast link between the ranks of one node, for collectives in two stages.
+    """The costs of collectives within one node, on its fast inner link. They are used for collectives that have one
+    stage within nodes and one stage between nodes.
 
     Attributes:
         ranks_per_node: number of ranks that share a node and its link to other nodes.
@@ -281,13 +293,13 @@ class Inner(Among):
 
 @dataclass(frozen=True)
 class TwoLevelCosts:
-    """The costs of the collectives of two levels.
+    """The costs of the collectives of a two-level exchange.
 
     Attributes:
         ranks_per_node: number of ranks that share a node and its link to other nodes.
-        node: costs among the ranks of a node.
-        across: costs among the ranks with the same local rank. Meanwhile the ranks with other local ranks exchange the
-            same number of bytes over the same links.
+        node: costs of collectives among the ranks of a node.
+        across: costs of collectives among ranks of different nodes that have the same local rank. The ranks with other
+            local ranks exchange the same number of bytes over the same links at the same time.
     """
 
     ranks_per_node: int
@@ -300,11 +312,12 @@ class Network(_Costs):
     """The costs of collectives between ranks.
 
     Attributes:
-        allreduce, allgather, alltoall, reducescatter: costs between ranks, or between nodes if there is an inner link;
-            the latter two None if unknown.
-        inner: the link within nodes; None if collectives do not depend on nodes (as in a ring through all ranks, of
-            which one link leaves each node).
-        levels: the costs of two levels; None if unknown, or if they follow from `inner`.
+        allreduce, allgather, alltoall, reducescatter: costs of these collectives among all ranks, or among nodes if
+            `inner` is not None. The costs of an alltoall and of a reduce-scatter are None if unknown.
+        inner: the costs on the link within nodes; None if collectives do not depend on nodes, such as a ring through
+            all ranks that leaves each node once.
+        levels: the costs of the collectives of a two-level exchange; None if they are unknown, or if they follow from
+            `inner`.
     """
 
     allreduce: CollectiveCost
@@ -319,10 +332,11 @@ class Network(_Costs):
         return None if known is None else known.ranks_per_node
 
     def costs_among(self, among: Group) -> _Costs:
-        """The costs of collectives in a group of ranks.
+        """The costs of collectives in a group of ranks: all ranks ("all"), the ranks of a node ("node"), or ranks of
+        different nodes ("across").
 
         Raises:
-            CalibrationError: for "node" and "across", if nodes are unknown.
+            CalibrationError: for "node" and "across", if the calibration has no nodes of several ranks.
         """
         if among == "all":
             return self
@@ -344,24 +358,29 @@ class Network(_Costs):
         fused: ArrayLike = False,
         among: Group = "all",
     ) -> Seconds:
-        """Time of one collective.
+        """The predicted time of one collective.
 
-        With an inner link, an allreduce or a reduce-scatter is one within each node and one between nodes, each of all
-        bytes; an allgather is one between nodes of the bytes of each node's ranks, and one within nodes of its result;
-        an alltoall is one within each node of all bytes, and one between nodes of the bytes of each node's ranks. All
-        nodes but the last are full.
+        With an inner link, a collective among all ranks has one stage within each node and one stage between nodes. All
+        nodes except the last are assumed to be full.
+
+        - Allreduce and reduce-scatter: both stages carry the bytes of one rank.
+        - Allgather: the stage between nodes carries the bytes of all ranks of a node. The stage within nodes carries
+          the result.
+        - Alltoall: the stage within nodes carries the bytes of one rank. The stage between nodes carries the bytes of
+          all ranks of a node.
 
         Args:
-            kind: a key of `ALGORITHMS`.
+            kind: kind of collective, a key of `ALGORITHMS`.
             size: bytes that each rank contributes.
             ranks: number of all ranks.
-            bytes_per_s: the allreduce's bandwidth, if it is not the measured one; bandwidths of other kinds are
-                proportional, except within a node.
-            dtype, fused: as in `CollectiveCost.seconds`.
-            among: the group of ranks.
+            bytes_per_s: bandwidth of the allreduce, in bytes/s; None for the measured bandwidth. The bandwidths of
+                other kinds of collectives change by the same factor, except within a node.
+            dtype: element type of an allreduce or a reduce-scatter.
+            fused: whether Horovod fuses several tensors in this collective.
+            among: the ranks of the collective, as in `costs_among`.
 
         Raises:
-            CalibrationError: as in `costs_among`.
+            CalibrationError: if `among` is "node" or "across", and the calibration has no nodes of several ranks.
         """
         speed = 1.0 if bytes_per_s is None else np.asarray(bytes_per_s, float) / self.allreduce.bytes_per_s
         if among != "all":
@@ -386,5 +405,5 @@ class Network(_Costs):
         local, nodes = np.minimum(ranks, per_node), np.ceil(ranks / per_node)
         if among == "node":
             return cost.seconds(kind, size, local, dtype=dtype, fused=fused)
-        # Costs with an inner link are those of the node's link, which carries the bytes of all its ranks.
+        # If there is an inner link, the costs are those of the node's link, which carries the bytes of all its ranks.
         return cost.seconds(kind, size if self.levels is not None else size * local, nodes, speed, dtype, fused)

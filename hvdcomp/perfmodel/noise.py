@@ -1,25 +1,27 @@
-"""Noisy measurements, and their effect on the time of a step."""
+"""The effect of noisy measurements on the predicted time of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 NOISY = 0.15
-"""Relative difference of repeated medians above which a measurement is too noisy to trust."""
+"""A measurement is repeated, and each repetition has a median. If the medians differ by more than this share, the
+measurement is too noisy to trust."""
 
 
 def uncertain_shares(noisy: Mapping[str, Mapping[str, float]], step_s: float) -> dict[str, float]:
-    """The change of a step's time, as a share of it, if a noisy measurement is wrong.
+    """Estimates how much the time of a step changes if a noisy measurement is wrong.
 
-    A collective of 64 bytes may take twice as long in one minute as in the next. That is negligible in a step of 500 ms
-    and large in a step of 5 ms.
+    A collective of 64 bytes may be twice as slow in one minute as in the next. This difference is negligible in a step
+    of 500 ms and large in a step of 5 ms.
 
     Args:
-        noisy: measurements by name: `seconds`, and `spread`, the relative difference of repetitions.
+        noisy: the noisy measurements, by name. Each has `seconds`, the measured time, and `spread`, the relative
+            difference between repetitions.
         step_s: seconds of the step.
 
     Returns:
-        The shares by name, the largest first.
+        For each measurement, by name, the change as a share of the step's time. The largest share is first.
 
     Example:
         >>> uncertain_shares({"allreduce of 64 bytes": {"seconds": 0.001, "spread": 2.0}}, step_s=0.1)

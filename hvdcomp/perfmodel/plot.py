@@ -1,4 +1,4 @@
-"""Draws a sweep, step times by method with the compression factor needed below, and the map. Needs matplotlib."""
+"""Draws two figures of the performance model: the step times of a sweep, and the map. This module needs matplotlib."""
 
 from __future__ import annotations
 
@@ -23,19 +23,25 @@ from hvdcomp.perfmodel.verdict import times
 
 
 def draw(swept: Sweep, title: str, marked: float | None, file: Path) -> None:
-    """Writes a PNG. Raises OSError if it cannot be written.
+    """Writes a PNG of a sweep: the step times of all methods, and below them the compression factor that an ideal
+    compressor would need.
 
     Args:
-        swept: the sweep.
+        swept: the predictions of the sweep.
         title: title of the figure.
-        marked: place of the setting itself on the axis; None for none.
-        file: file to write.
+        marked: the value on the sweep's axis that the figure marks with a line, such as the calibrated bandwidth; None
+            for no line.
+        file: path of the PNG.
+
+    Raises:
+        OSError: if the file cannot be written.
     """
     figure = new_figure(8, 6.2)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     compressed = [spec for spec in swept.step_s if spec != UNCOMPRESSED]
     for number, spec in enumerate(compressed):
-        style = {"color": COLOURS[number % 6], "linestyle": LINES[number // 6 % len(LINES)]}  # its grey is for dense
+        # The seventh colour is grey, like the line of dense gradients.
+        style = {"color": COLOURS[number % 6], "linestyle": LINES[number // 6 % len(LINES)]}
         above.plot(swept.values, 1e3 * swept.step_s[spec], label=spec, linewidth=1.5, **style)
     above.plot(swept.values, 1e3 * swept.step_s[UNCOMPRESSED], label=UNCOMPRESSED, color=INK, linewidth=2.2)
     above.set_ylabel("time of a step (ms)")
@@ -56,7 +62,8 @@ def draw(swept: Sweep, title: str, marked: float | None, file: Path) -> None:
 
 
 def _plain_ticks(axes: Axes) -> None:
-    """Labels more than powers of ten on a short axis, which may have no power of ten."""
+    """On a short logarithmic axis, labels ticks between the powers of ten, because the axis may contain no power of
+    ten."""
     for axis in (axes.xaxis, axes.yaxis):
         low, high = axis.get_view_interval()
         digits = (2, 3, 5, 7) if high < 10 * low else (2, 5) if high < 1000 * low else ()
@@ -73,17 +80,22 @@ def _leading_digit(value: float) -> int:
 
 
 _FULL_COLOUR = 4.0
-"""Cells of the map have their full colour at this factor and above."""
+"""The speedup from which on a cell of the map has its full colour."""
 
 
 def draw_map(rows: Sequence[dict[str, Any]], title: str, file: Path) -> None:
-    """Writes a PNG of the rows of `map.cells`, with a panel for each number of ranks.
+    """Writes a PNG of the map, with a panel for each number of ranks.
 
-    A cell shows the fastest method and its speedup over the better of dense and fp16. The cell is grey if the lead is
-    within the model's error.
+    A cell shows the fastest method and its speedup over the faster of dense and fp16. The cell is grey and empty if the
+    speedup is within the model's error.
+
+    Args:
+        rows: the cells of the map, as `map.cells` yields them.
+        title: title of the figure.
+        file: path of the PNG.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if the file cannot be written.
     """
     ranks, models, rates = (list(dict.fromkeys(row[key] for row in rows)) for key in ("ranks", "model", "gbps"))
     figure = new_figure(1.6 + 1.25 * len(rates), 1.0 + len(ranks) * (0.5 + 0.42 * len(models)))
@@ -104,7 +116,7 @@ def draw_map(rows: Sequence[dict[str, Any]], title: str, file: Path) -> None:
 def _draw_cell(axes: Axes, row: dict[str, Any], column: int, line: int) -> None:
     factor = 1.0 if row["gain_percent"] is None else 1 + row["gain_percent"] / 100
     strength = 0.25 + 0.75 * min(1.0, math.log(max(1.0, factor)) / math.log(_FULL_COLOUR))
-    # Opaque, so that its text is legible on light and dark pages.
+    # The coloured cells are opaque, so that their text is legible on light and dark pages.
     colour = 1 - strength * (1 - np.array(to_rgb(COLOURS[0]))) if row["pays"] else (*to_rgb(COLOURS[-1]), 0.2)
     axes.add_patch(Rectangle((column + 0.02, line + 0.04), 0.96, 0.92, facecolor=colour, linewidth=0))
     if row["pays"]:

@@ -1,6 +1,6 @@
-"""The performance model: the time of a step, from its exchange, the costs of network and computer, and a schedule.
+"""Predicts the time of a step from its exchange, the times of the network and of the computer, and a schedule.
 
-Every value in a `Setting` may be an array, so one call computes a sweep over thousands of settings.
+Every value in a `Setting` may be an array, so one call predicts the times of thousands of settings.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ from hvdcomp.perfmodel.schedule import Buckets, Parts, cut, early, overlapped, p
 Array = Any
 
 UNCOMPRESSED = "none"
-"""The spec of dense gradients. Its encode time is the remaining time of a step, because nothing is encoded."""
+"""The spec of dense gradients. They are not encoded, so the encode time of this spec is the time of a dense step that
+no other number includes."""
 
 LIMITS = ("compute", "encode", "network", "latency")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The conditions of a training: numbers, or arrays that broadcast against each other.
+    """The conditions of a training. Each value is a number or an array; arrays broadcast against each other.
 
     Attributes:
         world_size: number of ranks, 1 or more.
-        bytes_per_s: bandwidth of a rank's (or node's) link; None for the calibrated bandwidth.
+        bytes_per_s: bandwidth of the link of a rank (or of a node), in bytes/s; None for the calibrated bandwidth.
         batch_size: batch size of one rank; None for the calibrated batch size.
-        compute_speed: factor by which the computer is faster than calibrated, encoding included.
+        compute_speed: factor by which the computer is faster than the calibrated one, also in encoding.
         encode_speed: additional factor by which encoding and decoding are faster.
-        payload: factor of the bytes sent after the backward pass.
-        micro_batches: number of backward passes of a step, of which only the last one hides communication (gradient
-            accumulation). `batch_size` is the batch size of one backward pass.
+        payload: factor by which the bytes that hvdcomp's engine sends are multiplied.
+        micro_batches: number of backward passes per step (gradient accumulation). Only the last backward pass hides
+            communication. `batch_size` is the batch size of one backward pass.
         recompute: share of the forward pass that the backward pass repeats (activation checkpointing).
 
     Raises:
-        ValueError: for a value out of range.
+        ValueError: if a value is out of range.
     """
 
     world_size: ArrayLike
@@ -65,7 +66,7 @@ class Setting:
 
     @property
     def exchanges(self) -> Array:
-        """Whether there are other ranks."""
+        """Whether there are other ranks to exchange gradients with."""
         return np.asarray(self.world_size) > 1
 
 
@@ -78,18 +79,21 @@ def predict(
     encode: EncodeTime | None = None,
     early_bytes: float | None = None,
 ) -> Parts:
-    """The parts of a step's time, in s.
+    """Predicts the time of a step, by parts, in seconds.
 
     Args:
-        network, compute: times of the machine and model.
-        exchange: the exchange of a step with the setting's number of ranks.
-        bucket_bytes: bytes sent at a time during the backward pass; at most, if `compute.ready` is known.
-        setting: the setting.
-        encode: time of encoding and decoding; None for none. In an overlapped method it precedes communication and is
-            not hidden. For dense gradients it is the remaining time of a step, and counts as latency.
+        network: the times of collectives.
+        compute: the times of the model's computation.
+        exchange: the collectives of a step with the number of ranks in `setting`.
+        bucket_bytes: bytes of gradients that the framework sends at a time during the backward pass. If `compute.ready`
+            is known, this is the largest number of bytes.
+        setting: the conditions of the training, such as the number of ranks.
+        encode: the time to encode and decode the gradients; None if it is 0. If the framework exchanges the gradients
+            itself, encoding precedes communication and does not overlap with it. For dense gradients, `encode` is the
+            time of a step that the other numbers do not include, and counts as latency.
         early_bytes: least bytes of gradients in a bucket that the engine sends during the backward pass, as
-            `bucket_bytes` of `hvdcomp.Compression`; None if it sends all at its end. It also does so where a rank
-            gathers more than `GATHERED_BYTES`.
+            `bucket_bytes` of `hvdcomp.Compression`; None if the engine sends all gradients after the backward pass. The
+            engine also sends all gradients after the backward pass if a rank would gather more than `GATHERED_BYTES`.
     """
     step, backward = passes(compute, setting)
     cost_of = _cost_of(network, setting)
@@ -119,16 +123,17 @@ def predict(
 def local_step_s(
     network: Network, compute: Compute, exchange: Exchange, setting: Setting, encode: EncodeTime | None, every: int
 ) -> Array:
-    """Mean seconds of a step if only every `every`-th step ends with an exchange (`hvdcomp.torch.LocalSteps`): a step
-    without exchange, plus the exchange and the outer step over `every`.
+    """Predicts the mean seconds of a step with local steps (`hvdcomp.torch.LocalSteps`), if only every `every`-th step
+    ends with an exchange. The mean is the time of a step without exchange, plus the time of the exchange and of the
+    outer optimizer divided by `every`.
 
-    The exchange does not overlap with anything, because it begins after the optimizer's step. The outer step also
-    processes all weights once, and is assumed to take as long as the optimizer's step.
+    The exchange does not overlap with anything, because it begins after the step of the inner optimizer. The outer
+    optimizer also processes all weights once, so its step is assumed to take the same time as that of the inner
+    optimizer.
 
     Args:
         network, compute, exchange, setting, encode: as in `predict`.
-        every: number of steps between exchanges; 1 for an exchange after each step, of the step instead of the
-            gradient.
+        every: number of steps from one exchange to the next. With 1, ranks exchange a pseudo-gradient after each step.
     """
     step, _ = passes(compute, setting)
     spent = encode_s(encode, setting, exchange)
@@ -141,7 +146,7 @@ def local_step_s(
 def _overlapped_step(
     compute: Compute, exchange: Exchange, size: Array, bucket_bytes: float, setting: Setting, cost_of: Any
 ) -> Parts:
-    """A step whose gradients, of `size` bytes in all, Horovod itself exchanges."""
+    """The parts of a step's time if Horovod or DistributedDataParallel exchanges the gradients, `size` bytes in all."""
     step, backward = passes(compute, setting)
     gamma, ranks = compute.gamma, setting.world_size
     if compute.ready:
@@ -159,7 +164,7 @@ def _overlapped_step(
 
 
 def passes(compute: Compute, setting: Setting) -> tuple[Array, Array]:
-    """Seconds of a step without communication, and of its last backward pass."""
+    """The seconds of a step without communication, and the seconds of its last backward pass."""
     faster = np.asarray(setting.compute_speed, float)
     share = compute.share(setting.batch_size) / faster
     forward = compute.forward_s or 0.0
@@ -169,7 +174,7 @@ def passes(compute: Compute, setting: Setting) -> tuple[Array, Array]:
 
 
 def encode_s(encode: EncodeTime | None, setting: Setting, exchange: Exchange) -> Array:
-    """Seconds of encoding and decoding; 0 without other ranks."""
+    """Seconds of encoding and decoding in a step; 0 if there is only one rank."""
     if encode is None:
         return 0.0
     faster = np.asarray(setting.compute_speed, float) * np.asarray(setting.encode_speed, float)
@@ -177,8 +182,9 @@ def encode_s(encode: EncodeTime | None, setting: Setting, exchange: Exchange) ->
 
 
 def _sharded_encode_s(encode: EncodeTime, setting: Setting, exchange: Exchange, modules: float) -> Array:
-    """Seconds of encoding and decoding between nodes if FSDP reduces one module after the other. The host needs its
-    time for each module. A rank encodes and decodes only its share of what its node sends."""
+    """Seconds of encoding and decoding in a step, if FSDP reduces one module after the other. Nothing is encoded on a
+    single node. The host needs `EncodeTime.host_s` for each module. A rank encodes and decodes only its share of the
+    gradients that its node sends."""
     if not any(collective.kind == "alltoall" for collectives in exchange.rounds for collective in collectives):
         return 0.0
     faster = np.asarray(setting.compute_speed, float) * np.asarray(setting.encode_speed, float)
@@ -188,21 +194,23 @@ def _sharded_encode_s(encode: EncodeTime, setting: Setting, exchange: Exchange, 
 
 
 def _overhead_s(encode: EncodeTime | None, setting: Setting, dense: Exchange) -> Array:
-    """`encode_s` of dense gradients, which does not depend on the encode speed."""
+    """Seconds of a dense step that no other number includes (`UNCOMPRESSED`). `Setting.encode_speed` does not change
+    them."""
     return encode_s(encode, replace(setting, encode_speed=1.0), dense)
 
 
 def decode_s(encode: EncodeTime | None, setting: Setting, exchange: Exchange) -> Array:
-    """Seconds of decoding, as far as they are known separately."""
+    """Seconds of decoding in a step, as far as they are known apart from the seconds of encoding."""
     if encode is None:
         return 0.0
     return encode_s(replace(encode, encode_s=0.0, host_s=0.0), setting, exchange)
 
 
 def limited_by(parts: Parts) -> Array:
-    """The largest of the four parts of a step's time, by its name in `LIMITS`.
+    """The name in `LIMITS` of the largest part of a step's time.
 
-    Passes that end before the communication that they hide are not counted.
+    Computation does not count if it ends before the communication that overlaps with it, because a faster computer
+    would then only wait longer.
     """
     compute = np.where(parts.waits, 0.0, parts.compute)
     every = np.broadcast_arrays(compute, parts.encode, parts.transfer, parts.latency)
@@ -219,16 +227,18 @@ def least_compression_factor(
 ) -> Array:
     """The compression factor with which an ideal compressor makes a step nearly as fast as on one rank.
 
-    An ideal compressor costs nothing. It divides by the factor the bytes of every bucket of the dense exchange and the
-    overhead of dense gradients. The best step that it can reach hides all communication behind a backward pass slowed
-    by gamma. That step counts as linear scaling here, since gamma alone can exceed the allowed loss.
+    An ideal compressor needs no time itself. It divides the bytes of every bucket, and the overhead of dense gradients,
+    by the compression factor. In the fastest possible step, all communication overlaps with the backward pass, which
+    becomes slower by the factor gamma. The speed of this step counts as linear scaling, because gamma alone can cost
+    more than `efficiency` allows.
 
     Args:
-        network, compute, dense, bucket_bytes, setting: as for `predict`; `dense` is the uncompressed exchange.
+        network, compute, bucket_bytes, setting: as in `predict`.
+        dense: the collectives of a step with uncompressed gradients.
         efficiency: share of linear scaling to reach, 0 < efficiency < 1.
 
     Returns:
-        The factor: 1 if no compression is needed, NaN if latency alone costs more than any factor can save.
+        The factor. It is 1 if no compression is needed, and NaN if no factor suffices because of latency.
     """
     if not 0 < efficiency < 1:
         raise ValueError(f"efficiency must be between 0 and 1, not {efficiency}")
@@ -243,7 +253,7 @@ def least_compression_factor(
     allowed = (step - backward + slowed) / efficiency
     shape = np.broadcast(seconds(1.0), allowed).shape
     low, high = np.zeros(shape), np.full(shape, np.log(1e9))
-    for _ in range(60):  # halves an interval of logarithms, far below any relevant difference
+    for _ in range(60):  # bisection of logarithms; 60 halvings are more than exact enough
         middle = (low + high) / 2
         enough = seconds(np.exp(middle)) <= allowed
         low, high = np.where(enough, low, middle), np.where(enough, middle, high)

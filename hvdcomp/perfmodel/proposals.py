@@ -1,5 +1,5 @@
-"""Proposed compressors: of each kind, the compressor with the fastest predicted step that loses little enough
-quality."""
+"""Proposes compressors to the policy `auto`: compressors of different kinds that have fast predicted steps and lost
+little quality in hvdcomp's own trainings."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from hvdcomp.compressors.two_level import within
 from hvdcomp.perfmodel.ways import in_two_levels
 
 MOST = 3
-"""Largest number of proposed compressors, as each is tried and mixed with others."""
+"""Largest number of proposed compressors. It is small because the policy tries each of them, and combines them with
+other compressors."""
 
 REACH = 0.25
-"""A compressor is worth a trial if its step is longer than the fastest step by at most this share."""
+"""The predicted step of a proposed compressor is longer than the fastest step by at most this share."""
 
 
 @dataclass(frozen=True)
 class Criteria:
-    """The criteria for proposals in one training.
+    """What a compressor must fulfil to be proposed for a training.
 
     Attributes:
-        loss: largest increase of the loss by a compressor, as a share.
-        optimizer: as in `hvdcomp.compressors.evidence.Evidence`; None if unknown.
-        beside: specs of other compressors that the training uses temporarily, such as a warm-up's.
+        loss: largest share by which a compressor may have increased the training's loss in hvdcomp's own trainings.
+        optimizer: kind of the training's optimizer, as in `hvdcomp.compressors.evidence.Evidence`; None if unknown.
+        beside: specs of other compressors that the training uses for a time, such as the compressor of a warm-up.
     """
 
     loss: float
@@ -37,18 +38,24 @@ class Criteria:
 
 @dataclass(frozen=True)
 class Proposals:
-    """The compressors that can be proposed.
+    """The proposed compressors, and those that lack only an encode time.
 
     Attributes:
         specs: specs of the proposed compressors, the fastest first.
-        unpredicted: specs of compressors that evidence allows and whose encode time is unknown.
+        unpredicted: specs of the compressors that lost little enough quality, but whose step time cannot be predicted
+            because their encode time is unknown.
     """
 
     specs: tuple[str, ...] = ()
     unpredicted: tuple[str, ...] = ()
 
     def missing(self, criteria: Criteria, source: str) -> str | None:
-        """A sentence of advice on how to get more proposals; None if none is missing."""
+        """Advice to the user on how to get more proposals, as a message; None if nothing is missing.
+
+        Args:
+            criteria: the criteria that led to these proposals.
+            source: file or preset that the calibration comes from.
+        """
         if self.unpredicted:
             options = " ".join(f"--compressor '{spec}'" for spec in self.unpredicted)
             return (
@@ -80,16 +87,17 @@ def propose(
 ) -> Proposals:
     """Chooses a few compressors by the predicted time of a step.
 
-    The compressor with the fastest step is always proposed, because a network may become slower. The others are of
-    other kinds, and within `REACH` of the fastest method. They are only proposed if residuals stay bounded when all of
-    them take turns.
+    The compressor with the fastest step is always proposed, even if dense training is faster, because the network may
+    become slower. The other proposals are of other kinds, and their steps are longer than the fastest step by at most
+    `REACH`. They are proposed only if residuals stay bounded when all compressors take turns.
 
     Args:
-        criteria: the criteria.
-        fixed: the training's own compressor, and those that the user named.
-        seconds_of: function from a compressor to the predicted seconds of a step; None if its encode time is unknown.
-        least: seconds of the fastest step without proposals.
-        two_levels: whether nodes are known to have equal numbers of ranks, which two levels need.
+        criteria: what a compressor must fulfil to be proposed.
+        fixed: the compressor of the training, and the compressors that the user named. They are not proposed again.
+        seconds_of: function that returns the predicted seconds of a step with a compressor, or None if the encode time
+            of the compressor is unknown.
+        least: predicted seconds of the fastest step with dense gradients or a compressor of `fixed`.
+        two_levels: whether all nodes are known to have the same number of ranks, as two-level exchanges need.
     """
     times: dict[Compressor, float] = {}
     unpredicted = []
@@ -117,7 +125,7 @@ def propose(
 
 
 def _allowed(criteria: Criteria) -> Iterator[Compressor]:
-    """The compressors that evidence allows."""
+    """The compressors that lost little enough quality in hvdcomp's own trainings (`Criteria.loss`)."""
     for compressor in map(parse_compressor, measured_specs()):
         lost = lost_with(compressor, criteria.optimizer)
         if lost is not None and lost <= criteria.loss:

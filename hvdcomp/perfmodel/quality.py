@@ -1,4 +1,4 @@
-"""Which compressors the advice recommends, judged by the quality that they lost in hvdcomp's own trainings."""
+"""Decides which compressors the advice may recommend, by the quality that they lost in hvdcomp's own trainings."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from hvdcomp.compressors.evidence import DIVERGED
 from hvdcomp.compressors.harm import HARMFUL
 
 HARMLESS = 0.02
-"""Largest relative loss of quality, in hvdcomp's own trainings, of a method that suits an optimizer."""
+"""A method suits an optimizer if it lost at most this share of quality in hvdcomp's own trainings."""
 
 MUCH = 2 * HARMFUL
-"""Relative loss of quality from which on a method is not recommended, if it loses as much with every one of
-`OPTIMIZERS`."""
+"""A method is never recommended if it lost at least this share of quality with every one of the `OPTIMIZERS`."""
 
 
 def is_harmless(compressor: Compressor, optimizer: str | None) -> bool:
@@ -20,22 +19,23 @@ def is_harmless(compressor: Compressor, optimizer: str | None) -> bool:
 
     Args:
         compressor: the method.
-        optimizer: as in `hvdcomp.compressors.evidence.Evidence`; None for SGD and Adam.
+        optimizer: kind of the optimizer, as in `hvdcomp.compressors.evidence.Evidence`; None for the larger loss of
+            SGD and Adam.
     """
     lost = lost_with(compressor, optimizer)
     return lost is not None and lost <= HARMLESS
 
 
 def why_not(compressor: Compressor, optimizer: str | None = None) -> str | None:
-    """Why a method is not recommended, as a phrase; None if it may be recommended.
+    """The reason why a method is not recommended, as a phrase; None if it may be recommended.
 
-    With a known optimizer, a method may be recommended if it `is_harmless`. If the optimizer is unknown, a method may
-    be recommended unless it was never trained, or lost `MUCH` with every one of the `OPTIMIZERS`: a method that works
-    with only one of them may still work with the user's optimizer.
+    If the optimizer is known, a method may be recommended if it suits this optimizer (`is_harmless`). If the optimizer
+    is unknown, a method may be recommended if it lost less than `MUCH` with at least one of the `OPTIMIZERS`, because
+    it may also work with the user's optimizer.
 
     Args:
         compressor: the method.
-        optimizer: as in `hvdcomp.compressors.evidence.Evidence`; None if unknown.
+        optimizer: kind of the optimizer, as in `hvdcomp.compressors.evidence.Evidence`; None if unknown.
 
     Example:
         >>> from hvdcomp.compressors.parsing import parse_compressor

@@ -1,4 +1,4 @@
-"""Parses bandwidths in the notation of Linux's `tc`, in bits per second."""
+"""Parses rates of links in the notation of Linux's `tc`, such as "100mbit" for 100 megabits per second."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import math
 import re
 
 GBPS = 1.25e8
-"""Bytes per second of one gigabit per second."""
+"""The number of bytes per second that are one gigabit per second."""
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 _RATE = re.compile(rf"(\d+(?:\.\d*)?|\.\d+)({'|'.join(_UNITS)})")
 
 
 def parse_rate(text: str) -> float:
-    """Bits per second of a rate such as "100mbit" or "2.5gbit".
+    """The number of bits per second of a rate such as "100mbit" or "2.5gbit".
 
     Raises:
-        ValueError: if the text is no rate, or 0.
+        ValueError: if the text is not a rate, or if the rate is 0.
     """
     match = _RATE.fullmatch(text.strip().lower())
     bits = float(match[1]) * _UNITS[match[2]] if match else 0.0
@@ -25,10 +25,10 @@ def parse_rate(text: str) -> float:
 
 
 def parse_gbps(text: str) -> float:
-    """Gigabits per second of a rate with a unit, as in `parse_rate`, or of a number in Gb/s.
+    """The number of gigabits per second of a text: either a rate with a unit, as in `parse_rate`, or a number in Gb/s.
 
     Raises:
-        ValueError: if the text is neither, or not above 0.
+        ValueError: if the text is neither a rate nor a number, or if the number is not above 0.
     """
     try:
         number = float(text)

@@ -1,10 +1,13 @@
-"""The overlap of computation and exchange in a step of hvdcomp or Horovod.
+"""Predicts how computation and exchange overlap in a step. Each kind of step has a function:
 
-Overlapped (dense and casts): Horovod sends buckets during the backward pass; or, if the times when gradients are ready
-are known, all ready gradients, one collective after the other. Sequential (other methods): hvdcomp's engine encodes,
-exchanges and decodes after the backward pass. Both after Agarwal et al. 2022, section 4.1 and appendix B. Early: the
-engine starts buckets during the backward pass. Sharded (FSDP2): weights are gathered, and gradients reduced, module by
-module during both passes.
+- `overlapped`, for dense gradients and casts: Horovod sends full buckets during the backward pass (Agarwal et al. 2022,
+  section 4.1 and appendix B).
+- `when_ready`, for dense gradients and casts if it is known when gradients are ready: Horovod sends all gradients that
+  are ready, one collective after the other.
+- `sequential`, for other methods: hvdcomp's engine encodes, exchanges and decodes all gradients after the backward pass
+  (the same paper).
+- `early`, for other methods: hvdcomp's engine starts buckets during the backward pass.
+- `sharded`, for FSDP2: FSDP2 gathers weights and reduces gradients, module by module, during both passes.
 """
 
 from __future__ import annotations
@@ -18,11 +21,13 @@ from hvdcomp.perfmodel.exchanges import Exchange, Round
 from hvdcomp.perfmodel.network import Seconds
 
 Array = Any
-CostOf = Callable[..., Seconds]  # time of a collective, from its kind, the bytes of one rank, `dtype` and `fused`
+# A function that returns the time of a collective, from its kind, the bytes of one rank, `dtype`, `fused` and `among`.
+CostOf = Callable[..., Seconds]
 
 
 class Buckets(NamedTuple):
-    """Bytes cut into `number` buckets, all of `size` bytes except the last one of `last` bytes."""
+    """Gradients cut into `number` buckets. Each bucket has `size` bytes, except the last bucket, which has `last`
+    bytes."""
 
     number: int
     size: float
@@ -30,10 +35,15 @@ class Buckets(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The parts of a step's time, in s, whose sum is the total; of communication, only the exposed part.
+    """The parts of a step's time, in seconds. Their sum is the time of the step.
 
-    `waits` is whether the backward pass ends before the communication that it hides, so that a faster computer would
-    only wait longer.
+    Attributes:
+        compute: seconds of computation, except encoding and decoding.
+        encode: seconds of encoding and decoding.
+        transfer: seconds of moving bytes that do not overlap with computation.
+        latency: seconds of waiting for messages that do not overlap with computation.
+        waits: whether computation ends before the communication that overlaps with it, so that a faster computer would
+            only wait longer.
     """
 
     compute: Array
@@ -44,42 +54,47 @@ class Parts(NamedTuple):
 
     @property
     def total(self) -> Array:
-        """Time of the step."""
+        """Seconds of the step."""
         return self.compute + self.encode + self.transfer + self.latency
 
     def towards(self, other: Parts, share: Array) -> Parts:
-        """Interpolates between these parts (share 0) and other ones (share 1), for steps without waits."""
+        """Interpolates linearly between these parts (share 0) and other parts (share 1). `waits` is that of these
+        parts."""
         pairs = zip(self[:4], other[:4], strict=True)
         between = (own_part + share * (other_part - own_part) for own_part, other_part in pairs)
         return Parts._make([*between, self.waits])
 
 
 def cut(total: float, bucket_bytes: float) -> Buckets:
-    """Cuts bytes into full buckets and a last one that is not empty."""
+    """Cuts `total` bytes into full buckets of `bucket_bytes` bytes and a last bucket that is not empty."""
     number = max(1, int(np.ceil(total / bucket_bytes)))
     size = min(bucket_bytes, total)
     return Buckets(number, size, total - (number - 1) * size)
 
 
 def overlapped(compute: Array, backward: Array, gamma: Array, buckets: Buckets, cost_of: CostOf, ranks: Array) -> Parts:
-    """max(gamma backward, (k - 1) T(b)) + T(last), plus the other computation.
+    """Predicts a step in which Horovod sends full buckets during the backward pass.
 
-    All buckets except the last are sent during the backward pass, and slow it by gamma. A single rank exchanges nothing
-    and is not slowed.
+    All buckets except the last are sent during the backward pass, which becomes slower by the factor gamma. With k
+    buckets and a function T for the time of an allreduce, the time of the step is
+
+        max(gamma backward, (k - 1) T(size)) + T(last) + the time of other computation.
+
+    A single rank exchanges nothing, and its backward pass does not become slower.
 
     Args:
         compute: seconds of a step without communication.
-        backward: seconds of the backward pass, which hides communication.
-        gamma: slow-down of the backward pass.
-        buckets: the buckets.
-        cost_of: cost of collectives.
+        backward: seconds of the backward pass. Communication overlaps with it.
+        gamma: factor by which communication slows the backward pass, as in `Compute`.
+        buckets: number and bytes of the buckets.
+        cost_of: function that returns the time of a collective.
         ranks: number of ranks.
     """
     slowed = np.where(np.asarray(ranks) > 1, gamma, 1.0) * backward
     hidden = cost_of("allreduce", buckets.size) * (buckets.number - 1)
     last = cost_of("allreduce", buckets.last)
     beyond = np.maximum(hidden.total - slowed, 0)
-    # The exposed part has the same proportions as the whole.
+    # We assume that latency and transfer have the same proportion in the part that does not overlap as in the whole.
     share = beyond / np.where(hidden.total > 0, hidden.total, 1)
     exposed = hidden * share + last
     waiting = exposed.latency + exposed.start
@@ -97,20 +112,23 @@ def when_ready(
     ranks: Array,
     dtype: str = "",
 ) -> Parts:
-    """Simulates a step of Horovod's background thread.
+    """Predicts a step in which Horovod's background thread sends gradients when they are ready, by a simulation.
 
-    The thread runs one collective at a time. When it is free, it sends all gradients that are ready, up to `most`
-    bytes, as one collective. If none is ready, it sleeps until its next cycle, and sends all that are ready then.
-    DistributedDataParallel has no cycle, and its buckets become ready instead: no two of them fit into one collective,
-    as all but the first and the last have at least `most` bytes. If there are only these two, and small, they count as
-    one.
+    The thread runs one collective at a time. When the thread is free, it sends all gradients that are ready as one
+    collective, up to `most` bytes. If no gradient is ready, the thread sleeps until its next cycle, and then sends all
+    gradients that are ready.
+
+    DistributedDataParallel is simulated in the same way, but has no cycle, and its buckets become ready instead of
+    single gradients. No two of its buckets fit into one collective, because all buckets except the first and the last
+    have at least `most` bytes. If there are only a first and a last bucket, and both are small, the simulation sends
+    them as one.
 
     Args:
         compute, backward, gamma, cost_of, ranks: as in `overlapped`.
-        ready: as in `Compute`.
+        ready: when gradients are ready, as in `Compute`.
         size: bytes of all gradients.
-        most: largest bytes of a collective, unless a single gradient has more (Horovod's fusion threshold).
-        dtype: element type of the collectives.
+        most: largest number of bytes in a collective (Horovod's fusion threshold). A single gradient may have more.
+        dtype: element type of the gradients that are sent.
     """
     shares, moments = (np.array(column) for column in zip(*ready, strict=True))
     several = np.asarray(ranks) > 1
@@ -133,21 +151,22 @@ def when_ready(
         spent = spent + Seconds(cost.latency, cost.transfer, np.where(idle, cost.start, 0.0)) * under_way
         sent = np.where(under_way, upto, sent)
     beyond = np.maximum(clock - slowed, 0) * several
-    # The exposed part has the same proportions as the whole.
+    # We assume that latency and transfer have the same proportion in the part that does not overlap as in the whole.
     exposed = spent * (beyond / np.where(spent.total > 0, spent.total, 1))
     latency = exposed.latency + exposed.start
     return Parts(compute - backward + slowed, np.zeros(shape), exposed.transfer, latency, waits)
 
 
 def sequential(compute: Array, encode: Array, exchange: Exchange, cost_of: CostOf, payload: Array = 1.0) -> Parts:
-    """compute + encode and decode + all collectives one after the other; the collectives of a round start together.
+    """Predicts a step without overlap: computation, then encoding, all collectives one after the other, and decoding.
+    The collectives of a round start together.
 
     Args:
         compute: seconds of a step without communication.
         encode: seconds of encoding and decoding.
-        exchange: the exchange.
-        cost_of: cost of collectives.
-        payload: factor of the bytes.
+        exchange: the collectives of the step.
+        cost_of: function that returns the time of a collective.
+        payload: factor by which the bytes of all collectives are multiplied.
     """
     latency: Array = 0.0
     transfer: Array = 0.0
@@ -159,7 +178,8 @@ def sequential(compute: Array, encode: Array, exchange: Exchange, cost_of: CostO
 
 
 def _of_round(collectives: Round, cost_of: CostOf, payload: Array) -> Seconds:
-    """Time of a round's collectives, which start together and run in turn; bytes are multiplied by `payload`."""
+    """The time of a round's collectives. They start together, and run one after the other. Their bytes are multiplied
+    by `payload`."""
     costs = [
         cost_of(collective.kind, collective.bytes * payload, dtype=collective.dtype, among=collective.among)
         for collective in collectives
@@ -169,19 +189,24 @@ def _of_round(collectives: Round, cost_of: CostOf, payload: Array) -> Seconds:
 
 
 class Piece(NamedTuple):
-    """A bucket that the engine starts during the backward pass: its share of a model's bytes, and the share of the pass
-    after which its last gradient is ready."""
+    """A bucket that the engine starts during the backward pass.
+
+    Attributes:
+        share: the bucket's share of the bytes of all gradients.
+        moment: share of the backward pass after which the last gradient of the bucket is ready.
+    """
 
     share: float
     moment: float
 
 
 def pieces(ready: Sequence[tuple[float, float]], least: float) -> list[Piece]:
-    """The buckets that start during the backward pass; bytes that do not fill a bucket are sent at its end.
+    """The buckets that the engine starts during the backward pass. Gradients that do not fill a bucket are sent after
+    the backward pass.
 
     Args:
-        ready: as in `Compute`; if empty, no bucket starts early.
-        least: share of all bytes that fills a bucket.
+        ready: when gradients are ready, as in `Compute`. If it is empty, no bucket starts early.
+        least: share of the bytes of all gradients that fills a bucket.
 
     Example:
         >>> pieces([(0.3, 0.1), (0.5, 0.4), (0.9, 0.6), (1.0, 1.0)], least=0.4)
@@ -206,23 +231,27 @@ def early(
     cost_of: CostOf,
     payload: Array = 1.0,
 ) -> Parts:
-    """Simulates a step in which some buckets are encoded, and start their first collectives, during the backward pass.
+    """Predicts a step in which the engine starts some buckets during the backward pass, by a simulation.
 
-    Encoding delays the pass. The network carries one collective at a time, and slows the pass by gamma - 1 of its busy
-    time. At the end of the pass the remaining tensors are encoded and sent. Then further rounds begin; while one bucket
-    waits for its results, collectives of the others run. Early buckets are decoded during the exchange of the
-    remainder. If encoding follows the first round, as within nodes, all is encoded and decoded after the pass, without
-    overlap.
+    During the backward pass, the engine encodes these early buckets and starts their first collectives. Encoding delays
+    the backward pass. The network carries one collective at a time. It makes the backward pass longer by gamma - 1
+    times the time during which it carries collectives. After the backward pass, the remaining tensors are encoded and
+    sent. Then the further rounds begin. While one bucket waits for its results, the collectives of other buckets run.
+    Early buckets are decoded during the exchange of the remaining tensors.
+
+    In a two-level exchange, encoding follows the first collective. Then all buckets are encoded and decoded after the
+    backward pass, without overlap.
 
     Args:
         compute: seconds of a step without communication.
         backward: seconds of the backward pass.
-        gamma: as in `Compute`.
-        encode, decode: seconds of encoding and of decoding, of the whole model.
-        exchange: the exchange.
-        buckets: the early buckets in order; their shares of encode time are assumed to equal their shares of bytes.
-        cost_of: cost of collectives.
-        payload: factor of the bytes.
+        gamma: factor by which communication slows the backward pass, as in `Compute`.
+        encode, decode: seconds of encoding and of decoding the gradients of the whole model.
+        exchange: the collectives of the step.
+        buckets: the early buckets, in order. A bucket's share of the encode time is assumed to be its share of the
+            bytes.
+        cost_of: function that returns the time of a collective.
+        payload: factor by which the bytes of all collectives are multiplied.
     """
     at_once = encode if exchange.encodes_first else 0.0
     first, *further = exchange.rounds
@@ -250,7 +279,7 @@ def early(
     for collectives in further:
         several = [cost(collectives, share) for share in shares]
         taken = sum(several[1:], several[0])
-        # Other buckets start during the first one's collectives.
+        # The collectives of the first bucket hide the start of the collectives of other buckets.
         taken = Seconds(taken.latency, taken.transfer, several[0].start)
         spent = spent + taken
         network = network + taken.total
@@ -272,23 +301,26 @@ def sharded(
     cost_of: CostOf,
     micro_batches: Array = 1,
 ) -> Parts:
-    """max(before, (2 m - 1) G) + max(gamma backward + encode, G + R - R / modules) + R / modules.
+    """Predicts a step of FSDP2. With m backward passes, the time of the step is
 
-    `before` are the passes before the last of m backward passes. G gathers the weights of all modules, once in each
-    pass, as modules are resharded after the forward pass. R reduces the gradients of all modules to the ranks' shards.
-    Both run at the same time as the computation on other modules; only the reduction of the last module follows the
-    backward pass. Encoding competes with the backward pass for the device.
+        max(before, (2 m - 1) G) + max(gamma backward + encode, G + R - R / modules) + R / modules.
+
+    `before` is the time of all passes before the last backward pass. G is the time to gather the weights of all
+    modules. They are gathered once in each pass, because modules are resharded after the forward pass. R is the time to
+    reduce the gradients of all modules to the shards of the ranks. Gathering and reducing overlap with the computation
+    of other modules; only the reduction of the last module follows the backward pass. Encoding does not overlap with
+    the backward pass, because both need the device.
 
     Args:
         compute: seconds of a step without communication.
         backward: seconds of the last backward pass.
-        gamma: as in `Compute`.
+        gamma: factor by which communication slows the backward pass, as in `Compute`.
         encode: seconds of encoding and decoding.
-        exchange: the exchange, whose rounds reduce the gradients.
+        exchange: the collectives of the step. Its rounds reduce the gradients.
         modules: number of modules.
         ranks: number of ranks.
-        cost_of: cost of collectives.
-        micro_batches: m, the number of backward passes; only the last one reduces gradients.
+        cost_of: function that returns the time of a collective.
+        micro_batches: m, the number of backward passes. Only the last backward pass reduces gradients.
     """
     gathered = cost_of("allgather", exchange.weights_bytes / modules / np.asarray(ranks, float)) * modules
     reduced = Seconds(0.0, 0.0)
@@ -301,7 +333,7 @@ def sharded(
     hidden = gathered + reduced * (1 - 1 / modules)
     beyond_busy = np.maximum(hidden.total - busy, 0)
     spent = gathered_before + hidden
-    # The exposed part has the same proportions as the whole.
+    # We assume that latency and transfer have the same proportion in the part that does not overlap as in the whole.
     share = (beyond_before + beyond_busy) / np.where(spent.total > 0, spent.total, 1)
     exposed = spent * share + last
     waiting = exposed.latency + exposed.start

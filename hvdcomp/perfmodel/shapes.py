@@ -1,11 +1,16 @@
-"""The parameter shapes of well-known models: gradients to compress, without the models or their data.
+"""The shapes of the parameters of well-known models, for measurements and predictions that need neither the models nor
+their data.
 
-Tensors and parameters are those of torchvision's ResNets, VGG-16 and ViT-L/16; BERT-base and BERT-large (uncased) and
-RoBERTa-base, all with pooler; the smallest and the largest GPT-2, and Llama 3.2 1B, whose output weights are the
-embedding; Llama 2 7B; the perceptrons of DLRM as in MLPerf Training v0.7, without its embedding tables; the 252 MB two-
-layer LSTM of GraVAC (Tyagi and Swany 2023, table 1) with Penn Treebank's 10,000 words and 1,500 units; and ResNet-20
-for CIFAR-10 (He et al. 2016, section 4.2), whose shortcuts have no parameters. `small-tensors` is no model but 200
-matrices of 64 x 64, whose cost per tensor exceeds that of their elements.
+- `resnet50`, `resnet101`, `vgg16`, `vit-l-16`: as in torchvision.
+- `resnet20`: ResNet-20 for CIFAR-10 (He et al. 2016, section 4.2). Its shortcuts have no parameters.
+- `bert-base`, `bert-large` (both uncased), `roberta-base`: with the pooler.
+- `gpt2`, `gpt2-xl`, `llama-1b` (Llama 3.2 1B): their output weights are the embedding.
+- `llama-7b`: Llama 2 7B. It has its own output weights.
+- `dlrm`: the perceptrons of DLRM as in MLPerf Training v0.7, without the embedding tables.
+- `gravac-lstm`: the two-layer LSTM of GraVAC, 252 MB (Tyagi and Swany 2023, table 1), with the 10,000 words of Penn
+  Treebank and 1,500 units.
+- `small-tensors`: not a model, but 200 matrices of 64 x 64. Compressing them costs more time per tensor than per
+  element.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def _resnet(blocks: tuple[int, int, int, int]) -> Shapes:
-    """Bottleneck ResNet for 1,000 classes."""
+    """A ResNet with bottleneck blocks, for 1,000 classes. `blocks` has the number of blocks in each stage."""
     shapes: Shapes = {}
 
     def convolution(name: str, outputs: int, inputs: int, kernel: int) -> None:
@@ -41,7 +46,7 @@ def _resnet(blocks: tuple[int, int, int, int]) -> Shapes:
 
 
 def _resnet20() -> Shapes:
-    """Basic blocks for CIFAR-10: three stages of three blocks."""
+    """ResNet-20 for CIFAR-10: three stages of three basic blocks."""
     shapes: Shapes = {}
 
     def convolution(name: str, outputs: int, inputs: int) -> None:
@@ -95,7 +100,7 @@ def _bert(layers: int, hidden: int, words: int, positions: int, types: int) -> S
 
 
 def _gpt2(layers: int, hidden: int) -> Shapes:
-    """GPT-2; matrices are inputs x outputs, as published."""
+    """GPT-2. Its matrices have the shape (inputs, outputs), as in the published weights."""
     shapes: Shapes = {"wte": (50257, hidden), "wpe": (1024, hidden)}
     for layer in range(layers):
         for name, inputs, outputs in (
@@ -112,7 +117,8 @@ def _gpt2(layers: int, hidden: int) -> Shapes:
 
 
 def _llama(layers: int, hidden: int, inner: int, keys: int, words: int, tied: bool) -> Shapes:
-    """Llama; `keys` is the width of keys and values, and `tied` says whether the output weights are the embedding."""
+    """Llama. `keys` is the number of columns of keys and values, and `tied` says whether the output weights are the
+    embedding."""
     shapes: Shapes = {"embed_tokens": (words, hidden)}
     for layer in range(layers):
         for name, outputs, inputs in (
@@ -131,7 +137,9 @@ def _llama(layers: int, hidden: int, inner: int, keys: int, words: int, tied: bo
 
 
 def _dlrm() -> Shapes:
-    """The two perceptrons of DLRM: of 13 numbers, and of 26 embeddings of 128 numbers and their products."""
+    """The two perceptrons of DLRM. The input of the bottom perceptron is 13 numbers. The input of the top perceptron is
+    the result of the bottom perceptron, and the products of all pairs of this result and 26 embeddings. The result and
+    each embedding have 128 numbers."""
     pairs = 27 * 26 // 2
     shapes: Shapes = {}
     for part, widths in (("bottom", (13, 512, 256, 128)), ("top", (pairs + 128, 1024, 1024, 512, 256, 1))):
@@ -198,7 +206,7 @@ MODELS = tuple(_MODELS)
 
 
 def tensors_of(model: str) -> list[TensorInfo]:
-    """All parameters of a model, float32.
+    """All parameters of a model, in float32.
 
     Raises:
         KeyError: if `model` is not one of `MODELS`.

@@ -1,8 +1,9 @@
-"""Sweeps: predictions of all methods with one quantity of the setting varied over a range.
+"""Sweeps: predictions for all methods while one quantity of the setting varies over a range.
 
-The questions of Agarwal et al. 2022: bandwidth (figures 3 and 19), faster computers (figure 20), faster encoding
-at the price of more bytes (figure 21), batch size (figure 9), world size (figures 6 to 8), and with each of them the
-compression that an ideal method would need (figures 12 and 18).
+Sweeps answer the questions of Agarwal et al. 2022. They vary the bandwidth (figures 3 and 19), the speed of computers
+(figure 20), the speed of encoding at the price of more bytes (figure 21), the batch size (figure 9) and the number of
+ranks (figures 6 to 8). Each sweep also computes the compression factor that an ideal method would need (figures 12 and
+18).
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ _POINTS = 200
 
 @dataclass(frozen=True)
 class Axis:
-    """A quantity that can be varied.
+    """A quantity that a sweep can vary.
 
     Attributes:
-        label: its name and unit on a plot.
-        whole: whether only whole numbers make sense.
-        apply: function from a setting and values to the setting with these values.
+        label: name and unit of the quantity in a figure.
+        whole: whether the quantity must be a whole number.
+        apply: function that returns a setting with these values of the quantity.
     """
 
     label: str
@@ -46,13 +47,14 @@ AXES: dict[str, Axis] = {
 
 @dataclass(frozen=True)
 class Sweep:
-    """Predictions along one axis.
+    """The predictions of a sweep.
 
     Attributes:
-        axis: a key of `AXES`.
-        values: values on the axis (points,), ascending.
-        step_s: seconds of a step (points,), by method.
-        least_factor: the results of `least_compression_factor`, (points,); NaN where no factor suffices.
+        axis: the varied quantity, a key of `AXES`.
+        values: the values of the quantity, (points,), ascending.
+        step_s: predicted seconds of a step at each value, (points,), by spec of the method.
+        least_factor: the compression factor that an ideal compressor would need at each value
+            (`least_compression_factor`), (points,). The factor is NaN if no factor suffices.
     """
 
     axis: str
@@ -62,12 +64,16 @@ class Sweep:
 
 
 def parse_axis(text: str) -> tuple[str, np.ndarray]:
-    """The axis and values of a text such as `bandwidth=0.1..100` (evenly on a logarithmic scale) or `batch=16,32,64`.
+    """Parses an axis and its values, such as `bandwidth=0.1..100` or `batch=16,32,64`. The values of a range are evenly
+    spaced on a logarithmic scale.
 
     Bandwidths may have a unit: `bandwidth=100mbit..10gbit`.
 
+    Returns:
+        The axis, a key of `AXES`, and its values, (points,), ascending.
+
     Raises:
-        ValueError: for an unknown axis, or values that are not a range of positive numbers.
+        ValueError: if the axis is unknown, or if the values are not a range of positive numbers.
     """
     name, equals, values_text = (part.strip() for part in text.partition("="))
     if name not in AXES or not equals:
@@ -94,18 +100,18 @@ def parse_axis(text: str) -> tuple[str, np.ndarray]:
 
 
 def sweep(adviser: Adviser, setting: Setting, axis: str, values: np.ndarray, growth: float | None = None) -> Sweep:
-    """Predicts along one axis every method of an adviser that may be recommended.
+    """Predicts the step times of all methods that may be recommended, while one quantity of the setting varies.
 
     Args:
-        adviser: the model and methods.
-        setting: the other conditions, numbers.
-        axis: a key of `AXES`.
-        values: values on the axis (points,).
-        growth: for axis "encode": a compressor that encodes k times faster sends `growth` k times the bytes. None for
-            the same bytes.
+        adviser: the adviser, which predicts the step times of the methods for a model.
+        setting: the conditions of the training except the varied quantity. Its values are numbers, not arrays.
+        axis: the varied quantity, a key of `AXES`.
+        values: the values of the quantity, (points,), ascending.
+        growth: only for the axis "encode": a compressor that encodes k times faster sends k times `growth` times the
+            bytes. None if the number of bytes does not change.
 
     Raises:
-        ValueError: for `growth` with another axis, or values out of range.
+        ValueError: if `growth` is used with another axis, or if a value is out of range.
     """
     varied = AXES[axis].apply(setting, values)
     if growth is not None:

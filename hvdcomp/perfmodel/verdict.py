@@ -1,4 +1,5 @@
-"""The advice in plain words: whether compression is faster than each of its rivals, and three lines per method."""
+"""Writes the advice in words: whether compression is faster than dense gradients and than fp16, and three lines about
+each method."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ def verdict(report: dict[str, Any]) -> list[str]:
     uncompressed gradients and fp16.
 
     Args:
-        report: the JSON of `hvdcomp advise`.
+        report: the report of `hvdcomp advise --json`, parsed.
     """
     winner, methods = report["winner"], report["methods"]
     compressors = {spec: row for spec, row in methods.items() if spec not in FREE and row["why_not"] is None}
@@ -43,14 +44,14 @@ def _named(rivals: list[str]) -> str:
 
 
 def _over(spec: str, rival: str, factor: float, error: float) -> str:
-    """Compare a compressor with a rival whose step takes `factor` times the time."""
+    """Compare the compressor `spec` with a rival whose step takes `factor` times the time of the compressor's step."""
     is_clear = max(factor, 1 / factor) - 1 >= error
     within = "" if is_clear else f", which is within the model's error of {100 * error:.1f}%"
     return f"- {spec} is {compared(factor, _RIVALS[rival])}{within}."
 
 
 def compared(ratio: float, rival: str) -> str:
-    """Compare with a rival, given how many times faster than it something is.
+    """Say in words how a method compares with a rival, if the method is `ratio` times faster than the rival.
 
     Example:
         >>> compared(1.28, "fp16"), compared(0.5, "dense"), compared(1.001, "fp16")
@@ -69,9 +70,9 @@ def lines_of(spec: str, row: dict[str, Any], ranges: str) -> list[str]:
     """Three lines for a method: the time of a step, its parts, and the bandwidths at which it is faster than dense.
 
     Args:
-        spec: the method.
-        row: its entry in the JSON of `hvdcomp advise`.
-        ranges: these bandwidths in words; empty for dense gradients.
+        spec: spec of the method.
+        row: the entry of the method in the report of `hvdcomp advise --json`.
+        ranges: words for the bandwidths at which the method is faster than dense; empty for dense gradients.
     """
     beside = "" if spec == UNCOMPRESSED else f", {compared(row['speedup_over_dense'], 'dense')}"
     parts = [f"{part} {row[f'{part}_ms']:.1f}" for part in ("compute", "encode", "network", "latency")]

@@ -1,4 +1,5 @@
-"""The exchanges of a method, gathered or scattered, among all ranks or in two levels, and the encode time of each."""
+"""The exchanges that a method can use, and the encode time with each of them. Payloads are gathered or scattered, and
+ranks exchange them with all ranks or only with ranks of other nodes."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ WAYS = ("gather", "scatter")
 
 
 def in_each_way(compressor: Compressor) -> tuple[Compressor, ...]:
-    """The method gathered and scattered; the compressor itself if it has no such choice, or uses an allreduce.
+    """The variants of a method with `exchange=gather` and with `exchange=scatter`. If the method has no such choice, or
+    uses an allreduce, the result is only the method itself.
 
     Example:
         >>> from hvdcomp import FP16, QSGD
@@ -39,17 +41,18 @@ def in_each_way(compressor: Compressor) -> tuple[Compressor, ...]:
 
 
 def _is_decoded_by_ranks(compressor: Compressor) -> TypeGuard[Gathering]:
-    """Whether ranks decode each other's payloads instead of adding them up by an allreduce."""
+    """Whether ranks decode the payloads of other ranks. If not, an allreduce adds up the payloads."""
     return isinstance(compressor, Gathering) and compressor.wire_dtype("float32") is None
 
 
 def reduces_shards(compressor: Compressor) -> bool:
-    """Whether the method can be used in the reduce-scatter of a sharded model (`hvdcomp.fsdp`), besides casts."""
+    """Whether the method, which is not a cast, can be used in the reduce-scatter of a sharded model (`hvdcomp.fsdp`).
+    Casts can always be used."""
     return _is_decoded_by_ranks(compressor) and not compressor.of_matrices
 
 
 def in_two_levels(compressor: Compressor) -> Compressor | None:
-    """The method between nodes only; None if it is not allowed there, or only casts.
+    """The method in a two-level exchange; None if the method only casts, or cannot be used in a two-level exchange.
 
     Example:
         >>> from hvdcomp import QSGD
@@ -70,19 +73,21 @@ def encode_time_of(
     tensors: Sequence[TensorInfo] = (),
     ranks_per_node: int | None = None,
 ) -> EncodeTime | None:
-    """The encode time of a compressor: its own, or an estimate from the same method with another exchange.
+    """The encode time of a compressor: the known time, or else an estimate from a known time.
 
-    Payloads of exchange "gather" and "scatter" are assumed to have the same encode time. The number of decoded payloads
-    follows from the exchange, and matters if the time to decode one is known (`decode_per_rank_s`). Other costs of
-    scattering, such as additional passes for error feedback, are not estimated. With a two-level exchange, a rank
-    encodes and decodes its share of the model; cutting and joining shards is not estimated. The time of a cast is
-    estimated from that of dense gradients, in proportion to the bytes.
+    - The time with `exchange=gather` and with `exchange=scatter` is assumed to be the same for each encoded and each
+      decoded payload. The number of decoded payloads follows from the exchange, and matters if the time to decode a
+      payload is known (`decode_per_rank_s`). Other costs of scattering, such as additional passes for error feedback,
+      are not estimated.
+    - In a two-level exchange, a rank encodes and decodes its share of the model. The time to cut and join shards is not
+      estimated.
+    - The time of a cast is estimated from the time of dense gradients, in proportion to the bytes.
 
     Args:
         compressor: the compressor.
-        known: known encode times by spec.
-        tensors: the model's tensors, needed for methods for matrices in two levels.
-        ranks_per_node: number of ranks of a node, needed for two levels.
+        known: the known encode times, by spec.
+        tensors: the model's tensors. They are needed for methods that compress whole matrices in a two-level exchange.
+        ranks_per_node: number of ranks per node. It is needed for two-level exchanges.
 
     Returns:
         The encode time; None if it is unknown and cannot be estimated.
@@ -123,14 +128,14 @@ def encode_time_at(
     tensors: Sequence[TensorInfo] = (),
     ranks_per_node: int | None = None,
 ) -> EncodeTime | None:
-    """The encode time of a compressor at `factor` times its level.
+    """The encode time of a compressor after its level is multiplied by `factor`.
 
-    The time is interpolated between levels with known times; beyond these levels, it is the time of the nearest level.
-    If the compressor's methods do not have a common level, it is the compressor's own time.
+    The time is interpolated between levels with known times. Beyond these levels, it is the time of the nearest level.
+    If the compressor has no level, or combines methods without a common level, it is the time of the compressor itself.
 
     Args:
-        compressor: the compressor.
-        factor: factor of its level.
+        compressor: the compressor at its present level.
+        factor: factor by which the level is multiplied.
         known, tensors, ranks_per_node: as in `encode_time_of`.
 
     Returns:

@@ -1,9 +1,9 @@
-"""Well-known models on any GPU: estimates for a calibration's field `models`.
+"""Estimates the times of well-known models on any GPU, for a calibration's field `models`.
 
-A step of a transformer has 3 times the operations of its forward pass. They run at the share of the card's peak rate
-that published trainings of transformers reach. Convolutional networks and DLRM are bound by memory, so their published
-times are scaled by the bandwidth of the card. For ResNet-50, this rule is 10 % off between a V100 with 0.9 TB/s and an
-A100 with 2.04 TB/s.
+A step of a transformer has 3 times the operations of its forward pass. Its time is estimated from the share of the
+GPU's peak rate that published trainings of transformers reach. The times of convolutional networks and of DLRM depend
+on the bandwidth of the memory, so their published times are scaled by this bandwidth. For ResNet-50, the time on an
+A100 with 2.04 TB/s, scaled from a V100 with 0.9 TB/s, is wrong by 10 %.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from hvdcomp.perfmodel.kernel_times import KERNELS, REACHED, encode_time
 from hvdcomp.perfmodel.shapes import tensors_of
 
 _GAMMA = 1.07
-_ADAM_BYTES = 28  # of an element: gradient, weight and both moments read, and all but the gradient written
+_ADAM_BYTES = 28  # per element: Adam reads gradient, weight and both moments, and writes weight and both moments
 _STATE_BYTES, _OF_MEMORY = 16, 0.7
-"""Bytes of a parameter with its gradient and AdamW's float32 state, and the share of the card's memory for them."""
+"""Bytes per element of a parameter together with its gradient and AdamW's state, all in float32; and the share of the
+GPU's memory that they may fill."""
 _MOST_BUCKETS = 32
-"""Largest number of entries in `ready`: the buckets of large models are counted as fewer, larger ones."""
+"""Largest number of entries in `ready`. Large models have more buckets; several buckets then share an entry."""
 
 
 class Workload(NamedTuple):
-    """A model and its batch.
+    """A training whose times can be estimated: a model with a batch size.
 
     Attributes:
         shapes: name of the model in `shapes`.
-        batch_size: samples of a rank in a step; chosen.
-        step_s: function from a card to the seconds of both passes of a step.
-        source: source of the time of a step.
-        modules: if the model is sharded over all ranks (FSDP2), the number of modules whose weights are gathered one by
-            one: its layers, and one of the rest. 0 if every rank has the whole model.
+        batch_size: samples per rank and step, chosen by us.
+        step_s: function that returns the seconds of a forward and a backward pass on a GPU.
+        source: the source of the time of a step.
+        modules: if the model is sharded over all ranks (FSDP2), the number of modules that FSDP2 gathers one by one:
+            the model's layers, and one module with all other parameters. 0 if every rank has the whole model.
     """
 
     shapes: str
@@ -45,19 +46,21 @@ class Workload(NamedTuple):
 
 
 def _by_operations(batch_size: int, forward: float) -> Callable[[Card], float]:
-    """Seconds of a step, from the floating-point operations of one sample's forward pass."""
+    """A function that returns the seconds of both passes on a GPU. `forward` is the number of floating-point operations
+    of the forward pass of one sample."""
     return lambda card: 3 * forward * batch_size / (card.flops * card.utilisation)
 
 
 def _by_bandwidth(seconds: float, bytes_per_s: float) -> Callable[[Card], float]:
-    """Seconds of a step that takes `seconds` on a card with this bandwidth."""
+    """A function that returns the seconds of both passes on a GPU, if they take `seconds` on a GPU whose memory has the
+    bandwidth `bytes_per_s`."""
     return lambda card: seconds * bytes_per_s / card.bytes_per_s
 
 
 def _transformer(
     shapes: str, batch_size: int, tokens: int, layers: int, hidden: int, tied: int = 0, sharded: bool = False
 ) -> Workload:
-    """A transformer; `tied` is the number of words if the output weights are the embedding."""
+    """The workload of a transformer. If the output weights are the embedding, `tied` is its number of words."""
     multiplied = sum(tensor.size for tensor in tensors_of(shapes) if _is_multiplied(tensor)) + tied * hidden
     forward = 2 * multiplied * tokens + 4 * layers * hidden * tokens**2
     source = (
@@ -95,7 +98,7 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
         "memory's bandwidth; with the exchange of embeddings, which compression does not change",
     ),
 }  # fmt: skip
-"""The models by name."""
+"""The workloads, by the name that they have in a calibration."""
 
 
 def models_on(card: Card) -> dict[str, dict[str, Any]]:
@@ -154,10 +157,11 @@ def _model(workload: Workload, card: Card) -> dict[str, Any]:
 
 
 def ready_times(tensors: Iterable[TensorInfo], size: float) -> list[tuple[float, float]]:
-    """At which times the library can send which share of the gradients, as in `Compute.ready`: a pair for each bucket.
+    """Estimates when the library can send gradients during the backward pass, as in `Compute.ready`. There is a pair
+    for each bucket.
 
     Args:
-        tensors: the model's tensors in the order of the forward pass, all of one element type.
+        tensors: the model's tensors in the order of the forward pass. All have the same element type.
         size: bytes of all gradients.
 
     Example:
@@ -179,12 +183,13 @@ def ready_times(tensors: Iterable[TensorInfo], size: float) -> list[tuple[float,
 
 
 def _work(tensor: TensorInfo) -> float:
-    """Relative time of the backward pass through a tensor's layer."""
+    """The time of the backward pass through the layer of a tensor, relative to other layers."""
     if len(tensor.shape) == 4:
-        return 1e6  # a convolution: its elements say nothing of its operations
+        return 1e6  # the time of a convolution does not follow from its number of elements
     return tensor.size if _is_multiplied(tensor) else 0
 
 
 def _is_multiplied(tensor: TensorInfo) -> bool:
-    """Whether each sample is multiplied by the tensor; rows of embeddings are only looked up."""
+    """Whether the forward pass multiplies each sample by the tensor. This is not so for embeddings, whose rows are only
+    looked up."""
     return len(tensor.shape) == 2 and not tensor.name.startswith(("embed", "wte", "wpe"))

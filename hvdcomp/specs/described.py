@@ -13,13 +13,16 @@ from hvdcomp.errors import SpecError
 
 
 class Rule(NamedTuple):
-    """A rule for the values of a setting, as part of its type: `rank: Annotated[int, Rule(allows, allowed_text)]`.
+    """A rule for the values of a setting. It is part of the setting's type:
 
-    The type is evaluated later from its text, so that a lambda in it can use its own argument only.
+        rank: Annotated[int, Rule(allows, allowed_text)]
+
+    Python evaluates this type later, from its text. Therefore a lambda in the type can use no local variables except
+    its own argument.
 
     Attributes:
-        allows: function that says whether a value is allowed.
-        allowed_text: the allowed values in words, for errors.
+        allows: function that returns whether a value is allowed.
+        allowed_text: words that describe the allowed values, for error messages.
     """
 
     allows: Callable[[Any], bool]
@@ -27,18 +30,20 @@ class Rule(NamedTuple):
 
 
 class Described:
-    """Base of the frozen dataclasses that a spec string can name.
+    """The base class of the frozen dataclasses that a spec string can describe. The fields of a class are the settings
+    in the spec string.
 
     Class attributes:
-        name: the name in a spec string.
-        examples: example spec strings, the most common first, for errors and manuals.
+        name: name of the class in a spec string, such as "topk".
+        examples: examples of spec strings, the most common first, for error messages and the manual.
     """
 
     name: ClassVar[str]
     examples: ClassVar[tuple[str, ...]]
 
     def __str__(self) -> str:
-        """`name:field=value,field=value` with the fields that differ from their defaults."""
+        """The spec string of this object: `name:field=value,field=value`, with the fields that differ from their
+        defaults."""
         settings = [
             f"{field.name}={_text(getattr(self, field.name))}"
             for field in fields_of(type(self))
@@ -52,45 +57,51 @@ class Described:
             self.require(rule.allows(getattr(self, setting)), setting, rule.allowed_text)
 
     def require(self, allowed: bool, setting: str, allowed_text: str) -> None:
-        """Raises SpecError unless a setting is allowed; `allowed_text` describes the allowed values."""
+        """Raises SpecError if `allowed` is False.
+
+        Args:
+            allowed: whether the value of the setting is allowed.
+            setting: name of the setting.
+            allowed_text: words that describe the allowed values, for the error message.
+        """
         if not allowed:
             value = getattr(self, setting)
             raise SpecError(f"{self.name}: {setting}={value!r} is not allowed; it must be {allowed_text}")
 
 
 def fields_of(kind: type[Described]) -> list[dataclasses.Field[Any]]:
-    """The settings of a description, positional fields before keyword-only ones."""
+    """The settings of a class, as dataclass fields. Positional fields precede keyword-only fields."""
     return sorted(dataclasses.fields(kind), key=lambda field: bool(field.kw_only))  # type: ignore[arg-type]
 
 
 def is_number(value: object) -> bool:
-    """Whether a setting is a finite number."""
-    # Unlike math.isfinite, this accepts integers beyond the largest float.
+    """Whether a value is a finite number."""
+    # Integers larger than the largest float give False here, but an error in math.isfinite.
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def is_whole(value: object, least: float) -> bool:
-    """Whether a setting is a whole number of at least `least`."""
+    """Whether a value is a whole number of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def number(allows: Callable[[Any], bool], allowed_text: str) -> Rule:
-    """A rule for finite numbers that `allows` accepts."""
+    """A rule that allows finite numbers for which `allows` returns True."""
     return Rule(lambda value: is_number(value) and allows(value), allowed_text)
 
 
 def at_least(least: int) -> Rule:
-    """A rule for whole numbers from `least`."""
+    """A rule that allows whole numbers of at least `least`."""
     return Rule(lambda value: is_whole(value, least), f"a whole number of at least {least}")
 
 
 def between(least: int, most: int) -> Rule:
-    """A rule for whole numbers from `least` to `most`."""
+    """A rule that allows whole numbers from `least` to `most`."""
     return Rule(lambda value: is_whole(value, least) and value <= most, f"a whole number from {least} to {most}")
 
 
 def or_none(rule: Rule) -> Rule:
-    """The rule that allows None as well."""
+    """A rule that allows None, and what the given rule allows."""
     return Rule(lambda value: value is None or rule.allows(value), rule.allowed_text)
 
 
@@ -99,14 +110,14 @@ Share = Annotated[float, SHARE]
 Truth = Annotated[bool, Rule(lambda value: isinstance(value, bool), "true or false")]
 
 
-@functools.cache  # a new description is made for every level
+@functools.cache  # every change of a level creates an object, and each new object is checked
 def _rules(kind: Any) -> Mapping[str, Rule]:
     hints = typing.get_type_hints(kind, include_extras=True)
     return {name: rule for name, hint in hints.items() for rule in getattr(hint, "__metadata__", ())}
 
 
 def _text(value: object) -> str:
-    """A value as text; a list of texts is in parentheses, because texts may contain commas."""
+    """The text of a value in a spec string. A list of texts is in parentheses, because texts may contain commas."""
     if not isinstance(value, tuple):
         return str(value)
     text = "|".join(map(str, value))

@@ -1,4 +1,4 @@
-"""Levels: how hard a method compresses, in the method's own unit."""
+"""The types of levels. A level says how strongly a method compresses, in the method's own unit."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ from collections.abc import Sequence
 from typing import Final, Literal
 
 Level = float | int
-"""A ratio, a rank or a number of bits."""
+"""A level: a ratio, a rank or a number of bits."""
 
 Unit = Literal["bytes", "elements"]
-"""The unit of a compression factor: bytes, indices included, or elements, without indices."""
+"""The unit in which a compression factor is computed: bytes, which include the bytes of indices, or elements, which do
+not."""
 
 DENSE: Final = "dense"
-"""In place of a level: no compression."""
+"""The value in place of a level if gradients are sent uncompressed."""
 
 LevelsBySize = tuple[tuple[int | None, Level], ...]
-"""Pairs (size, level), in ascending order of sizes: a tensor has the level of the first size that is larger than its
-number of elements. The last size is None, for all other tensors."""
+"""The levels of tensors by their number of elements: pairs (size, level) in ascending order of sizes. A tensor has the
+level of the first pair whose size is larger than the tensor's number of elements. The last size is None, and its level
+is that of all other tensors."""
 
 
 def level_of_size(levels: Sequence[Sequence[int | Level | None]], size: int) -> Level:
-    """The level of a tensor with `size` elements; `levels` is a `LevelsBySize`, or its JSON data."""
+    """The level of a tensor with `size` elements. `levels` is a `LevelsBySize`, or the lists that JSON makes of it."""
     return next(level for below, level in levels if level is not None and (below is None or size < below))

@@ -1,4 +1,4 @@
-"""Spec strings, `name:field=value,field=value`, which describe methods on command lines and in manifests."""
+"""Parses spec strings, `name:field=value,field=value`, which describe methods on command lines and in manifests."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 
 
 def parse(spec: str, kinds: Mapping[str, type[Kind]], noun: str, plugins: Plugins | None = None) -> Kind:
-    """The object that a spec string describes.
+    """Creates the object that a spec string describes.
 
     Args:
-        spec: a name, followed by a colon and settings.
-        kinds: classes by name.
-        noun: the word for the classes in errors, such as "compressor".
-        plugins: classes of other packages.
+        spec: the spec string: a name, or a name followed by a colon and settings.
+        kinds: the classes that the spec string may name, by name.
+        noun: word for an object of these classes in error messages, such as "compressor".
+        plugins: classes of other packages that the spec string may also name; None if there are none.
 
     Raises:
-        SpecError: for an unknown name or setting, a missing setting, or a value of the wrong kind. The message lists
-            those that exist.
+        SpecError: if the name or a setting is unknown, if a setting is missing, or if a value has the wrong type. The
+            message lists the known names, or shows a valid spec string.
     """
     name, _, settings = text_of(spec, noun, next(iter(kinds.values())).examples[0]).partition(":")
     kind: type[Kind] | None = kinds.get(name) if plugins is None else plugins.find(name)
@@ -57,7 +57,7 @@ def parse(spec: str, kinds: Mapping[str, type[Kind]], noun: str, plugins: Plugin
 
 
 def _refuse_other_notations(name: str, spec: str, kinds: Mapping[str, type[Kind]], noun: str) -> None:
-    """Raises SpecError for a name that something other than a colon follows: `powersgd=4`, `TopK(ratio=0.01)`."""
+    """Raises SpecError if a known name is not followed by a colon, as in `powersgd=4` or `TopK(ratio=0.01)`."""
     word, sign = _NAME_AND_SIGN.match(name).groups()  # type: ignore[union-attr]  # it matches any text
     classes = {kind.__name__: known for known, kind in kinds.items()}
     known = word if word in kinds else classes.get(word) if sign == "(" else None
@@ -68,15 +68,15 @@ def _refuse_other_notations(name: str, spec: str, kinds: Mapping[str, type[Kind]
 
 
 def text_of(spec: object, noun: str, example: str) -> str:
-    """A spec string without surrounding spaces.
+    """Checks that a spec is a text, and removes the spaces around it.
 
     Args:
-        spec: the spec string.
-        noun: as in `parse`.
-        example: an example of a spec, for the error.
+        spec: the spec of the user.
+        noun: word for what the spec describes in error messages, such as "compressor".
+        example: an example of a spec, for the error message.
 
     Raises:
-        SpecError: if the spec is no text.
+        SpecError: if the spec is not a text.
     """
     if isinstance(spec, str):
         return spec.strip()
@@ -85,7 +85,7 @@ def text_of(spec: object, noun: str, example: str) -> str:
 
 
 def split_outside(text: str, separator: str) -> list[str]:
-    """Splits a text at separators outside parentheses and double quotes.
+    """Splits a text at the separators that are outside parentheses and outside double quotes.
 
     Example:
         >>> split_outside("calibration=c.json,compressors=(qsgd:bits=4,exchange=scatter|natural)", ",")
@@ -115,10 +115,16 @@ def _usage(kind: type[Described], fields: Mapping[str, dataclasses.Field]) -> st
 
 
 def convert(text: str, kind: Any, where: str) -> Any:
-    """The value of a type from its text; `where` names it in errors.
+    """Converts the text of a setting to a value.
+
+    Args:
+        text: the text of the value in a spec string.
+        kind: type of the value: bool, str, int, float, a Literal, or a tuple of texts or of numbers. Any other type
+            means an int or a float.
+        where: words that name the setting in error messages.
 
     Raises:
-        SpecError: if the text is no value of the type.
+        SpecError: if the text does not describe a value of the type.
     """
     if kind is bool:
         if text.lower() not in _TRUTH:
@@ -140,7 +146,7 @@ def convert(text: str, kind: Any, where: str) -> Any:
 
 
 def _of_percent(text: str) -> str:
-    """The number that a percentage is meant for, in words; empty for other texts.
+    """If a text is a percentage, words for an error message that show the number to write instead. Otherwise empty.
 
     >>> _of_percent("1 %")
     ', such as 0.01 for 1 %'
@@ -153,14 +159,14 @@ def _of_percent(text: str) -> str:
 
 
 def _texts(text: str, where: str) -> tuple[str, ...]:
-    """The texts of a list in parentheses; texts may contain commas."""
+    """The texts of a list such as `(one|two)`. Texts may contain commas."""
     if not (text.startswith("(") and text.endswith(")")):
         raise SpecError(f"{where}: expected a list in parentheses with | between its parts, such as (one|two)")
     return tuple(part.strip() for part in split_outside(text[1:-1], "|")) if text[1:-1].strip() else ()
 
 
 def number(text: str, where: str) -> float | int:
-    """An int if the text is a whole number, else a float; `where` as in `convert`."""
+    """The int of a text that is a whole number, or else its float. `where` names the number in error messages."""
     try:
         return int(text)
     except ValueError:

@@ -1,7 +1,8 @@
-"""Compressors and policies of other packages. A class is imported only when a spec string contains its name.
+"""Finds compressors and policies in other packages and in modules of the user.
 
-A package offers a class by an entry point, whose name is the class's. A module that a user names, by `hvdcomp ...
---plugin MODULE` or in the variable HVDCOMP_PLUGINS, offers the classes that are defined in it.
+A package offers a class by an entry point with the name of the class. The class is imported only if a spec string
+contains its name. A module of the user offers all classes that are defined in it. The user names such modules with
+`hvdcomp ... --plugin MODULE`, or in the environment variable HVDCOMP_PLUGINS.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ from typing import Any
 from hvdcomp.errors import SpecError, warn_alone
 
 VARIABLE = "HVDCOMP_PLUGINS"
-"""The environment variable with the names of modules, separated by commas. Child processes inherit it."""
+"""The environment variable that contains the names of the user's modules, separated by commas. Child processes inherit
+it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Plugins:
-    """The classes of other packages of one kind.
+    """Finds classes of one kind, such as compressors, in other packages and in modules of the user.
 
     Args:
-        noun: the word for the classes in errors, such as "compressor".
-        group: the group of entry points.
-        bases: the base classes; each class must be a subclass of one of these.
-        known: hvdcomp's own classes by name.
+        noun: word for an object of these classes in error messages, such as "compressor".
+        group: the group of entry points in which packages offer such classes.
+        bases: the base classes. Each class must be a subclass of one of them.
+        known: hvdcomp's own classes of this kind, by name.
     """
 
     noun: str
@@ -41,10 +43,11 @@ class Plugins:
     known: Mapping[str, type]
 
     def find(self, name: str) -> type[Any] | None:
-        """The class of this name, from hvdcomp or another package; None if there is no such class.
+        """The class with this name, from hvdcomp, another package or a module of the user; None if there is no such
+        class.
 
         Raises:
-            SpecError: if a plugin cannot be imported, is not a valid class, or if two plugins have this name.
+            SpecError: if a plugin cannot be imported or is not a valid class, or if two plugins have this name.
         """
         named = {module: self.of_module(module).get(name) for module in named_modules()}
         found = {f"the module {module!r}": kind for module, kind in named.items() if kind is not None}
@@ -66,7 +69,7 @@ class Plugins:
         """The classes that a module defines, by name.
 
         Raises:
-            SpecError: if the module cannot be imported, or a class has the name of one of hvdcomp's.
+            SpecError: if the module cannot be imported, or if a class has the name of one of hvdcomp's own classes.
         """
         kinds: dict[str, type] = {}
         for kind in vars(imported(name)).values():
@@ -102,28 +105,28 @@ class Plugins:
             )
 
     def ways(self) -> str:
-        """The part of the error for an unknown name that says how to use the user's own classes."""
+        """Words that say how to use classes of one's own, for the error about an unknown name."""
         return f"for a {self.noun} of your own, pass --plugin MODULE, or set {VARIABLE}=MODULE in the environment"
 
 
 def named_modules() -> list[str]:
-    """The modules that the user has named."""
+    """The names of the modules that the user has named as plugins."""
     return list(dict.fromkeys(part.strip() for part in os.environ.get(VARIABLE, "").split(",") if part.strip()))
 
 
 def name_modules(names: tuple[str, ...]) -> None:
-    """Adds modules in which plugins are searched, in this process and in the processes that it starts. Modules of the
-    current folder are found, too."""
+    """Adds modules to those that are searched for plugins, in this process and in the processes that it starts. Modules
+    in the current folder are found, too."""
     os.environ[VARIABLE] = ",".join(dict.fromkeys([*named_modules(), *names]))
     if names and os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())  # which `python -m` has, and a command in a folder of programs has not
+        sys.path.append(os.getcwd())  # `python -m hvdcomp` has this folder in the path, but the command `hvdcomp` not
 
 
 def imported(name: str) -> ModuleType:
-    """The module of this name.
+    """The module with this name. It is imported if it was not.
 
     Raises:
-        SpecError: if it cannot be imported.
+        SpecError: if the module cannot be imported.
     """
     if name in sys.modules:
         return sys.modules[name]
@@ -142,7 +145,7 @@ def imported(name: str) -> ModuleType:
 
 @functools.cache
 def _entry_points(group: str) -> Mapping[str, tuple[metadata.EntryPoint, ...]]:
-    """The entry points of a group by name, without importing what they name."""
+    """The entry points of a group, by name. The classes that they name are not imported."""
     points: dict[str, tuple[metadata.EntryPoint, ...]] = {}
     for point in metadata.entry_points(group=group):
         points[point.name] = (*points.get(point.name, ()), point)

@@ -1,4 +1,4 @@
-"""Registration: classes are found in the files of a package, without a list."""
+"""Finds the classes that a spec string can name in the files of a package, so that no list of them is needed."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ Kind = TypeVar("Kind", bound=Described)
 
 
 def classes_by_name(package: str, base: type[Kind]) -> dict[str, type[Kind]]:
-    """The classes with a `name` in the modules of a package, by name.
-
-    Imports every module of the package.
+    """Imports every module of a package, and returns the classes that have a `name` for spec strings.
 
     Args:
         package: name of the package, such as "hvdcomp.compressors".
-        base: base of the classes. Classes that do not set `name` themselves are bases of others, and left out.
+        base: base class of the classes. A class that does not set `name` itself is left out, because it is only a base
+            of other classes.
 
     Returns:
-        The classes, in the order of the modules' names, and of the lines of each module.
+        The classes, by name: first in the order of the modules' names, and then in the order of the lines.
 
     Raises:
         TypeError: if two classes have the same name.

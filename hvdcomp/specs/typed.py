@@ -1,5 +1,5 @@
-"""Checks values from parsed JSON or TOML against types, dataclasses included. All JSON and TOML files are checked in
-this way."""
+"""Checks values from parsed JSON or TOML against types, including dataclasses. hvdcomp checks all JSON and TOML files
+in this way."""
 
 from __future__ import annotations
 
@@ -21,23 +21,26 @@ _SCALARS: dict[Any, tuple[tuple[Any, ...], str]] = {
     bool: ((bool,), "true or false"),
     Path: ((str, Path), "the name of a file or folder"),
 }
-_LONGEST = 60  # characters of a value in a message
+_LONGEST = 60  # largest number of characters that a message shows of a value
 
 
 def typed(kind: Any, value: Any, where: str, texts: Mapping[str, float] | None = None) -> Any:
-    """A value of a type from parsed JSON or TOML: lists become tuples, objects dataclasses, texts paths.
+    """Checks that a parsed value has a type, and converts it to this type. A list becomes a tuple, an object becomes a
+    dataclass, and a text may become a path.
 
         typed(tuple[int, ...], [1, 2], "ranks")  # (1, 2)
 
     Args:
-        kind: the type: Any, str, int, float (accepts whole numbers), bool, Path, a Literal, an optional of these,
-            `int | float`, a tuple of one type, a Mapping whose keys are texts or numbers, or a dataclass of these.
-        value: the parsed value.
-        where: the place of the value, for messages.
-        texts: numbers by their texts in the file, such as "NaN", which JSON cannot hold.
+        kind: the expected type: Any, str, int, float (whole numbers are allowed), bool, Path, a Literal, an optional of
+            these, `int | float`, a tuple of one type, a Mapping whose keys are texts or numbers, or a dataclass of
+            these.
+        value: the value from parsed JSON or TOML.
+        where: place of the value in the file, for error messages.
+        texts: numbers that JSON cannot contain, such as not-a-number, by their texts in the file, such as "NaN". None
+            if such texts are not allowed.
 
     Raises:
-        ValueError: if the value is not of the type, or the dataclass refuses it.
+        ValueError: if the value does not have the type, or if the dataclass does not accept it.
     """
     origin, inner = _parts(kind)
     if kind is Any:
@@ -73,18 +76,18 @@ def typed(kind: Any, value: Any, where: str, texts: Mapping[str, float] | None =
 
 
 def as_fields(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass for a file, from which `typed` restores it.
+    """The fields of a dataclass, to write them to a file. `typed` restores the dataclass from them.
 
-    Fields in the class's `later` are left out if they have their defaults, so that files are the same as in versions
-    without these fields.
+    The class attribute `later` lists fields that earlier versions of hvdcomp did not have. These fields are left out if
+    they have their defaults, so that the file is the same as with earlier versions.
     """
     later = getattr(value, "later", ())
     return {name: item for name, item in vars(value).items() if name not in later or item != getattr(type(value), name)}
 
 
 def with_text_keys(value: Any) -> Any:
-    """Converts dataclasses to mappings, and numeric keys at any depth to text that gives the same number: the inverse
-    of `typed`."""
+    """Converts dataclasses to mappings, and keys that are numbers to texts, at any depth. `typed` converts them
+    back."""
     if dataclasses.is_dataclass(value):
         value = as_fields(value)
     if not isinstance(value, Mapping):
@@ -93,7 +96,7 @@ def with_text_keys(value: Any) -> Any:
 
 
 def shortened(value: Any) -> str:
-    """A value for a message, cut if it is long."""
+    """The text of a value for a message. A long text is cut."""
     text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
@@ -108,7 +111,8 @@ def _dataclass(kind: Any, value: Any, where: str, texts: Mapping[str, float] | N
     return kind(**{name: typed(hints[name], item, name, texts) for name, item in value.items()})
 
 
-# Cached, as a policy's state is read in every decision, and type hints take most of the time.
+# The type hints are cached, because each decision reads the state of a policy, and finding them would take most of the
+# time.
 type_hints = functools.cache(typing.get_type_hints)
 
 

@@ -30,12 +30,12 @@ class Artefact:
     """A table or a figure of a paper.
 
     Attributes:
-        name: such as "accordion-table1".
+        name: name of the table or figure, such as "accordion-table1".
         place, shows: its place in the paper, and its subject.
-        published: its numbers.
+        published: the published numbers.
         counterpart: name of the function that computes hvdcomp's numbers; None if there is none.
-        settings: of that function.
-        why: why there is no counterpart.
+        settings: settings of the counterpart, which is a function.
+        why: the reason why there is no counterpart.
     """
 
     name: str
