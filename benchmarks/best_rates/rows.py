@@ -53,6 +53,17 @@ OTHER_OPTIMIZERS: dict[str, dict[str, Any]] = {
 search begins is a multiple of the workload's."""
 
 
+KINDS_OF_OTHERS = {
+    "adafactor": "Adafactor",
+    "adamw-8bit": "AdamW8bit",
+    "galore": "GaLore",
+    "lion": "Lion",
+    "schedule-free": "schedule-free AdamW",
+    "soap": "SOAP",
+}
+"""The names of these optimizers in `hvdcomp.compressors.evidence`."""
+
+
 def _of_other_optimizers(task: str) -> dict[str, dict[str, Any]]:
     given = WORKLOADS[task]
     return {

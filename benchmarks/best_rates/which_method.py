@@ -19,7 +19,18 @@ import click
 
 from benchmarks.best_rates.outcomes import Outcome, outcomes_of
 from benchmarks.best_rates.page import in_one_sentence
-from benchmarks.best_rates.rows import DENSE, FROZEN, NAMED, STEPS, WORKLOADS, is_accuracy
+from benchmarks.best_rates.rows import (
+    DENSE,
+    FROZEN,
+    KINDS_OF_OTHERS,
+    NAMED,
+    OTHER_OPTIMIZERS,
+    STEPS,
+    TRAINED,
+    WORKLOADS,
+    WORKLOADS_OF_OTHERS,
+    is_accuracy,
+)
 from benchmarks.best_rates.rule import BOUNDS, SITUATIONS, Situation, Standing, chosen, standings_of, undecided
 from benchmarks.best_rates.search import HELD_OUT
 from benchmarks.pages import MEASURED
@@ -159,7 +170,8 @@ def with_table(text: str, table: str) -> str:
 def evidence_of(runs: Path) -> dict[str, Any]:
     """The content of evidence.json: the methods to try first, and the loss of quality in all complete rows with four
     ranks."""
-    return {"first": _first(runs), "trainings": [record for name in WORKLOADS for record in _records_of(name, runs)]}
+    names = (*WORKLOADS, *WORKLOADS_OF_OTHERS)
+    return {"first": _first(runs), "trainings": [record for name in names for record in _records_of(name, runs)]}
 
 
 def _first(runs: Path) -> dict[str, list[str]]:
@@ -177,14 +189,15 @@ def _spec_of(method: str) -> str:
 
 def _records_of(workload: str, runs: Path) -> list[dict[str, Any]]:
     """The records of a workload for its optimizer, and for CompressedAdam if the workload was also trained with it."""
-    if WORKLOADS[workload]["simulate_ranks"] != RANKS:
+    options = TRAINED[workload]
+    if options["simulate_ranks"] != RANKS:
         return []
     labels = [record["label"] for record in kept_records(runs).values() if record["workload"] == workload]
     methods = sorted({label.rpartition(" lr=")[0] for label in labels} - {DENSE} - STEPS.keys())
     outcomes = outcomes_of(workload, runs, HELD_OUT, methods)
     by_optimizer: dict[str, dict[str, float | None]] = {}
     for method in methods:
-        name = NAMED.get(method, WORKLOADS[workload])["optimizer"]
+        name = NAMED.get(method, options)["optimizer"]
         if not outcomes[method].lacks and _spec_of(method) != DENSE:
             lost = by_optimizer.setdefault(_KINDS[name], {})
             lost[_spec_of(method)] = _mean_lost(outcomes[method], outcomes[DENSE])
@@ -195,7 +208,11 @@ def _records_of(workload: str, runs: Path) -> list[dict[str, Any]]:
     ]
 
 
-_KINDS: Mapping[str, str] = {**OPTIMIZERS, "muon": "Muon"}
+_KINDS: Mapping[str, str] = {
+    **OPTIMIZERS,
+    "muon": "Muon",
+    **{OTHER_OPTIMIZERS[name]["optimizer"]: kind for name, kind in KINDS_OF_OTHERS.items()},
+}
 
 
 def _mean_lost(outcome: Outcome, dense: Outcome) -> float | None:

@@ -6,13 +6,13 @@ arrive later. Other optimizers that keep a second moment do the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from hvdcomp.bindings.training import Training
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.evidence import FIRST, MUON, is_at_best_rates
-from hvdcomp.compressors.harm import Measured, harm_with, measured_with
+from hvdcomp.compressors.harm import Measured, harm_with, is_measured, measured_with
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import ConfigurationError, warn_alone
 from hvdcomp.exchange.engine import Engine
@@ -31,8 +31,23 @@ _SECOND_MOMENTS = {
     "v_mean",
 }
 """The names that optimizers give to a mean of squared gradients, in addition to `exp_avg_sq` and `v`."""
+_BY_STATE = {
+    "row_var": "Adafactor",  # in PyTorch
+    "exp_avg_sq_row": "Adafactor",  # in transformers and other packages
+    "r": "Adafactor",  # in Keras
+    "state2": "AdamW8bit",  # in bitsandbytes, also if the state has 32 bits
+    "projector": "GaLore",
+    "GG": "SOAP",
+    "z": "schedule-free AdamW",
+}
+"""The measured kind of an optimizer with a second moment, by a name in its state that other kinds do not have."""
+_LION = "Lion"
+_SQUARES_LITTLE = ("Adafactor",)
+"""Kinds that are not like Adam, although they keep a second moment: in our trainings, residuals did not harm them."""
 _WAYS_OUT = {"Adam": FIRST["Adam"][0], MUON: FIRST.get(MUON, FIRST["Adam"])[0]}
 """For each kind of optimizer, the spec of the method that the warning recommends instead of a harmful method."""
+_WAY_OUT_OF_OTHERS = "int4"
+"""The method that lost least with all other measured optimizers (docs/optimizers.md)."""
 
 
 def name_of_adam(optimizer: Any) -> str | None:
@@ -115,21 +130,23 @@ class HarmWarning:
         if optimizer is None:
             return
         name = type(optimizer).__name__
-        learns, kind = "", "Adam"
+        learns, kinds = f"{name} learns", tuple[str, ...]()
         if adam := name_of_adam(optimizer):
-            learns = f"{adam} learns"
+            learns, kinds = f"{adam} learns", ("Adam",)
         elif _is_muon(optimizer):
-            learns, kind = f"{name} learns", MUON
+            kinds = (MUON,)
         elif kind_of(optimizer) is None:
             kept = _kept_by(optimizer)
             if not kept:
                 return  # the optimizer has made no step
-            if _keeps_second_moment(kept):
-                learns = f"{name} keeps a second moment of gradients, as AdamW does, and such optimizers learn"
+            if kinds := kinds_by_state(kept):
+                like = f"the state of {kinds[0]}"
+                if kinds[0] == "Adam":
+                    like = "a second moment of gradients, as AdamW does"
+                learns = f"{name} keeps {like}, and such optimizers learn"
         self._done = True
-        harmful = _harmful(self._training.engine, kind) if learns else {}
-        if harmful:
-            warn_alone(_in_words(learns, harmful, kind))
+        if harmful := _harmful(self._training.engine, kinds):
+            warn_alone(_in_words(learns, harmful))
 
 
 def _is_muon(optimizer: Any) -> bool:
@@ -157,27 +174,63 @@ def _keeps_second_moment(kept: Set[str]) -> bool:
     return found or {"m", "v"} <= kept or {"r", "c"} <= kept
 
 
-def _harmful(engine: Engine, optimizer: str) -> dict[Compressor, Measured]:
-    """The methods in the engine's compressor that harm this kind of optimizer, each with the result of hvdcomp's own
-    training that shows the harm."""
-    leaves = dict.fromkeys(engine.compressor.leaves())
-    found = {leaf: harm_with(leaf, optimizer, engine.planner.memory_for(leaf).keeps > 0) for leaf in leaves}
-    return {leaf: measured for leaf, measured in found.items() if measured is not None}
+def kinds_by_state(kept: Set[str]) -> tuple[str, ...]:
+    """The kinds of measured optimizers that keep such a state, the most similar kind first; empty if there is none.
+
+    Args:
+        kept: the names of the state that an optimizer keeps for each parameter.
+
+    Example:
+        >>> kinds_by_state({"exp_avg", "exp_avg_sq", "GG", "Q"})
+        ('SOAP', 'Adam')
+        >>> kinds_by_state({"exp_avg"})
+        ('Lion',)
+    """
+    if not _keeps_second_moment(kept):
+        return (_LION,) if "exp_avg" in kept else ()
+    own = next((kind for name, kind in _BY_STATE.items() if name in kept), None)
+    if own in _SQUARES_LITTLE:
+        return (own,)
+    return ("Adam",) if own is None else (own, "Adam")
 
 
-def _in_words(learns: str, harmful: Mapping[Compressor, Measured], optimizer: str) -> str:
+def _harmful(engine: Engine, kinds: Sequence[str]) -> dict[str, dict[Compressor, Measured]]:
+    """The methods in the engine's compressor that harm an optimizer, by the kind of the optimizer in hvdcomp's own
+    trainings. Each method has the result that shows the harm.
+
+    Args:
+        engine: the engine of the training.
+        kinds: the kinds that are similar to the user's optimizer. The first kind with which a method was measured
+            decides about the method.
+    """
+    found: dict[str, dict[Compressor, Measured]] = {}
+    for leaf in dict.fromkeys(engine.compressor.leaves()):
+        kind = next((kind for kind in kinds if is_measured(leaf, kind)), None)
+        if kind is not None:
+            measured = harm_with(leaf, kind, engine.planner.memory_for(leaf).keeps > 0)
+            if measured is not None:
+                found.setdefault(kind, {})[leaf] = measured
+    return found
+
+
+def _in_words(learns: str, harmful: Mapping[str, Mapping[Compressor, Measured]]) -> str:
     """The text of the warning about methods that harm an optimizer.
 
     Args:
         learns: the beginning of the sentence, such as "AdamW learns".
         harmful: the harmful methods, as from `_harmful`.
-        optimizer: kind of the optimizer: "Adam" or `MUON`.
     """
-    way_out = _WAYS_OUT[optimizer]
-    also = f", or hvdcomp's CompressedAdam with {FIRST['CompressedAdam'][0]}" if optimizer == "Adam" else ""
-    beside = measured_with(parse_compressor(way_out), optimizer)
-    rows = [measured.in_words() for measured in dict.fromkeys((*harmful.values(), *filter(None, [beside])))]
+    methods = ", ".join(str(method) for found in harmful.values() for method in found)
+    first = next(iter(harmful))
+    way_out = _WAYS_OUT.get(first, _WAY_OUT_OF_OTHERS)
+    results = []
+    for kind, found in harmful.items():
+        beside = measured_with(parse_compressor(way_out), kind)
+        rows = [measured.in_words() for measured in dict.fromkeys((*found.values(), *filter(None, [beside])))]
+        results.append(f"with {kind}, {', '.join(rows)}")
+    also = f", or hvdcomp's CompressedAdam with {FIRST['CompressedAdam'][0]}" if first == "Adam" else ""
+    page = "docs/adam.md" if first in _WAYS_OUT else "docs/optimizers.md"
     return (
-        f"{learns} badly with {', '.join(map(str, harmful))}. Compared with uncompressed gradients in hvdcomp's own "
-        f"trainings with {optimizer}, {', '.join(rows)}. Use {way_out}{also} (docs/adam.md)"
+        f"{learns} badly with {methods}. Compared with uncompressed gradients in hvdcomp's own trainings "
+        f"{'; '.join(results)}. Use {way_out}{also} ({page})"
     )

@@ -43,8 +43,8 @@ class Evidence:
     """The results of one training.
 
     Attributes:
-        optimizer: "SGD", "Adam", "CompressedAdam" or "Muon".
-        training: the name of the training in docs/best-rates.md or docs/convergence.md.
+        optimizer: "SGD", "Adam", "CompressedAdam", "Muon", or an optimizer of docs/optimizers.md.
+        training: the name of the training in docs/best-rates.md, docs/optimizers.md or docs/convergence.md.
         metric: "loss" or "accuracy".
         lost: for each spec, the relative increase of the loss, or the decrease of the accuracy in points, compared with
             uncompressed gradients (for CompressedAdam, compared with AdamW). 0.01 is 1 % or one point.
@@ -147,7 +147,7 @@ def measured_specs() -> tuple[str, ...]:
 
 def in_words(compressor: Compressor) -> str:
     """A sentence that states how much quality a method lost in measurements."""
-    optimizers = dict.fromkeys(training.optimizer for training in evidence())
+    optimizers = (*OPTIMIZERS, "CompressedAdam", MUON)  # the others are in docs/optimizers.md
     worst = [found for name in optimizers if (found := worst_with(compressor, name)) is not None]
     if not worst:
         return f"hvdcomp's own trainings did not measure how much accuracy {compressor} loses."

@@ -42,6 +42,11 @@ def measured_with(compressor: Compressor, optimizer: str) -> Measured | None:
     return None if worst is None else Measured(spec, worst.lost[spec], worst.metric, worst.training)
 
 
+def is_measured(compressor: Compressor, optimizer: str) -> bool:
+    """Whether any setting of a method was measured with an optimizer."""
+    return bool(_settings(within(compressor).name, optimizer))
+
+
 def harm_with(compressor: Compressor, optimizer: str, keeps: bool) -> Measured | None:
     """The measurement that shows that an optimizer learns badly with a method; None if there is no such measurement.
 

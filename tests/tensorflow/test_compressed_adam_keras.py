@@ -175,7 +175,7 @@ def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None
     ("optimizer", "said"),
     [
         (lambda: tf_keras.optimizers.AdamW(RATE, jit_compile=False), "AdamW learns badly with topk:ratio=0.05. "),
-        (lambda: tf_keras.optimizers.Adafactor(RATE, jit_compile=False), "Adafactor keeps a second moment"),
+        (lambda: tf_keras.optimizers.Adafactor(RATE, jit_compile=False), None),  # its trainings show no harm
         (lambda: tf_keras.optimizers.legacy.RMSprop(RATE), "RMSprop keeps a second moment"),
         (lambda: tf_keras.optimizers.Lion(RATE, jit_compile=False), None),
         (lambda: tf_keras.optimizers.SGD(RATE, momentum=0.9, jit_compile=False), None),
