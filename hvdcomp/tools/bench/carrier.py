@@ -28,10 +28,10 @@ class Distributed:
     """A training with a method of exchange.
 
     Attributes:
-        loss: runs the forward pass on a batch and returns the loss, a scalar.
-        optimizer: waits for the end of the exchange of gradients, and then makes the step.
-        exchange: waits for the end of the exchange, so that the time of the exchange can be separated from the
-            optimizer's step.
+        loss: function that runs the forward pass on a batch, and returns the loss, a scalar.
+        optimizer: function that waits for the end of the gradients' exchange, and then makes the step.
+        exchange: function that waits for the end of the exchange, so that the time of the exchange can be separated
+            from the optimizer's step.
         compression: the `hvdcomp.Compression`; None if the training does not use hvdcomp.
     """
 
@@ -55,7 +55,7 @@ class Carrier(ABC):
     """A library that exchanges gradients. `hvdcomp.tools.bench.carriers.carrier_on` makes one.
 
     Args:
-        ranks: all ranks, connected through this library.
+        ranks: the communicator of all ranks, which this library connects.
 
     Class attributes:
         title: the name of the library.
@@ -63,8 +63,7 @@ class Carrier(ABC):
         warm_up: the number of first steps of a training that differ from later steps.
 
     Attributes:
-        start_s: the seconds after which the idle library starts a collective. These seconds do not depend on the number
-            of ranks.
+        start_s: seconds after which the idle library starts a collective. They do not depend on the number of ranks.
         bucket_bytes: the largest buffer that the library sends at a time. Only a single larger gradient may exceed it.
         early_bytes: the smallest bucket of gradients that hvdcomp sends during the backward pass.
         shares_buckets: whether hvdcomp uses the library's buckets. The size of the buckets is then an option of the
@@ -106,7 +105,7 @@ class Carrier(ABC):
         """A training with the library's own method.
 
         Args:
-            method: one of `stock`.
+            method: name of one of the library's own methods (`stock`).
             name: name of the training, unique in this process.
         """
 

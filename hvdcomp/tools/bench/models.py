@@ -16,7 +16,7 @@ def split_model(model: str) -> tuple[str, str]:
     set. The second name is empty if the text has none.
 
     Args:
-        model: a text such as "lstm", "resnet20" or "cnn@digits".
+        model: name of a model, which may contain the name of its data, such as "lstm", "resnet20" or "cnn@digits".
 
     Raises:
         SetupError: if the model is unknown, or the data set does not suit the model.

@@ -83,7 +83,7 @@ class Checkpoints:
     """The checkpoints of a run.
 
     Args:
-        options: the options. The options name the folder, which all hosts must share.
+        options: the options of the run. They name the folder of the checkpoints, which all hosts must share.
         facts: values, as JSON data, that must be the same in a resumed run and in the saved run.
         ranks: the ranks of the run.
 
@@ -293,7 +293,7 @@ class Checkpoints:
         If this step is already saved, it is not saved again.
 
         Args:
-            step: completed steps.
+            step: number of completed steps.
             learner: the learner of this rank.
             run: a function that returns this rank's position, as JSON data. `find` returns this position later. The
                 function is called after the learner was saved.

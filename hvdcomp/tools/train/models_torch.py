@@ -206,7 +206,7 @@ class _TransformerBlock(nn.Module):
     """Attention, and then two linear layers. Each of the two parts begins with a layer norm and has a shortcut.
 
     Args:
-        size: the size of the transformer.
+        size: the width and the other sizes of the transformer.
         causal: whether a token attends only to itself and to earlier tokens.
     """
 

@@ -25,7 +25,7 @@ def train(options: TrainingOptions, ranks: Ranks | None = None, warnings: Warnin
     """Trains with these options. Call it on every rank.
 
     Args:
-        options: options of the run.
+        options: the options of the run.
         ranks: the ranks from `backends.reach`; None to connect here.
         warnings: the object that records signals to stop. None to record signals here, if the options name a folder for
             checkpoints.

@@ -32,7 +32,7 @@ class Row:
         measurement: the measurement of a method.
         ratio_to_peer: the median time of a step / the median time of PyTorch's PowerSGD hook with the same number of
             threads; None if the hook was not measured.
-        steady: whether no other work has disturbed the measurement (`steady`).
+        steady: whether the measurement was undisturbed by other work of the machine.
         before_ms: the median time of a step for the same request in an earlier comparison; None if it was not measured.
     """
 

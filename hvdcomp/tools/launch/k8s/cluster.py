@@ -37,7 +37,7 @@ class Cluster:
 
     Args:
         namespace: the namespace; None for the namespace of the kubeconfig, or "default" if it names none.
-        context: context of the kubeconfig; None for its current context.
+        context: name of the context in the kubeconfig; None for its current context.
 
     Raises:
         KubernetesError: if the client is not installed, or no cluster is configured.

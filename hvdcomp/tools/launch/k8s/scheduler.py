@@ -28,7 +28,7 @@ class Kubernetes(Scheduler[KubernetesSettings, MPIJob]):
     """The jobs in one namespace.
 
     Args:
-        namespace, context: arguments of `Cluster`.
+        namespace, context: the namespace and the kubeconfig's context, as in `Cluster`.
     """
 
     def __init__(self, namespace: str | None = None, context: str | None = None) -> None:
