@@ -79,10 +79,11 @@ class _SingleMethod(NamedTuple):
     """A candidate with one compressor for all tensors.
 
     Attributes:
-        candidate: the candidate.
+        candidate: the candidate that compresses some tensors with this method, and sends all others as the training
+            does.
         encode: the time to encode all tensors that the candidate compresses; None if it compresses none.
-        weights: the share of each compressed tensor in `encode`, by name. Tensors for which compression saves most are
-            first.
+        weights: the share of each compressed tensor in `encode`, by tensor name. Tensors for which compression saves
+            most time are first.
     """
 
     candidate: Candidate

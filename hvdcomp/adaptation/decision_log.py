@@ -59,8 +59,8 @@ class RemovedPolicyError(DecisionLogError):
     """A decision log was written by a policy that was removed from hvdcomp.
 
     Attributes:
-        start: the log's start line.
-        reason: the message about the policy.
+        start: the start line of the log.
+        reason: the message that says which policy was removed.
     """
 
     def __init__(self, start: Start, reason: str) -> None:
@@ -77,12 +77,12 @@ class Start:
         file, line: the file, and the line number, counted from 1.
         step, epoch: the numbers of steps and epochs that ended before this line. These numbers are 0 unless the run was
             resumed, or continues in a new file.
-        policy, compressor: spec strings.
+        policy, compressor: the spec strings of the policy and of the compressor.
         tensors: the shapes of the compressed tensors, by name.
         steps_per_epoch: the number of steps of an epoch; None if epochs are not counted.
         ranks: number of ranks.
         hvdcomp: the version of hvdcomp that wrote the line.
-        state, decision: the current state and decision, as JSON data.
+        state, decision: the current state of the policy, and the current decision, as JSON data.
         continues: whether this is the first line of a new file of the same run.
     """
 
@@ -110,7 +110,7 @@ class Decided:
         step, epoch: the numbers of steps and epochs that had ended when the statistics were measured.
         from_step: the first step, counted from 0, that uses the decision.
         statistics: the statistics from which the policy decided.
-        state, decision: the new state and decision, as JSON data.
+        state, decision: the new state of the policy, and the new decision, as JSON data.
     """
 
     file: Path
@@ -245,7 +245,7 @@ def log_files(path: str | Path | None, file_bytes: int, files: int, policy: obje
     """The files of the decision log that a user asked for; None for no log.
 
     Args:
-        path, file_bytes, files: as in `DecisionLog`.
+        path, file_bytes, files: the arguments of `DecisionLog`. If `path` is None, there is no log.
         policy: the policy whose decisions are logged.
 
     Raises:

@@ -31,7 +31,7 @@ class Energies:
 
         Args:
             names: the names of the tensors. A name may occur more than once.
-            values: float64, a vector.
+            values: the energies to add, a vector of float64.
             weights: a weight for each name. Default: 1 for all.
             places: for each name, the index of its value in `values`. Default: 0, 1, 2, ...
         """

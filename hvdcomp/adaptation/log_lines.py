@@ -38,8 +38,8 @@ class Shorthand:
         """The short form of a line's parts.
 
         Args:
-            parts: the parts of the line.
-            before: the parts of the previous line; empty for a start line.
+            parts: the parts of the line, by name.
+            before: the parts of the previous line, by name; empty for a start line.
         """
         statistics = {name: value for name, value in parts.get("statistics", {}).items() if self._is_by_tensor(value)}
         return {

@@ -105,9 +105,9 @@ def observe(engine: Engine, function: Callable[[Look], Mapping[str, Array]] | No
     """Calls a function in each step with a `Look`, before x is compressed.
 
     Args:
-        engine: the engine.
-        function: gets the `Look`, and returns, by name, arrays to compress in place of x for some tensors. None for no
-            function.
+        engine: the engine that compresses.
+        function: function that gets the `Look`. It returns arrays, by tensor name, that are compressed in place of x.
+            None to call no function any more.
     """
     if function is None:
         engine.before_compress = None

@@ -51,7 +51,8 @@ class Previews:
         """C(x) of some tensors of a step, by name.
 
         Args:
-            compressors: as in `lost`.
+            compressors: the compressor of each tensor, by name. If you pass the same mapping again, the function is
+                faster.
             lost: an `Energies` to which ||x - C(x)||^2 of each tensor is added.
         """
         return self.kept_alone(look.xp, {name: look[name] for name in names}, compressors, look.context, lost)
@@ -66,8 +67,10 @@ class Previews:
         """||x - C(x)||^2 of some tensors of a step.
 
         Args:
-            compressors: the compressors by name. If you pass the same mapping again, the function is faster.
-            sources: arrays that are compressed in place of x, by name. Tensors whose x is compressed are not in it.
+            compressors: the compressor of each tensor, by name. If you pass the same mapping again, the function is
+                faster.
+            sources: arrays that are compressed in place of x, by tensor name. For tensors that are not in it, x is
+                compressed.
         """
         return self._lost(look.xp, names, look, look.addresses, compressors, look.context, sources)
 
@@ -131,9 +134,10 @@ class Previews:
 
         Args:
             xs: x of each tensor, by name.
-            addresses: the address of x, by name, for tensors that are in a bucket of the step.
-            compressors: by name; the same object for the same compressors is quickest.
-            sources: as in `lost`.
+            addresses: for tensors that are in a bucket of the step, the address of x, by name.
+            compressors: the compressor of each tensor, by name. If the same mapping is passed again, the function is
+                faster.
+            sources: arrays that are compressed in place of x, by tensor name.
         """
         energies = Energies()
         done: set[str] = set()
@@ -212,7 +216,7 @@ class _Room:
     """Memory that all buckets use, one after the other.
 
     Attributes:
-        on_device: as in `DeviceKernels.room`.
+        on_device: memory on a device, as in `DeviceKernels.room`.
     """
 
     def __init__(self) -> None:
@@ -261,7 +265,7 @@ class _PreviewBucket:
 
         Args:
             xs: the array x of each tensor.
-            addresses: the address of x, by name.
+            addresses: the address of each tensor's x, by name.
             sources: the addresses of arrays that are compressed in place of x, by name.
         """
         bucket, segments = self.bucket, self.bucket.segments

@@ -47,9 +47,10 @@ class StepModel:
         """The predicted seconds of a step.
 
         Args:
-            plan: the step's plan.
+            plan: the compressor of each tensor in the step, by name.
             encode: the encode time of all compressed tensors; None if no tensor is compressed.
-            early: the fewest bytes of a bucket that is sent during the backward pass; None for the engine's setting.
+            early: least bytes of gradients in a bucket that is sent during the backward pass; None for the engine's
+                setting.
         """
         exchange = self.exchange(plan, self.carried(plan))
         network, compute = self.calibration.network, self.facts.compute

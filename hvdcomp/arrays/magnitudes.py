@@ -38,9 +38,9 @@ class Magnitudes:
     """The magnitudes |x| of a vector.
 
     Args:
-        xp: the array functions of the vector.
+        xp: the array functions for the framework of the vector.
         x: a vector of at least one element.
-        need: the largest k for which `top` will be called.
+        need: the largest number k with which `top` will be called.
 
     Attributes:
         xp: the array functions of thresholds and counts.

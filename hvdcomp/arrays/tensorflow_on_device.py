@@ -49,8 +49,8 @@ class DeviceTensors:
         tensor: an eager tensor on the device, with at least one element.
 
     Attributes:
-        name: TensorFlow's name of the device.
-        device: PyTorch's device. The frameworks number a GPU differently if TensorFlow sees only some of the GPUs, as
+        name: the name that TensorFlow has for the device.
+        device: the PyTorch device. The frameworks number a GPU differently if TensorFlow sees only some of the GPUs, as
             in Horovod's examples.
     """
 

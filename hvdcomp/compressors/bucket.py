@@ -69,7 +69,7 @@ class PayloadRows(NamedTuple):
     """The rows of a payload that has one row for each of several ranks.
 
     Attributes:
-        numbers: the row of each tensor, int64 (tensors,).
+        numbers: for each tensor, the number of the row that contains it, int64 (tensors,).
         ranks: number of rows.
         length: the minimum number of bytes of a row. A row is longer if its contents need more bytes.
     """
@@ -83,7 +83,7 @@ class Payload(NamedTuple):
     """The storage of the payload that a bucket sends.
 
     Attributes:
-        vector: the payload (count,).
+        vector: the bytes or elements that are sent, (count,).
         with_room: the same storage with at least 4 additional bytes at the end. The total is a multiple of 8 bytes.
     """
 
@@ -96,7 +96,8 @@ class Bucket:
     """The tensors that one bucket form compresses, and the state of their current step.
 
     Attributes:
-        tensors: the tensors. Each has at least one element, and all have the same element type.
+        tensors: names, shapes and element types of the tensors. Each has at least one element, and all have the same
+            element type.
         compressors: the compressor of each tensor. All are of the same class and differ only in their level.
         memory: the memory of all tensors.
         device: the device of the bucket's kernels; None for the host.
@@ -105,9 +106,9 @@ class Bucket:
         xp: the array functions for payloads. On the host, these are NumPy's.
         context: the context of the step; its name is empty.
         suffix: text that is appended to the tensors' names for random numbers.
-        states: the method's states, adapted by `prepare`, or None if the method has no state.
+        states: the states that the method keeps for the tensors, adapted by `prepare`; None if the method has no state.
         table: the description of the tensors for kernels.
-        segments: the rows of the table.
+        segments: the rows of `table`. Each row describes one tensor.
         keeps: whether the memory keeps the part of x that is not sent.
         x: the column of the table that holds x.
         layout: an object that the bucket form computes once from the tensors and levels; None at first.
@@ -186,8 +187,8 @@ class Bucket:
 
         Args:
             context: the context of the step.
-            factor: the number by which gradients are multiplied; None for 1.
-            suffix: as in the attributes.
+            factor: the number by which this step multiplies the gradients; None for 1.
+            suffix: text that is appended to the tensors' names for random numbers.
         """
         self.context, self.suffix = context, suffix
         self.factor = factor
@@ -208,7 +209,7 @@ class Bucket:
         """Calls a kernel. The table is the kernel's first argument.
 
         Args:
-            kernel: its name in `src/kernels.def`.
+            kernel: name of the kernel in `src/kernels.def`.
             arguments: further arguments: numbers, or arrays of `xp`. The kernel gets the addresses of the arrays.
             aside: whether, on a device, the next request may be sent before the kernel has ended. The bucket's next
                 call still waits for the kernel.
@@ -272,9 +273,9 @@ class Bucket:
         """A payload on the kernels' device.
 
         Args:
-            count: the number of elements. The payload's bytes are rounded up to a multiple of 4, because an all-gather
+            count: number of elements. The payload's bytes are rounded up to a multiple of 4, because an all-gather
                 places the payloads of all ranks behind each other.
-            dtype: element type.
+            dtype: element type of the payload.
             kept: whether later steps reuse the payload. If False, the payload is not set to zero, and the caller must
                 pass it to `let_go` after use.
         """
@@ -309,7 +310,7 @@ def take_off(bucket: Bucket, zeros: np.ndarray, x: np.ndarray | None = None) -> 
     change in the next step call this function.
 
     Args:
-        bucket: the bucket after encoding.
+        bucket: the bucket, after its tensors were encoded.
         zeros: used on the host only: a vector of zeros, as long as the largest tensor.
         x: the addresses to which the differences are written; None to overwrite x. If a product of factors was sent,
             None is not allowed.
@@ -340,8 +341,8 @@ class BucketStates:
     another vector the second arrays, and so on. Each array is stored column by column.
 
     Args:
-        states: the state of each tensor, float32 arrays.
-        xp: the array functions.
+        states: the state of each tensor, as float32 arrays.
+        xp: the array functions for the states.
 
     Attributes:
         kept: the vectors that a step reads and does not change.

@@ -43,11 +43,12 @@ class Evidence:
     """The results of one training.
 
     Attributes:
-        optimizer: "SGD", "Adam", "CompressedAdam" or "Muon".
+        optimizer: kind of the optimizer: "SGD", "Adam", "CompressedAdam" or "Muon".
         training: the name of the training in docs/best-rates.md or docs/convergence.md.
-        metric: "loss" or "accuracy".
-        lost: for each spec, the relative increase of the loss, or the decrease of the accuracy in points, compared with
-            uncompressed gradients (for CompressedAdam, compared with AdamW). 0.01 is 1 % or one point.
+        metric: the quality that was compared: "loss" or "accuracy".
+        lost: for each spec, how much worse the quality was than with uncompressed gradients (for CompressedAdam, than
+            with AdamW): the relative increase of the loss, or the decrease of the accuracy in points. 0.01 is 1 % or
+            one point.
         at_best_rates: whether each method was trained at its own best learning rate. If False, all methods were trained
             at the same rate.
     """
@@ -123,7 +124,7 @@ def lost_with(compressor: Compressor, optimizer: str | None) -> float | None:
 
     Args:
         compressor: the method.
-        optimizer: as in `Evidence`; None if unknown.
+        optimizer: kind of the optimizer, as in `Evidence`; None if unknown.
     """
     if optimizer is None:
         losses = [lost_with(compressor, name) for name in OPTIMIZERS]

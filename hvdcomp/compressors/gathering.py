@@ -69,8 +69,8 @@ class Gathering(Compressor):
 
         Args:
             xp: array functions.
-            parts: the payload from `encode`.
-            shape: shape of the encoded tensor.
+            parts: the payload of one rank, as returned by `encode`.
+            shape: shape of the tensor that was encoded.
         """
         raise NotImplementedError
 

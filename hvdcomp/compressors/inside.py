@@ -32,8 +32,8 @@ class Inside:
 
     Attributes:
         framework: the array functions of the tensor's framework.
-        xp: the array functions that compress the tensor: those of the framework, or those of NumPy.
-        like: an array of the framework.
+        xp: the array functions that compress the tensor: those of its framework, or those of NumPy.
+        like: an array of the tensor's framework.
     """
 
     framework: ModuleType
@@ -74,11 +74,12 @@ def preview(
     """Compresses x as if this rank were the only rank, and returns C(x), the decoded result.
 
     Args:
-        compressor: the tensor's compressor.
-        framework: the array functions of x.
+        compressor: the compressor of the tensor.
+        framework: the array functions for the framework of x.
         x: the array to compress.
-        kept: the state after the previous step, arrays of the framework; empty if there is none.
-        context: the context of the tensor.
+        kept: the state that the compressor kept after the previous step, as arrays of the framework; empty if there is
+            none.
+        context: the tensor's name, the step, the seed, the rank and the number of ranks.
 
     Returns:
         C(x), as an array of the framework, or as a sparse vector of such arrays.

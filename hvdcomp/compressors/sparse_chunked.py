@@ -63,7 +63,7 @@ class ChunkedTopK(Compressor):
 
     Attributes:
         chunk: number of elements in a chunk.
-        k: how many elements of each chunk are sent, at most `chunk`.
+        k: number of elements of each chunk that are sent, at most `chunk`.
         values: how a value is sent. "2bit": as one of four numbers. "sign": as its sign, with one mean magnitude for
             the tensor. "fp16" or "float32": as a float. The memory keeps the rounding error.
 

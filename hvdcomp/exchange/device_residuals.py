@@ -28,12 +28,12 @@ class DeviceResiduals(FlatStorage):
     """Residuals of several tensors on a device, by the tensors' numbers.
 
     Args:
-        sizes: elements of each tensor.
-        xp: the array functions.
-        like: an array of no elements, float32, on the device.
+        sizes: number of elements of each tensor.
+        xp: the array functions for the device.
+        like: an array without elements, float32, on the device.
 
     Attributes:
-        device: the only one whose tensors have places.
+        device: the device. Only tensors on this device have places here.
     """
 
     def __init__(self, sizes: Sequence[int], xp: ModuleType, like: Array) -> None:

@@ -247,8 +247,8 @@ class Ledger:
 
         Args:
             step: the cost of the step.
-            spans: the spans of each part.
-            communicate: the spans of collectives.
+            spans: the time spans of encoding and decoding, for each part.
+            communicate: the time spans in which this rank waited for collectives.
         """
         read = self.clock.end()
         lists = [communicate, *itertools.chain.from_iterable(spans)]
@@ -267,9 +267,9 @@ class Ledger:
         """Enters the times of a recorded step.
 
         Args:
-            step: the step.
+            step: the recorded step.
             seconds: for each part, the seconds of encoding and of decoding.
-            communicate: the seconds of all collectives.
+            communicate: seconds of waiting for all collectives.
         """
         times = Cost(
             encode_seconds=sum(encode for encode, _ in seconds),

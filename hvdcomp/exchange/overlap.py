@@ -51,9 +51,9 @@ class Overlap:
     """Starts buckets during the backward pass, in every step.
 
     Args:
-        communicator: the ranks.
+        communicator: the communicator of the ranks that exchange gradients.
         tensors: all tensors of the training, by name; the same on all ranks.
-        buckets: the buckets of the training.
+        buckets: the object that makes the buckets of the training.
         clock: the clock of the engine.
         least_bytes: least bytes of gradients in a bucket that starts early; None if no bucket is to start early.
 
@@ -102,9 +102,9 @@ class Overlap:
         """Begins a step.
 
         Args:
-            plan: the plan of the step.
+            plan: the compressor of each tensor in the step, by name.
             context: the context of the step.
-            in_place, sums: as in `Engine.step`.
+            in_place, sums: the arguments that `Engine.step` will get.
             agreed: function that returns whether this rank knows that all ranks make this step at the same levels. No
                 bucket starts before this function returns True.
         """
@@ -125,7 +125,7 @@ class Overlap:
         gradients on another stream.
 
         Args:
-            gradients: some of the step, by name, all on one device.
+            gradients: some gradients of the step, by name. All are on one device.
         """
         early = self._places.keys() & gradients.keys() if self._missing else ()
         for name in early:
@@ -162,7 +162,8 @@ class Overlap:
         """Ends the backward pass; returns the waves that have started early.
 
         Args:
-            like: an array of the step. The present stream of its device then waits for the kernels of these waves.
+            like: an array of the step, on the device of the gradients. The present stream of its device then waits for
+                the kernels of these waves.
         """
         if self.started and like is not None:
             now = arrays_for(like).stream(like)
@@ -193,7 +194,7 @@ class Overlap:
             xp: the array functions of the gradients.
             buckets: the buckets of the wave.
             number: the number of the bucket that may start early; None for other buckets.
-            alone: as in `Wave`.
+            alone: whether this rank does nothing else between two rounds, as in `Wave`.
             part: number of the wave, if the other buckets need several waves.
         """
         name = "round" if number is None else f"order{self.era}.early{number}.round"
@@ -241,7 +242,7 @@ class Overlap:
         than `TRIES / 2` steps, the ranks decide later: when the number of steps has doubled.
 
         Args:
-            like: an array of the step.
+            like: an array of the step, on the device of the gradients.
         """
         if not self.era:
             return

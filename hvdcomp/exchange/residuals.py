@@ -45,12 +45,12 @@ class FlatStorage:
 
     Args:
         sizes: number of elements of each tensor.
-        xp: the array functions of the storage.
-        alignment: number of elements; each tensor begins at a multiple of it.
+        xp: the array functions for the storage.
+        alignment: each tensor begins at a multiple of this number of elements.
 
     Attributes:
-        keepers: (tensors,), the memory that made the arrays of each tensor.
-        has_residual: (tensors,), whether any array of the tensor is kept.
+        keepers: for each tensor, the memory that made its arrays, (tensors,).
+        has_residual: for each tensor, whether any of its arrays is kept, (tensors,).
         released: how often a tensor's arrays were moved out of this storage.
         dropped: how often residuals were dropped.
     """
@@ -92,7 +92,7 @@ class FlatStorage:
         Args:
             number: the number of the tensor.
             keeper: the memory that made the new arrays.
-            arrays: the new arrays; empty to keep none.
+            arrays: the new arrays of the tensor; empty to keep none.
         """
         self.keepers[number] = keeper
         self.has_residual[number] = bool(arrays)
@@ -176,7 +176,7 @@ class FlatStorage:
         """Makes sure that tensors have places.
 
         Args:
-            kind: a key of `_KINDS`.
+            kind: kind of the arrays, a key of `_KINDS`.
             turn: for each tensor, which of its two places (0 or 1).
             numbers: the numbers of the tensors.
         """
@@ -223,7 +223,7 @@ class Residuals(FlatStorage):
     """Residuals of several tensors on the host, by the tensors' numbers.
 
     Args:
-        sizes: elements of each tensor.
+        sizes: number of elements of each tensor.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:

@@ -46,11 +46,11 @@ class TensorGroup:
     """Tensors that no kernel compresses. The engine calls the same functions as of an `EngineBucket`.
 
     Args:
-        members: the tensors; at least one.
+        members: the tensors of the tensor group, at least one.
 
     Attributes:
         names, number, gathered, keeps_x, when_compressed: as in `EngineBucket`.
-        addresses: empty, because no kernel reads x.
+        addresses: always empty, because no kernel reads x.
     """
 
     on_device = False  # even if gradients are: array functions may wait for the device
@@ -210,7 +210,7 @@ class _TensorExchange:
     If the memory keeps anything, x has at least single precision, like all residuals.
 
     Attributes:
-        member, gradient: the arguments.
+        member, gradient: the tensor, and its gradient in this step.
         cost: the cost of the tensor in the step.
     """
 
@@ -335,7 +335,7 @@ class _TensorExchange:
 
         Args:
             in_place: whether the mean overwrites the gradient.
-            found_inf: one element, which is added to one element of the mean; None for 0.
+            found_inf: one element, 0 or NaN, that is added to one element of the mean; None to add nothing.
         """
         mean, inside = self._mean, self._inside
         if found_inf is not None:

@@ -32,8 +32,9 @@ class TensorState:
     The memory's arrays may be in flat storage, where buckets read them. The method's arrays may be in a bucket.
 
     Args:
-        memory, keeper: the memory's arrays, and the memory that made them.
-        method, compressor: the name of the method that last compressed the tensor, and its arrays.
+        memory, keeper: the arrays that the memory keeps, such as the residual, and the memory that made them.
+        method, compressor: the name of the method that last compressed the tensor, and the arrays that this method
+            keeps.
     """
 
     __slots__ = ("_arrays", "_bucket", "_keeper", "_number", "_of_method", "_place", "_residuals", "_wrap", "method")
@@ -129,10 +130,10 @@ class TensorState:
         """Moves the memory's arrays to flat storage, if they are not there yet.
 
         Args:
-            residuals: the flat storage.
+            residuals: the flat storage into which the arrays are moved.
             number: number of the tensor in the storage.
-            unwrap: function from an array to a vector of its elements.
-            wrap: function from a vector to an array in the shape of the tensor, with the same storage.
+            unwrap: function that returns a vector of an array's elements.
+            wrap: function that returns an array in the shape of the tensor, with the storage of a vector.
         """
         self._wrap = wrap
         if self._residuals is None:

@@ -32,7 +32,7 @@ class CompressionState(tf.train.experimental.PythonState):
     Restore the state before the first step. `Compression.load_state_dict` documents the errors.
 
     Args:
-        compression: the compression.
+        compression: the `Compression` whose state is saved.
     """
 
     def __init__(self, compression: UsedCompression) -> None:

@@ -20,7 +20,7 @@ class Momentum:
 
     Attributes:
         mean: Adam's first moment, with the shape of the variable. The moment is the same on all ranks.
-        weight: the factor of `mean`.
+        weight: the factor by which `mean` is multiplied when it is added to the gradient.
     """
 
     mean: tf.Variable
@@ -39,9 +39,9 @@ class CompressedAdam(tf_keras.optimizers.AdamW):
         optimizer = hvd.DistributedOptimizer(optimizer, compression=hvdcomp.Compression(hvdcomp.EFSignSGD()))
 
     Args:
-        learning_rate, options: as in `tf_keras.optimizers.AdamW`, without `amsgrad`.
+        learning_rate, options: the arguments of `tf_keras.optimizers.AdamW`, without `amsgrad`.
         freeze_after: the number of steps before second moments are frozen. Use 15 to 25 % of the training.
-        warm_up, floor, refreshes_per_gap: as in `hvdcomp.torch.CompressedAdam`.
+        warm_up, floor, refreshes_per_gap: settings that `hvdcomp.torch.CompressedAdam` describes.
 
     Raises:
         ConfigurationError: without `freeze_after`; if a number of steps or refreshes, or the floor, is invalid; with

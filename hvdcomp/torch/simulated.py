@@ -25,9 +25,9 @@ class SimulatedBinding(TorchTraining):
     """Ties one `Compression` to one model of a simulation.
 
     Args:
-        setup: the user's settings and objects.
+        setup: the `Compression`, and what the user passed to it.
         model: the model, on any device.
-        communicator: the rank's communicator.
+        communicator: the communicator of this simulated rank.
     """
 
     overlaps_with_policy = True
@@ -142,9 +142,9 @@ def serve_simulated(
     """Makes the model of a simulated rank exchange compressed gradients.
 
     Args:
-        compression: a compression that only this model uses.
+        compression: a `Compression` that no other model uses.
         model: the model, on any device.
-        communicator: the rank's communicator.
+        communicator: the communicator of this simulated rank.
         optimizer: the optimizer of the model.
 
     Returns:

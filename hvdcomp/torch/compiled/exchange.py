@@ -45,7 +45,7 @@ def method_of(spec: str, residuals: bool) -> Compressor:
 
     Args:
         spec: spec string of a compressor.
-        residuals: whether the node gets residuals.
+        residuals: whether the node of the graph gets residuals.
 
     Raises:
         SpecError: if the spec is invalid, or a node cannot run the method.
@@ -79,8 +79,8 @@ def require_reduce_scatter(method: Compressor, tensor: TensorInfo) -> Compressor
     """The method of a tensor in a reduce-scatter.
 
     Args:
-        method: a result of `method_of`.
-        tensor: the whole tensor.
+        method: the compressor that `method_of` returned.
+        tensor: the whole tensor, before it is cut.
 
     Raises:
         SpecError: if the method cannot average a tensor of which each rank gets only a part.
@@ -212,11 +212,11 @@ class _Node:
     """A node of a graph.
 
     Attributes:
-        group: the process group.
+        group: the process group of the ranks that exchange.
         signature: element types, shapes and device of the tensors.
-        communicator: the ranks of the process group.
-        infos: descriptions of the tensors.
-        method: the method of all tensors.
+        communicator: the communicator of the process group.
+        infos: names, shapes and element types of the tensors.
+        method: the compressor of all tensors.
         seed: seed of the random numbers.
     """
 

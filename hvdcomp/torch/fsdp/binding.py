@@ -47,7 +47,7 @@ class FSDPBinding(TorchTraining):
     """Ties one `Compression` to the shards of one model.
 
     Args:
-        setup: the user's settings and objects.
+        setup: the `Compression`, and what the user passed to it.
         model: a model sharded by `fully_shard`, or replicated by `replicate`.
         group: the process group of the ranks that have the same shards, one rank of each replica.
     """

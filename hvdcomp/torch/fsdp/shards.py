@@ -51,15 +51,15 @@ class ShardsBinding:
     """Ties one `Compression` to the reduce-scatters of one model. All ranks must create it at the same point.
 
     Args:
-        setup: the user's settings and objects.
+        setup: the `Compression`, and what the user passed to it.
         model: a model sharded by `fully_shard`.
         weights: the compressor of changes of weights; None for FSDP's own all-gather.
-        group: the ranks over which each replica is sharded; None for all ranks.
+        group: the process group over which each replica is sharded; None for all ranks.
         replica, replicas: the number of this rank's replica, from 0, and the number of replicas.
 
     Attributes:
-        engine: the `ShardReducer` that compresses.
-        coordinator, accumulation: as in a `Binding` without a policy.
+        engine: the object that compresses and reduces flat gradients, a `ShardReducer`.
+        coordinator, accumulation: None and 1, as in a `Binding` without a policy.
     """
 
     coordinator = None
@@ -145,7 +145,7 @@ class ShardsBinding:
         """Computes this rank's row of the mean, of the sum, or of the sum divided by a factor, and writes it to `row`.
 
         Args:
-            flat: the flat gradient.
+            flat: the flat gradient that FSDP wants to reduce.
             row, rows, group, op: the arguments of FSDP's own reduce-scatter.
             factor: the factor of `set_gradient_divide_factor`; None for the mean.
         """
@@ -434,7 +434,7 @@ def _trained(model: torch.nn.Module, ranks: list[int], in_replica: bool) -> dict
     """The trained parameters, by name.
 
     Args:
-        ranks: the ranks over which the model is sharded.
+        ranks: the communicator of the ranks over which the model is sharded.
         in_replica: whether these are the ranks of one replica, found by `group_of_shards`.
 
     Raises:

@@ -23,7 +23,7 @@ class Momentum:
 
     Attributes:
         mean: m, the first moment before this step. The mean is the same on all ranks.
-        weight: b1 / (1 - b1).
+        weight: the factor by which `mean` is multiplied when it is added to the gradient: b1 / (1 - b1).
 
     Class attributes:
         sent_always: whether the momentum is added even if the exchange is lossless.
@@ -49,10 +49,10 @@ class LocalMomenta:
     over the ranks.
 
     Attributes:
-        mean: m of this rank before this step.
-        weight: b1 / (1 - b1).
-        moved: the sum of rate times m over the earlier steps since the last exchange.
-        share: the share of this step in the sum of rates.
+        mean: m, this rank's first moment before this step.
+        weight: the factor by which `mean` is multiplied: b1 / (1 - b1).
+        moved: the sum over the earlier steps since the last exchange of the learning rate times m.
+        share: the learning rate of this step, as a share of the sum of the learning rates since the last exchange.
         of_moved: the factor by which `moved` is multiplied.
     """
 
@@ -105,7 +105,7 @@ class CompressedAdam(torch.optim.AdamW):
     of embeddings have had a gradient.
 
     Args:
-        params, lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
+        params, lr, betas, eps, weight_decay: the arguments of `torch.optim.AdamW`.
         freeze_after: the number of steps of a parameter after which its second moment is frozen. Use 15 to 25 % of the
             training. If you load a state of `torch.optim.AdamW`, its steps count.
         warm_up: the spec of the compressor that is used before freezing. Use a compressor with which AdamW trains well,

@@ -44,8 +44,8 @@ class ReadBatch:
 
     Attributes:
         batch: the batch, or `END` after the last batch.
-        own: the keys of this rank.
-        sent: the number of bytes sent.
+        own: the keys of the rows that this rank looks up in the batch.
+        sent: number of bytes that this rank sent to exchange keys.
     """
 
     def __init__(self, ranks: Ranks, batch: Any, own: torch.Tensor, refused: str | None, name: str) -> None:

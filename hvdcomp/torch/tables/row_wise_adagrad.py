@@ -25,8 +25,8 @@ class RowWiseAdagrad(torch.optim.Optimizer):
     Args:
         params: the weights of the tables (rows, columns), or parameter groups of them.
         lr: the learning rate.
-        eps: a number above 0, as in the rule.
-        initial_accumulator_value: the first value of all sums.
+        eps: a number above 0 that is added to the divisor, as in the rule above.
+        initial_accumulator_value: the value of all accumulated sums at the start.
 
     Raises:
         ConfigurationError: if a parameter is not a matrix, or an option is too small.
