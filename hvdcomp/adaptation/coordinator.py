@@ -88,7 +88,7 @@ class Coordinator:
 
     @property
     def policy(self) -> Policy[Any]:
-        """The policy."""
+        """The policy of the training."""
         return self.channel.policy
 
     @property
@@ -235,7 +235,8 @@ class Coordinator:
         }
 
     def own_state(self, copy: Callable[[Array], Array]) -> dict[str, Any]:
-        """The state that only rank 0 has."""
+        """The part of the state that only rank 0 has, for its checkpoint: accumulated statistics, and the newest state
+        of the policy."""
         return {
             "latest": self.policy.to_json(self.channel.latest),
             "ended": None if self._ended is None else self._ended.plain(),

@@ -71,7 +71,7 @@ class RemovedPolicyError(DecisionLogError):
 
 @dataclass(frozen=True)
 class Start:
-    """A start line.
+    """A start line of a decision log. It describes the run, and is the first line of each run in the log.
 
     Attributes:
         file, line: the file, and the line number, counted from 1.
@@ -103,7 +103,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Decided:
-    """A decision line.
+    """A line of a decision log that records one decision of the policy.
 
     Attributes:
         file, line: the file, and the line number, counted from 1.
@@ -234,7 +234,7 @@ class DecisionLog:
 
 
 class LogFiles(NamedTuple):
-    """The arguments of `DecisionLog`."""
+    """The settings of a decision log, which are the arguments of `DecisionLog`."""
 
     path: Path
     file_bytes: int

@@ -35,7 +35,7 @@ class Shorthand:
         self._places = {str(place): name for place, name in enumerate(self._names)}
 
     def short(self, parts: Parts, before: Parts) -> dict[str, Any]:
-        """The short form of a line's parts.
+        """Shortens the parts of a line: values that the previous line also has are left out.
 
         Args:
             parts: the parts of the line, by name.

@@ -93,8 +93,8 @@ class Look(Mapping[str, Array]):
             energies.add(names, bucket.measure_left(), places=[bucket.places[name] for name in names])
 
     def _by_bucket(self, names: Sequence[str] | set[str]) -> Iterator[tuple[BucketOrGroup, list[str]]]:
-        """Each bucket and tensor group that contains some of these tensors, and the names of these tensors, in its
-        order."""
+        """Yields each bucket or tensor group that contains some of these tensors, with the names of these tensors in
+        the order of the bucket."""
         wanted = set(names)
         for bucket in self._buckets:
             if own := [name for name in bucket.names if name in wanted]:

@@ -35,7 +35,7 @@ class Predicted(Observer):
 
 
 class Observers:
-    """The observers of one rank.
+    """All observers of one rank. They measure the statistics that the policy requests.
 
     Args:
         plans: object that creates plans, and knows the tensors whose level the policy decides.

@@ -41,7 +41,7 @@ class Plans:
         self._at_factor: dict[tuple[float, Unit], Plan] = {}
 
     def own(self) -> Plan:
-        """The plan of the engine's compressor."""
+        """The plan that the engine would use without a policy."""
         return self._own
 
     def at_levels(self, levels: Mapping[str, Level | None]) -> Plan:

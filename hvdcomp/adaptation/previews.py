@@ -207,7 +207,8 @@ class Previews:
 
 
 def _placed(xp: ModuleType, arrays: Sequence[Array]) -> tuple[Sequence[Array], Sequence[int]] | None:
-    """Like `cuda.placed`, but also for the host. None if the arrays do not fit a bucket."""
+    """The addresses of arrays, as from `cuda.placed`, also for arrays on the host. The result is None if the arrays do
+    not fit a bucket."""
     placed = cuda.placed(arrays)
     return xp.hosted(arrays) if placed is None else placed
 
@@ -234,7 +235,7 @@ class _Room:
 
 
 class _PreviewBucket:
-    """A bucket that compresses without sending.
+    """A bucket whose tensors are compressed without sending anything.
 
     Args:
         room: the memory for x and C(x).

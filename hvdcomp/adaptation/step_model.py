@@ -96,7 +96,7 @@ class StepModel:
         return self._known(encode_time_at(compressor, factor, known, tensors, self.ranks_per_node), compressor)
 
     def known_encode(self, compressor: Compressor) -> EncodeTime | None:
-        """Like `encode`, but None if the time is unknown."""
+        """The encode time of a compressor, as `encode` returns it; None if the time is unknown."""
         tensors, known = list(self.engine.tensors.values()), self.facts.compute.encode
         return encode_time_of(compressor, known, tensors, self.ranks_per_node)
 

@@ -67,7 +67,8 @@ class DeviceTensors:
     def in_graph(
         self, function: Callable[..., Sequence[Array]], tensors: Sequence[tf.Tensor], name: str
     ) -> list[tf.Tensor]:
-        """Like `tensorflow_tensors.in_graph`, but the Python function gets and returns PyTorch tensors."""
+        """Adds a Python function to a graph, as `tensorflow_tensors.in_graph` does, but the function gets and returns
+        PyTorch tensors."""
 
         def called(*inside: tf.Tensor) -> list[tf.Tensor]:
             # Otherwise PyTorch would initialise GPU 0 as well.

@@ -270,7 +270,7 @@ class Bucket:
         return starts + numbers * length, ranks * length
 
     def payload(self, count: int, dtype: str = "uint8", kept: bool = True) -> Payload:
-        """A payload on the kernels' device.
+        """Creates the storage of a payload, on the device of the kernels.
 
         Args:
             count: number of elements. The payload's bytes are rounded up to a multiple of 4, because an all-gather
@@ -358,7 +358,8 @@ class BucketStates:
         self.next = [xp.zeros(vector.shape, like=vector) for vector in self.kept]
 
     def arrays(self, place: int) -> tuple[Array, ...]:
-        """The state of the tensor at a place in the bucket: arrays (length, columns), in storage that steps reuse."""
+        """The state of the tensor at a place in the bucket: a list of arrays, each (length, columns). Later steps reuse
+        their storage."""
         return tuple(
             vector[starts[place] : starts[place + 1]].reshape(shapes[place]).T
             for vector, starts, shapes in zip(self.kept, self._starts, self._shapes, strict=True)

@@ -86,7 +86,7 @@ def require_bounded_noise(method: Compressor, b1: float, local_steps: int) -> No
 
 
 def can_take_turns(compressors: Iterable[Compressor]) -> bool:
-    """Whether `require_bounded_turns` allows these compressors."""
+    """Whether residuals stay bounded if a training switches between these compressors (`require_bounded_turns`)."""
     try:
         require_bounded_turns(compressors)
     except SpecError:

@@ -40,7 +40,7 @@ MUON = "Muon"
 
 @dataclass(frozen=True)
 class Evidence:
-    """The results of one training.
+    """What one of hvdcomp's own trainings showed: how much quality each method lost.
 
     Attributes:
         optimizer: kind of the optimizer: "SGD", "Adam", "CompressedAdam" or "Muon".

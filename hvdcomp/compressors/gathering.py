@@ -93,7 +93,7 @@ class Gathering(Compressor):
         return self
 
     def with_exchange(self, exchange: str) -> Gathering:
-        """The same method with another `exchange`."""
+        """A copy of this method with another value of `exchange`."""
         return dataclasses.replace(self, exchange=exchange)
 
     def scatters(self, ranks: int) -> bool:

@@ -28,7 +28,7 @@ def numbers_may_overflow() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Inside:
-    """The array functions that compress a tensor.
+    """The array functions that compress one tensor. They are those of the tensor's framework, or those of NumPy.
 
     Attributes:
         framework: the array functions of the tensor's framework.
@@ -57,7 +57,8 @@ class Inside:
         return self.framework.from_numpy(shared, like=self.like)
 
     def sent(self, sent: Array | SparseVector) -> Array | SparseVector:
-        """Like `leave`, for the C(x) that a compressor returns."""
+        """Converts the C(x) that a compressor returns to an array of the framework, as `leave` does for other
+        arrays."""
         return SparseVector(*map(self.leave, sent)) if isinstance(sent, SparseVector) else self.leave(sent)
 
 

@@ -123,7 +123,7 @@ class SparseVector(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The result of a compressor's step.
+    """What a compressor returns at the end of a step: the mean, what this rank has sent, and its new state.
 
     Attributes:
         mean: the mean over the ranks, which the optimizer gets. The mean has the shape of the gradient and is not yet
@@ -214,7 +214,7 @@ class TensorInfo:
 
     @property
     def own_shape(self) -> tuple[int, ...]:
-        """The shape in the framework."""
+        """The shape of the tensor in its framework."""
         return self.shape if self.in_framework is None else self.in_framework
 
     @property

@@ -48,7 +48,7 @@ class Router(Compressor):
         return tuple(self.rules().values())
 
     def choose(self, tensor: TensorInfo) -> Compressor:
-        """The element of `choices` for a tensor."""
+        """The compressor that the rules choose for a tensor, one of `choices`."""
         raise NotImplementedError
 
     def rules(self) -> dict[str, Compressor]:

@@ -178,7 +178,7 @@ class ChunkedTopK(Compressor):
         return xp.astype(packed[:count], "int32") | (high << 8)
 
     def _encode(self, xp: ModuleType, values: Array, like: Array) -> tuple[Array, ...]:
-        """The encoded values (count,)."""
+        """Encodes the values of the sent elements, as a vector (count,)."""
         if self.values == "2bit":
             return _to_bins(xp, values, like)
         if self.values == "sign":
@@ -188,7 +188,7 @@ class ChunkedTopK(Compressor):
         return (xp.astype(values, "float32"),)
 
     def _decode(self, xp: ModuleType, parts: Sequence[Array], size: int) -> Array:
-        """The decoded values (count,)."""
+        """Decodes the values of the sent elements, as a vector (count,)."""
         if len(parts) == 1:  # the values are sent as floats
             return parts[0]
         packed, means = parts

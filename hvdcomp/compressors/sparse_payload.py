@@ -90,7 +90,7 @@ def encode(xp: ModuleType, vector: Array, indices: Array, values: str) -> tuple[
 
 
 def decode_indices(xp: ModuleType, parts: Sequence[Array], size: int) -> Array:
-    """The indices (k,) in one rank's parts."""
+    """Decodes the indices of the sent elements, (k,), from the payload parts of one rank."""
     if len(parts) == 2 and size > _BLOCK:
         return parts[1]
     wide = "int32" if size < 2**31 else "int64"

@@ -114,19 +114,20 @@ class Engine:
 
     @property
     def compressor(self) -> Compressor:
-        """The user's compressor."""
+        """The compressor that the user chose for the training."""
         return self.planner.compressor
 
     def set_plan(self, plan: Plan) -> None:
-        """`Planner.set_plan`."""
+        """Sets the compressor of each tensor from the next step on, as `Planner.set_plan` does."""
         self.planner.set_plan(plan)
 
     def set_level(self, level: Level | str | LevelsBySize | None) -> None:
-        """`Planner.set_level`."""
+        """Sets the level from the next step on, as `Planner.set_level` does."""
         self.planner.set_level(level)
 
     def begin(self) -> Plan:
-        """`Planner.begin`. Waits for the device if the step before sent whole residuals."""
+        """Begins a step and fixes its plan, as `Planner.begin` does. Waits for the device if the step before sent whole
+        residuals."""
         self.overlap.end()  # needed if the step before ended with an error
         if self._forget_sent is not None:
             self._forget_sent()
@@ -216,7 +217,7 @@ class Engine:
             alone: whether the caller calls `finish` at once.
 
         Returns:
-            The waves of the step. The last waves have not started if ranks would gather more than `gathered_bytes` at a
+            The waves that have started, for `finish`. The last waves have not started if ranks would gather more than `gathered_bytes` at a
             time.
         """
         gradients = {name: gradients[name] for name in self.tensors if name in gradients}

@@ -162,7 +162,8 @@ class ShardReducer:
     def _between_nodes(
         self, xp: ModuleType, rows: Array, state: State, shard: Context, name: str
     ) -> Generator[Request, Any, tuple[Array, State]]:
-        """The function `reduce_scatter`, with kernels if possible."""
+        """Runs the reduce-scatter between nodes, with kernels if possible, or else with the function
+        `reduce_scatter`."""
         method, memory = self.compressor, self.memory
         assert isinstance(method, Gathering)
         length = rows.shape[1]

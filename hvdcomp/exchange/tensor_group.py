@@ -26,7 +26,7 @@ from hvdcomp.kernels.limits import LARGEST
 
 
 class Member(NamedTuple):
-    """A tensor of a tensor group.
+    """One tensor of a tensor group, with its compressor, memory and state.
 
     Attributes:
         name: the name of the tensor.
@@ -141,7 +141,7 @@ class TensorGroup:
         return _found_inf(self._xp, arrays)
 
     def finish(self, found_inf: Array) -> dict[str, Array]:
-        """As `EngineBucket.finish`."""
+        """Ends the step of the tensor group, as `EngineBucket.finish` does for a bucket."""
         for function in self.when_compressed:
             function()
         sums, tensors = self._sums, self._tensors
@@ -169,11 +169,12 @@ class TensorGroup:
 
     @property
     def part(self) -> tuple[Part, Spans]:
-        """As `EngineBucket.part`."""
+        """The costs of the tensors in the step, as `EngineBucket.part` returns them for a bucket."""
         return self._costs, self._spans
 
     def forget_sent(self, sends_all: Callable[[str, Compressor], bool]) -> Callable[[], None] | None:
-        """As `EngineBucket.forget_sent`; call it once."""
+        """Forgets the residuals of tensors that were sent completely, as `EngineBucket.forget_sent` does for a bucket.
+        Call it once."""
         sent = [
             (member.state, memory) for member, memory in self._sent if sends_all(member.name, member.compressor)
         ]
@@ -297,7 +298,7 @@ class _TensorExchange:
         return [self._x]
 
     def new_arrays(self) -> list[Array]:
-        """The mean, and the method's new state."""
+        """Returns the mean gradient of the tensor, and the new state of the method."""
         return [self._mean, *self._outcome.state]
 
     def keep(self, found_inf: Array | None) -> None:

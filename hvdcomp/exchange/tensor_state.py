@@ -95,7 +95,7 @@ class TensorState:
 
     @property
     def keeper(self) -> Memory:
-        """The memory that made the arrays."""
+        """The memory that made the residual arrays of the tensor."""
         return self._keeper if self._residuals is None else self._residuals.keepers[self._number]
 
     @keeper.setter
@@ -117,7 +117,7 @@ class TensorState:
 
     @property
     def has_residual(self) -> bool:
-        """Whether the memory has any arrays."""
+        """Whether the memory keeps any arrays for the tensor."""
         return bool(self._arrays) if self._residuals is None else bool(self._residuals.has_residual[self._number])
 
     def move_to_flat_storage(
@@ -155,7 +155,8 @@ class TensorState:
     def prepare_on_host(
         self, xp: ModuleType, tensor: TensorInfo, compressor: Compressor, context: Context
     ) -> tuple[np.ndarray, ...]:
-        """As `prepare`, but the result is in NumPy, and the name of the context is ignored."""
+        """Prepares the state of the method as `prepare` does, but the arrays are NumPy arrays, and the name in the
+        context is ignored."""
         x = np.broadcast_to(np.float32(0), tensor.shape)
         kept = tuple(map(xp.to_numpy, self.kept_for(compressor)))
         return compressor.prepare(numpy_arrays, x, kept, dataclasses.replace(context, name=tensor.name))

@@ -63,7 +63,7 @@ class CriticalRegimes(AccumulatedGradientPolicy[State]):
 
 @dataclass(frozen=True)
 class AccordionState:
-    """The state of `Accordion`.
+    """The state that `Accordion` keeps from one decision to the next.
 
     Attributes:
         critical: whether the regime of each tensor is critical, by tensor name.

@@ -20,7 +20,7 @@ from hvdcomp.specs.described import at_least, is_number, number
 
 @dataclass(frozen=True)
 class AdaQSState:
-    """The state of `AdaQS`.
+    """The state that `AdaQS` keeps from one decision to the next.
 
     Attributes:
         factors: the compression factor of each tensor, by tensor name.

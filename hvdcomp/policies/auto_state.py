@@ -30,7 +30,7 @@ NOTICEABLE = 0.01  # smallest relative difference between step times that matter
 
 @dataclass(frozen=True)
 class Measured:
-    """The time of a candidate's steps.
+    """The measured step time of a candidate.
 
     Attributes:
         seconds: median of the measured step times, in seconds.
@@ -90,14 +90,14 @@ class Trial:
 
     @property
     def of_rival(self) -> Measured:
-        """The latest measurement of the rival."""
+        """The latest measurement of the rival's steps, with which the trial is compared."""
         assert self.latest is not None  # no trial begins before the rival was measured
         return self.latest
 
 
 @dataclass(frozen=True)
 class AutoState:
-    """The state of `Auto`.
+    """The state that `Auto` keeps from one decision to the next.
 
     Attributes:
         order: the names of the tensors. Tensors for which compression saves most are first.

@@ -82,7 +82,7 @@ class Policy(Described, Generic[State]):
             )
 
     def initial_state(self, tensors: Sequence[str]) -> State:
-        """The initial state.
+        """The state of the policy before its first decision.
 
         Args:
             tensors: the names of the tensors that are compressed. Tensors that are always sent uncompressed are left

@@ -29,7 +29,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class AccordionBatchSizeState:
-    """The state of `AccordionBatchSize`.
+    """The state that `AccordionBatchSize` keeps from one decision to the next.
 
     Attributes:
         grown: whether the training now uses the large batch.
@@ -114,7 +114,7 @@ def require_room(policy: Policy[Any], accumulation: int, steps_per_epoch: int | 
 
 @dataclass(frozen=True)
 class IncreaseBatchSizeState:
-    """The state of `IncreaseBatchSize`.
+    """The state that `IncreaseBatchSize` keeps from one decision to the next.
 
     Attributes:
         peak: the highest learning rate of the schedule so far.

@@ -168,7 +168,7 @@ class MultiLevel(Decision):
 
 @dataclass(frozen=True)
 class BatchSize(Decision):
-    """The batch size relative to the start.
+    """A decision about the batch size, relative to the batch size at the start of the training.
 
     Attributes:
         accumulation: the number of batches, of the size at the start, that are accumulated for one update. The update
@@ -189,7 +189,7 @@ class BatchSize(Decision):
 
 @dataclass(frozen=True)
 class Methods(Decision):
-    """The method of each tensor.
+    """A decision about the compressor of each tensor.
 
     Attributes:
         methods: the spec of each tensor's compressor, by tensor name; None for the compressor of the training.

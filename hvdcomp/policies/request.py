@@ -111,7 +111,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The candidates to choose from (`hvdcomp.adaptation.candidates`).
+    """The choices of methods that a policy can decide for (`hvdcomp.adaptation.candidates`).
 
     Attributes:
         order: the names of the tensors whose method may be chosen. Tensors for which compression saves most are first.
@@ -205,8 +205,8 @@ class Statistics:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def plain(self) -> dict[str, Any]:
-        """Like `known`, but without instances of classes, for a checkpoint. `torch.load` with `weights_only` refuses
-        instances of classes."""
+        """The fields that are not None, by name, as plain data without instances of classes. They can be saved in a
+        checkpoint: `torch.load` with `weights_only` refuses instances of classes."""
         plain: dict[str, Any] = with_text_keys(self.known())
         return plain
 

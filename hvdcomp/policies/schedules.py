@@ -107,7 +107,7 @@ class ListedLevels(LevelSchedule):
             compressor.at_level(level)
 
     def ends(self, steps_per_epoch: int | None) -> list[int]:
-        """The steps at which the levels end."""
+        """For each level, the number of the step at which its use ends."""
         return list(self.steps) or [end * (steps_per_epoch or 0) for end in self.epochs]
 
 
@@ -222,7 +222,7 @@ class WarmUp(LevelSchedule):
 
     @property
     def _set(self) -> tuple[Level, ...]:
-        """The levels that the settings list."""
+        """The levels that the user has listed in the settings."""
         return self.levels if self.start is None else (self.start,)
 
     def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:

@@ -298,7 +298,8 @@ class TensorFlowBinding(TensorFlowTraining):
 
 @contextmanager
 def _refused_on_every_rank(communicator: Ranks, like: Array) -> Iterator[None]:
-    """Like `refused_on_every_rank`, but while a graph is made. In sessions of TensorFlow 1 there is no exchange."""
+    """Raises an error of one rank on every rank, as `refused_on_every_rank` does, but while a graph is created. In
+    sessions of TensorFlow 1 there is no exchange."""
     with tf.init_scope():
         alone = communicator.world_size == 1 or not communicator.included or not tf.executing_eagerly()
         with nullcontext() if alone else refused_on_every_rank(communicator, like):

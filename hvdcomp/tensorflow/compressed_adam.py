@@ -100,7 +100,7 @@ class CompressedAdam(tf_keras.optimizers.AdamW):
         return Momentum(self._momentums[self._place(variable)], self.beta_1 / (1 - self.beta_1))
 
     def update_step(self, gradient: Any, variable: tf.Variable) -> None:
-        """See `tf_keras.optimizers.AdamW`."""
+        """Updates one variable, as `tf_keras.optimizers.AdamW` does."""
         place, dtype = self._place(variable), variable.dtype
         m, v = self._momentums[place], self._velocities[place]
         gradient = tf.convert_to_tensor(gradient)  # also converts IndexedSlices
@@ -119,7 +119,7 @@ class CompressedAdam(tf_keras.optimizers.AdamW):
         variable.assign_sub((m * rate) / (tf.sqrt(v) + self.epsilon))
 
     def get_config(self) -> dict[str, Any]:
-        """See `tf_keras.optimizers.Optimizer`."""
+        """Returns the settings of the optimizer, as `tf_keras.optimizers.Optimizer` does."""
         own = {"freeze_after": self.freeze_after, "warm_up": self.compressor_before, "floor": self.floor}
         return {**super().get_config(), **own, "refreshes_per_gap": self.refreshes_per_gap}
 
@@ -136,7 +136,7 @@ class CompressedAdam(tf_keras.optimizers.AdamW):
         return self._refreshes_among(step) > self._refreshes_among(step - 1)
 
     def _refreshes_among(self, steps: tf.Tensor) -> tf.Tensor:
-        """Like `refreshes_among`, but in a graph."""
+        """The number of refreshes in the first steps, as the function `refreshes_among` computes it, but in a graph."""
         begun = (steps - 1) // self.refreshes_per_gap + 1
         doublings = tf.reduce_sum(tf.cast(begun >= 2 ** tf.range(1, 62, dtype=steps.dtype), steps.dtype))
         gap = 2**doublings

@@ -242,7 +242,7 @@ def _describe(name: str, parameter: torch.nn.Parameter, is_shared: bool) -> Tens
 
 
 def checksums_of(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> list[int]:
-    """A checksum of each of these tensors."""
+    """Computes a checksum of each of these tensors."""
     return [_checksum(tensors[name]) for name in names]
 
 

@@ -167,7 +167,7 @@ class DeviceKernels:
         self._flags_used = 0
 
     def zeros(self, count: int, dtype: str) -> torch.Tensor:
-        """A vector on the device."""
+        """Creates a vector of zeros on the device."""
         return torch.zeros(count, dtype=getattr(torch, dtype), device=self.device)
 
     def scratch(self, name: str, count: int, dtype: str) -> torch.Tensor:

@@ -251,8 +251,8 @@ def plane_decode(
     table, segments, tasks, flag, payloads, ranks, row: tl.int64, share, length,
     PLANE: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Like `codes_decode`, but for codes with a single plane of width PLANE. This kernel works byte by byte and
-    computes less."""
+    """Decodes codes as `codes_decode` does, but only codes with a single plane of width PLANE. This kernel works byte
+    by byte and computes less."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     size = size_of(table, segments, segment)
     place = entry(table, segments, segment, CODES)

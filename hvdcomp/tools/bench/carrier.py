@@ -25,7 +25,7 @@ _LEARNING_RATE = 1e-4
 
 @dataclass(frozen=True)
 class Distributed:
-    """A training with a method of exchange.
+    """A training, with the functions that run its steps and exchange its gradients.
 
     Attributes:
         loss: function that runs the forward pass on a batch, and returns the loss, a scalar.
@@ -42,12 +42,12 @@ class Distributed:
 
 
 def sgd(workload: Workload) -> torch.optim.SGD:
-    """The optimizer of all measured trainings."""
+    """Creates the optimizer that all measured trainings use."""
     return torch.optim.SGD(workload.model.parameters(), lr=_LEARNING_RATE, momentum=0.9)
 
 
 def alone(workload: Workload) -> Distributed:
-    """A training without an exchange of gradients."""
+    """Creates a training without an exchange of gradients."""
     return Distributed(workload.loss, sgd(workload))
 
 
@@ -102,7 +102,7 @@ class Carrier(ABC):
 
     @abstractmethod
     def with_stock(self, workload: Workload, method: str, name: str) -> Distributed:
-        """A training with the library's own method.
+        """Creates a training whose gradients the library exchanges with one of its own methods.
 
         Args:
             method: name of one of the library's own methods (`stock`).
@@ -122,7 +122,7 @@ class Carrier(ABC):
     def compressed(
         self, workload: Workload, spec: str, name: str, *, bucket_bytes: int | None = None, **options: Any
     ) -> Distributed:
-        """A training with hvdcomp.
+        """Creates a training whose gradients hvdcomp compresses.
 
         Args:
             spec: spec of a compressor.

@@ -11,7 +11,7 @@ from hvdcomp.errors import SpecError, UnevenNodesError
 
 @dataclass(frozen=True)
 class Levels:
-    """The levels of a run.
+    """How the ranks of a run are distributed over nodes, for two-level exchanges.
 
     Attributes:
         ranks: the communicator of all ranks. Its method `part` returns the communicators of groups of ranks.

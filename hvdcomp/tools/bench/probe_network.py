@@ -58,7 +58,7 @@ _RUNS = (2 + _FEWEST) * _PASSES * _GROWTH / (_GROWTH - 1)
 
 @dataclass(frozen=True)
 class NetworkProbe:
-    """The results of the measurement of the network.
+    """The results of measuring the network.
 
     Attributes:
         network: the costs of collectives, for the performance model.

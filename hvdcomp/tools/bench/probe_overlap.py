@@ -54,7 +54,7 @@ class OverlapTrial:
         at_end: Reading,
         early: Reading,
     ) -> tuple[float | None, str]:
-        """`Compute.hides`, or None if it cannot be measured here. The second result is a text with the reason.
+        """Computes `Compute.hides`; None if it cannot be measured here. The second result is a text with the reason.
 
         Args:
             network, compute: the measured costs of collectives, and the measured times of the model. They include the

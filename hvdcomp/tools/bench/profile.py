@@ -44,7 +44,7 @@ _TRIED = 3  # number of methods whose exchanges are really made
 
 @dataclass(frozen=True)
 class Profiled:
-    """A profile.
+    """The results of profiling a user's training.
 
     Attributes:
         calibrated: the calibration for `hvdcomp advise`, together with the list of measurements that are too noisy.

@@ -27,7 +27,7 @@ _SETTLING_STEPS = 2
 
 @dataclass
 class Times:
-    """The results of one method.
+    """The measured times of one method.
 
     Attributes:
         overlap_bytes: the size of the smallest bucket of gradients that is sent during the backward pass; 0 if no

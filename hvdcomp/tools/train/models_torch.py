@@ -26,7 +26,7 @@ from hvdcomp.tools.train.models import (
 
 
 def build_model(name: str, *, channels: int, size: int, classes: int) -> nn.Module:
-    """See `frameworks.build_model`."""
+    """Creates a model of PyTorch, as `frameworks.build_model` describes."""
     check_image_size(name, size)
     if name == "lstm":
         return LSTM(classes, LSTMSize.for_tokens(classes))

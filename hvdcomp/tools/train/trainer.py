@@ -121,7 +121,7 @@ def _compression(options: TrainingOptions, learner: Learner, steps: int) -> Comp
 
 
 def _metrics(options: TrainingOptions, ranks: Ranks, compression: Compression) -> AbstractContextManager[object]:
-    """The server for Prometheus, on rank 0."""
+    """Starts the server for Prometheus on rank 0, if the options ask for it."""
     if options.metrics_port is None or ranks.rank != 0:
         return nullcontext()
     try:

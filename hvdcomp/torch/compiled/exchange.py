@@ -41,7 +41,7 @@ _INSTEAD = "Use hvdcomp.ddp.register or hvdcomp.fsdp.register"
 
 @functools.cache
 def method_of(spec: str, residuals: bool) -> Compressor:
-    """The method of a node.
+    """Creates the compressor that a node of the graph uses, from its spec.
 
     Args:
         spec: spec string of a compressor.
@@ -191,7 +191,7 @@ def _uncast(tensor: torch.Tensor) -> Iterator[None]:
 
 
 def group_of(name: str) -> dist.ProcessGroup:
-    """The process group of this name.
+    """The process group with this name.
 
     Raises:
         ConfigurationError: if torch.distributed has no process group of this name.
@@ -209,7 +209,7 @@ def group_of(name: str) -> dist.ProcessGroup:
 
 
 class _Node:
-    """A node of a graph.
+    """A node of a graph that exchanges tensors, with its communicator and its settings.
 
     Attributes:
         group: the process group of the ranks that exchange.
@@ -239,10 +239,10 @@ class _Node:
         require_agreement(self.communicator, facts, like)
 
     def checked(self, method: Compressor) -> Compressor:
-        """The method that this node uses.
+        """Checks that this kind of node can run the method, and returns the method.
 
         Raises:
-            SpecError: if the node cannot use it.
+            SpecError: if this kind of node cannot run the method.
         """
         return method
 

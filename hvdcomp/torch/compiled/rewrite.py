@@ -154,7 +154,7 @@ def _may_replace(start: Node, begun: Node, least: int, size: int) -> bool:
 
 
 def _reduction(start: Node, begun: Node, name: str, size: int, results: Set[Node]) -> _Reduction:
-    """The reduction of a tensor.
+    """Describes the reduction of one tensor in the graph.
 
     Args:
         results: the results of all-reduces that were found before. If `summand` is one of them, its division belongs to

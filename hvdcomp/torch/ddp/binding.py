@@ -47,7 +47,7 @@ _DRIFTING = (
 
 
 class _DDPBucket(NamedTuple):
-    """A DDP bucket in the current step.
+    """A DDP bucket of the current step, with its gradients.
 
     Attributes:
         names: names of the parameters in the DDP bucket.
@@ -369,7 +369,7 @@ def _trained(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
 
 
 def _ignored(model: DistributedDataParallel) -> Iterator[torch.nn.Parameter]:
-    """The parameters that DDP ignores."""
+    """Yields the parameters of the model that DDP ignores."""
     for name, parameter in model.module.named_parameters():
         if name in model.parameters_to_ignore:
             yield parameter

@@ -263,8 +263,8 @@ class FSDPBinding(TorchTraining):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Compression.load_state_dict`. If the mesh has changed, `hvdcomp.dcp.load` passes the states of all
-        ranks."""
+        """Restores a state as `Compression.load_state_dict` does. If the mesh has changed, `hvdcomp.dcp.load` passes
+        the states of all ranks."""
         _, own = parts_of(state)
         rank, ranks, boxes, saved = self._replicas.rank, self._replicas.world_size, self._boxes, boxes_in(own)
         common = [(saved[name], boxes[name]) for name in saved.keys() & boxes.keys()]

@@ -235,19 +235,19 @@ class ShardsBinding:
 
     @property
     def level(self) -> Level | None:
-        """See `Compression.level`."""
+        """The level of the next step, as in `Compression.level`."""
         return self.engine.compressor.level
 
     def set_level(self, level: Level) -> None:
-        """See `Compression.set_level`."""
+        """Sets the level from the next step on, as in `Compression.set_level`."""
         self.engine.set_level(level)
 
     def begin_from(self, state: Mapping[str, Any]) -> None:
-        """See `load_state_dict`."""
+        """Loads a state when the binding is created, as `load_state_dict` does."""
         self.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Compression.state_dict`."""
+        """The state for a checkpoint, as in `Compression.state_dict`."""
         engine, memory = self.engine, str(self.engine.memory)
         residuals = {
             name: {"memory": memory, "arrays": [array.to(torch.float32, copy=True) for array in arrays]}
@@ -294,7 +294,7 @@ class ShardsBinding:
         return f"{self.engine.communicator.world_size} ranks on {self.engine.levels.across.size} nodes"
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Compression.load_state_dict`.
+        """Restores a state before the first step, as in `Compression.load_state_dict`.
 
         If the number of ranks or nodes has changed, `hvdcomp.dcp.load` passes the states of all ranks.
 

@@ -395,7 +395,7 @@ class LocalSteps(torch.optim.Optimizer):
     # Methods of an optimizer.
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """See `zero_grad` of the inner optimizer."""
+        """Sets the gradients to zero, as `zero_grad` of the inner optimizer does."""
         self.inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -34,11 +34,11 @@ class Momentum:
     sent_always: ClassVar[bool] = False
 
     def add_to(self, gradient: torch.Tensor, scale: float) -> None:
-        """Adds the momentum to a gradient, in place. scale: the factor by which the gradient is already multiplied."""
+        """Adds the momentum to a gradient before the exchange."""
         gradient.add_(self.mean, alpha=self.weight * scale)
 
     def take_from(self, mean: torch.Tensor, scale: float) -> None:
-        """Subtracts the momentum from the ranks' mean, in place."""
+        """Subtracts the momentum from the mean after the exchange."""
         mean.sub_(self.mean, alpha=self.weight * scale)
 
 
@@ -64,12 +64,12 @@ class LocalMomenta:
     sent_always: ClassVar[bool] = True
 
     def add_to(self, gradient: torch.Tensor, scale: float) -> None:
-        """See `Momentum`."""
+        """Turns a gradient into the mean momentum since the last exchange, in place."""
         gradient.mul_(self.share).add_(self.mean, alpha=self.weight * self.share * scale)
         gradient.add_(self.moved, alpha=self.of_moved * scale)
 
     def take_from(self, mean: torch.Tensor, scale: float) -> None:
-        """See `Momentum`."""
+        """Does nothing, because the optimizer gets the mean momentum itself."""
 
 
 # The options of a parameter group in addition to those of AdamW.
@@ -160,7 +160,7 @@ class CompressedAdam(torch.optim.AdamW):
         self._complete_states(parameter for group in self.param_groups for parameter in group["params"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in `torch.optim.Optimizer`."""
+        """Adds a parameter group, as `torch.optim.Optimizer` does."""
         super().add_param_group(param_group)
         if "freeze_after" in self.defaults:  # it is missing during __init__
             self._complete()
@@ -216,7 +216,7 @@ class CompressedAdam(torch.optim.AdamW):
 
     @property
     def local_steps(self) -> int:
-        """The setting `local_steps`."""
+        """The value of the setting `local_steps`."""
         return int(self.param_groups[0]["local_steps"])
 
     @property
@@ -292,7 +292,7 @@ class CompressedAdam(torch.optim.AdamW):
     @not_compiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """See `torch.optim.AdamW`."""
+        """Makes a step of the optimizer, as `torch.optim.AdamW` does."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -407,7 +407,8 @@ class _WholeTables:
         being named."""
 
     def lent(self) -> torch.Tensor:
-        """The keys of rows that other ranks will fetch from this rank. There are none."""
+        """The keys of rows that other ranks will fetch from this rank. The result is empty, because each rank has the
+        whole tables."""
         return self.starts[:0]
 
     def prefetch(self, ranks: Ranks, name: str) -> None:

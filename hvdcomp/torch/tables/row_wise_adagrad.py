@@ -44,7 +44,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         super().__init__(params, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See `torch.optim.Optimizer`. The constructor of this base class also calls it."""
+        """Adds a parameter group, as `torch.optim.Optimizer` does. The constructor of this base class also calls it."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for table in group["params"]:
@@ -58,7 +58,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `torch.optim.Optimizer`. Unlike there, the sums keep their element type."""
+        """Restores a state, as `torch.optim.Optimizer` does, but the sums keep their element type."""
         super().load_state_dict(state_dict)
         tables = (table for group in self.param_groups for table in group["params"])
         numbers = (number for group in state_dict["param_groups"] for number in group["params"])

@@ -45,7 +45,8 @@ class _Cache(NamedTuple):
 
 
 class ShardedExchange:
-    """Like `_WholeTables` of `look_ahead.py`, but for tables of which each rank owns a part.
+    """Exchanges rows for `LookAhead`, like `_WholeTables` of `look_ahead.py`, but for tables whose rows are distributed
+    over the ranks.
 
     Attributes:
         starts: for each table, the key of its first row; and at the end, the end of all keys. All are multiples of the

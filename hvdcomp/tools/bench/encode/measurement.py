@@ -226,7 +226,7 @@ def measure_here(request: Request) -> Measurement:
 
 
 def _kept_bytes(engine: Engine) -> float:
-    """The bytes of state for each parameter."""
+    """The bytes of state that a method keeps per parameter."""
     unbucketed = sum(state.own_bytes for state in engine.states.values())
     return (engine.buckets.kept_bytes + unbucketed) / sum(tensor.size for tensor in engine.tensors.values())
 

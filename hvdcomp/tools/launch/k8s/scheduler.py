@@ -25,7 +25,7 @@ class MPIJob:
 
 
 class Kubernetes(Scheduler[KubernetesSettings, MPIJob]):
-    """The jobs in one namespace.
+    """Submits, follows and ends the jobs in one namespace of a Kubernetes cluster.
 
     Args:
         namespace, context: the namespace and the kubeconfig's context, as in `Cluster`.

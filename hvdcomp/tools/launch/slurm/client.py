@@ -201,7 +201,7 @@ def _accounted(job_id: int) -> SlurmJobState:
 
 
 def _run(command: list[str], text: str | None = None, variables: dict[str, str] | None = None) -> str:
-    """The output of a command of Slurm."""
+    """Runs a command of Slurm, and returns its output."""
     name = command[0]
     try:
         process = subprocess.run(
