@@ -72,7 +72,7 @@ class Look(Mapping[str, Array]):
         return {name: place for bucket in self._buckets for name, place in bucket.addresses.items()}
 
     def lost_when_sent(self, names: Sequence[str]) -> tuple[Energies, set[str]]:
-        """||x - C(x)||^2 of the C(x) that this step sends. Read the result when the step has ended.
+        """The squared error of what this step sends, ||x - C(x)||^2. Read the result when the step has ended.
 
         Returns:
             The errors of the tensors whose errors can be computed, and the names of these tensors. An error cannot be

@@ -64,7 +64,7 @@ class Previews:
         names: Sequence[str],
         sources: Mapping[str, Array] = MappingProxyType({}),
     ) -> Energies:
-        """||x - C(x)||^2 of some tensors of a step.
+        """Compresses some tensors of a step, and returns the squared error of each, ||x - C(x)||^2, by name.
 
         Args:
             compressors: the compressor of each tensor, by name. If you pass the same mapping again, the function is
@@ -107,7 +107,8 @@ class Previews:
     def lost_alone(
         self, xp: ModuleType, xs: Mapping[str, Array], compressors: Mapping[str, Compressor], context: Context
     ) -> Energies:
-        """||x - C(x)||^2 of some arrays that do not belong to a step. The arguments are those of `kept_alone`."""
+        """Compresses some arrays that do not belong to a step, and returns the squared error of each, ||x - C(x)||^2,
+        by name. The arguments are those of `kept_alone`."""
         addresses, _alive = self._addresses(xp, xs)
         return self._lost(xp, list(xs), xs, addresses, compressors, context, {})
 
@@ -130,7 +131,7 @@ class Previews:
         context: Context,
         sources: Mapping[str, Array],
     ) -> Energies:
-        """||x - C(x)||^2 of some tensors.
+        """Compresses some tensors, and returns the squared error of each, ||x - C(x)||^2, by name.
 
         Args:
             xs: x of each tensor, by name.
@@ -293,7 +294,8 @@ class _PreviewBucket:
         ]
 
     def lost(self, xp: ModuleType, like: Array) -> Array:
-        """||x - C(x)||^2 of each tensor, float64 (tensors,). like: an array of the framework."""
+        """The squared compression error of each tensor, ||x - C(x)||^2, float64 (tensors,). like: an array of the
+        framework."""
         sums = self.bucket.sums_of("measure_left")
         return xp.from_numpy(sums, like=like) if self.bucket.device is None else sums
 

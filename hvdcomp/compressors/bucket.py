@@ -24,20 +24,22 @@ from hvdcomp.compressors.randomness import step_keys, tensor_keys
 from hvdcomp.kernels.tables import NARROW, Table
 
 BUCKET_BYTES = 25 * 2**20
-"""The least bytes of gradients in a bucket that starts in the backward pass: the default of PyTorch's DDP (Li et al.
-2020, arXiv:2006.15704, section 5.2)."""
+"""Default of the least bytes of gradients in a bucket that starts during the backward pass. It is the size of buckets
+in PyTorch's DDP (Li et al. 2020, arXiv:2006.15704, section 5.2)."""
 
 LEAST_BYTES = 1_000_000
-"""The smallest value of that limit that rank 0 may choose."""
+"""If rank 0 chooses the least bytes of gradients in a bucket, it chooses at least this number of bytes."""
 
 GATHERED_BYTES = 2**30
-"""The most bytes of payloads that a rank gathers at a time, by default: a sixteenth of the memory of a V100 with 16 GB.
-A step that gathers more goes in parts, and starts nothing in the backward pass."""
+"""Default of the largest number of bytes of payloads that a rank gathers at a time. It is a sixteenth of the memory of
+a V100 with 16 GB. If a step gathers more, the ranks exchange in several parts, and no bucket starts during the backward
+pass."""
 
 _MOST_ON_DEVICE = 4  # largest number of buckets that start during the backward pass
 
 ROW_ALIGNMENT = 8
-"""The length of a payload's row is a multiple of this number of bytes: those of the largest element type."""
+"""The length of a payload's row is a multiple of this number of bytes, which is the size of the largest element
+type."""
 
 _QUICK = 1 << 20  # number of elements that a kernel processes in less than a millisecond
 
@@ -58,10 +60,11 @@ def least_early_bytes(least: int, everything: int, on_device: bool) -> int:
 
 
 BucketAggregation = Generator[Request, Any, bool | Array]
-"""A bucket's step; returns whether a mean holds an inf or NaN, as `Bucket.call` does.
+"""The generator that runs a bucket's step. It returns whether a mean contains an inf or NaN, as `Bucket.call` does.
 
-At its end the means lie at the addresses `result` of the table. If the memory keeps anything, `x` of the table holds
-the residual, or an x from which the next step subtracts what `sent_rule` says was sent.
+At the end of the step, the means are at the addresses `result` of the table. If the memory keeps residuals, the
+addresses `x` of the table contain the residual, or an x from which the next step subtracts the part that was sent
+(`sent_rule`).
 """
 
 

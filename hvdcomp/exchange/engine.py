@@ -217,8 +217,8 @@ class Engine:
             alone: whether the caller calls `finish` at once.
 
         Returns:
-            The waves that have started, for `finish`. The last waves have not started if ranks would gather more than `gathered_bytes` at a
-            time.
+            The waves of the step, as `finish` needs them. If ranks would gather more than `gathered_bytes` at a time,
+            the last waves have not started yet.
         """
         gradients = {name: gradients[name] for name in self.tensors if name in gradients}
         first = next(iter(gradients.values()))

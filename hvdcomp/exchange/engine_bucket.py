@@ -374,7 +374,8 @@ class EngineBucket:
         return self.arrays[self.places[name]]
 
     def measure_left(self) -> Array:
-        """||x - C(x)||^2 of each tensor, float64 (tensors,). Call it in `when_compressed`, if `keeps_x`."""
+        """The squared compression error of each tensor, ||x - C(x)||^2, float64 (tensors,). Call this method in
+        `when_compressed`, if `keeps_x` is True."""
         return self._sums_of("measure_left")
 
     def _sums_of(self, kernel: str) -> Array:

@@ -333,8 +333,8 @@ class LocalSteps(torch.optim.Optimizer):
         anchors, parameters = self._anchors(), self._own()
         outer = self.outer.param_groups[0]
         if self._binding.is_exact_alone and (outer["lr"], outer["momentum"]) == (1, 0):
-            # The mean is this rank's own change. The anchor minus this change would differ from the weights by a
-            # rounding error.
+            # This rank exchanges with no other rank, so the mean is its own change of the weights. The weights stay as
+            # they are, because subtracting the change from the anchor would add a rounding error.
             put((anchors[place] for place in places), (parameters[place] for place in places))
             return
         for place, mean in zip(places, means, strict=True):
