@@ -143,7 +143,8 @@ class Bucket:
     rows: PayloadRows | None = None
     kernels: Any = field(init=False, repr=False)
     factor: Array | None = field(default=None, init=False, repr=False)
-    _keys: dict[str, np.ndarray] = field(default_factory=dict, init=False, repr=False)  # by the suffix
+    # The keys of the random numbers, by suffix.
+    _keys: dict[str, np.ndarray] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         sizes = [tensor.size for tensor in self.tensors]

@@ -266,7 +266,7 @@ class _BlocksLayout:
         self.half = wire == "float16"
         self.sent = bucket.payload(int(counts @ lengths), wire)
         self.chosen = bucket.zeros(int(counts.sum()), "int64")
-        self.scratch = counts  # on a device
+        self.scratch = counts  # a device stores the number of chosen blocks of each tensor here
         self.passed: tuple[int, ...] = ()
         segments = bucket.segments
         segments["length"] = lengths

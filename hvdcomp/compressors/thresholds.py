@@ -69,7 +69,8 @@ def bisect(magnitudes: Magnitudes, bracket: Bracket, rounds: int) -> None:
     for _ in range(rounds):
         middle = (left + right) / 2
         too_few, too_many = bracket.test(mean + middle * width)
-        left = bracket.where(too_few, left, middle)  # at least k elements reach it, so a higher threshold is possible
+        # At least k elements reach this threshold, so a higher threshold is possible.
+        left = bracket.where(too_few, left, middle)
         # not too many elements reach it, so a lower threshold is possible
         right = bracket.where(too_many, right, middle)
 

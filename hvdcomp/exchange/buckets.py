@@ -70,7 +70,8 @@ class Buckets:
         self._numbers = {name: number for number, name in enumerate(tensors)}
         self._sizes = [tensor.size for tensor in tensors.values()]
         self._residuals: FlatStorage = Residuals(self._sizes)
-        self._latest: list[BucketOrGroup] = []  # of the latest step; the early ones first, by number
+        # The buckets and tensor groups of the latest step; those that may start early are first, by number.
+        self._latest: list[BucketOrGroup] = []
         self.order: Sequence[Sequence[str]] = ()
         self._least_bytes = 0
         self._made_for: tuple[Plan, Sequence[str]] | None = None

@@ -48,7 +48,7 @@ class DeviceResiduals(FlatStorage):
         if not self._places["x"]["buffer"][1 - turn, numbers].all():
             self._free_places(1 - turn, numbers)  # some are left of a step that ended with an error
         super().enter(bucket, numbers)
-        if bucket.memory.rounds_to:  # of which nothing was sent
+        if bucket.memory.rounds_to:  # rounded residuals are stored without the part that was sent
             return
         for row, half in enumerate((turn, 1 - turn)):
             bucket.kernels.sent[row] = self._sent.data_ptr() + 16 * (half * len(self._sizes) + numbers)

@@ -96,7 +96,8 @@ class EngineBucket:
         self._numbers = np.array([number for _, _, number in tensors])
         self._set_aside: tuple[list[Array], Sequence[int] | np.ndarray] | None = None
         self._wide: tuple[list[Array], Sequence[int] | np.ndarray] | None = None
-        self._costs: dict[int, dict[str, Cost]] = {}  # by the step number modulo the compressors' period
+        # The costs of the tensors, by the step number modulo the compressors' period.
+        self._costs: dict[int, dict[str, Cost]] = {}
         self._wrap_state: Callable[[np.ndarray], Array]
         # Of the step.
         self._xp: ModuleType

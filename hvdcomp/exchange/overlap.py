@@ -90,7 +90,7 @@ class Overlap:
         self._places: dict[str, int] = {}
         self._missing: list[int] = []  # for each of `_early`, how many gradients are not ready
         self._gradients: dict[str, Array] = {}
-        self._streams: set[Any] = set()  # of the early buckets in this step
+        self._streams: set[Any] = set()  # the streams on which early buckets of this step were started
         # Since the present order is in use: steps; steps of this rank with buckets that could start early; and buckets
         # that did.
         self._steps = self._tries = self._starts = 0
@@ -266,7 +266,7 @@ class Overlap:
                 "gradients are sent together after the backward pass, as with overlap=False"
             )
         self.follow([], 0)
-        self.least_bytes = None  # for good
+        self.least_bytes = None  # from now on, no bucket starts early any more
 
     def follow(self, batches: Sequence[Sequence[str]], least_bytes: int) -> None:
         """Uses a given order from the next step on, instead of the order of `learn_order`. Both arguments must be the

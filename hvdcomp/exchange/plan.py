@@ -34,7 +34,7 @@ class Planner(Chooser):
         # Computed from the plan when needed; None until then.
         self._digest: int | None = None
         self._casts: bool | None = None
-        self._cast_cost: StepCost | None = None  # for the tensors of the last step of casts
+        self._cast_cost: StepCost | None = None  # the cost of the last step with only casts
 
     # How the plan changes.
 

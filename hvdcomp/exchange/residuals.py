@@ -60,7 +60,7 @@ class FlatStorage:
         self._padded = np.array([-(-size // alignment) * alignment for size in sizes], np.int64)
         self._xp = xp
         self._buffers: dict[int, Array] = {}
-        self._numbers = itertools.count(1)  # of buffers
+        self._numbers = itertools.count(1)  # gives each buffer a number
         self._places = {kind: np.zeros((2, len(sizes)), _PLACE) for kind in _KINDS}
         # Which of a tensor's two places contains the residual; it never changes for rounded residuals.
         self._turn = np.zeros(len(sizes), np.int64)
@@ -233,7 +233,7 @@ class Residuals(FlatStorage):
         self._below = np.zeros(len(sizes), np.float32)
         self._product = np.zeros(len(sizes), FACTORS)
         self._factors = np.full(len(sizes), None, object)  # objects that own the storage to which `_product` points
-        self._dtypes = np.full(len(sizes), "", object)  # of results
+        self._dtypes = np.full(len(sizes), "", object)  # the element type of each tensor's result
 
     def enter(self, bucket: Bucket, numbers: np.ndarray) -> None:
         super().enter(bucket, numbers)

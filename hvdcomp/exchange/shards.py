@@ -92,9 +92,9 @@ class ShardReducer:
         self.plan: dict[str, Compressor] = {}
         self.states: dict[str, State] = {}
         self._kernels = kernels.available()
-        self._rows: dict[str, ShardKernels] = {}  # by name
+        self._rows: dict[str, ShardKernels] = {}  # the kernels of each flat gradient, by name
         self.step_number = 0
-        self._costs: dict[str, Cost] = {}  # of the present step
+        self._costs: dict[str, Cost] = {}  # the costs of the present step, by name of the flat gradient
         self._sent = Sent()
 
     @property

@@ -72,7 +72,8 @@ class TensorGroup:
         self._sums: Sums | None = None
         self.when_compressed: list[Callable[[], None]] = []
         self._costs: Part = {}
-        self._sent: list[tuple[Member, tuple[Array, ...]]] = []  # whose residual was sent, and the new residual
+        # The tensors whose residuals were sent, each with its new residual.
+        self._sent: list[tuple[Member, tuple[Array, ...]]] = []
 
     @property
     def like(self) -> Array:
@@ -182,7 +183,7 @@ class TensorGroup:
 
         def forget() -> None:
             for state, memory in sent:
-                if state.memory is memory:  # else it was replaced in the meantime
+                if state.memory is memory:  # otherwise the memory was replaced in the meantime
                     state.memory = ()
 
         return forget if sent else None

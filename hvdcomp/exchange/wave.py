@@ -59,7 +59,7 @@ class Wave:
         self._alone = alone
         self._waiting: list[_Turn] = []
         self._round: Round | None = None
-        self._number = 0  # of the round
+        self._number = 0  # number of the present round
         self._flag: Array
         self.has_started = False
         self._take_flag: Callable[[list[Any]], Array] | None = None

@@ -31,7 +31,7 @@ Least = Annotated[float, number(lambda least: 1e-6 <= least <= 1, "a factor from
 Most = Annotated[float, number(lambda most: 1 <= most <= 1e6, "a factor from 1 to 1e6")]
 Count = Annotated[int, between(3, 64)]
 
-_ByLevel = Mapping[str, Mapping[Level, float]]  # by tensor name and level
+_ByLevel = Mapping[str, Mapping[Level, float]]  # a number for each tensor and level, by tensor name and then by level
 
 
 def in_parts(values: Sequence[float], limit: float) -> np.ndarray:

@@ -91,7 +91,8 @@ def refuse_keras_3_caller() -> None:
 
 def refuse_to_be_traced() -> None:
     """Raises ConfigurationError while TensorFlow traces a function, because TensorFlow may trace it again."""
-    if tf.inside_function() and not tf.executing_eagerly():  # in tf.init_scope it does execute eagerly
+    # In tf.init_scope, TensorFlow executes eagerly although this is inside a function.
+    if tf.inside_function() and not tf.executing_eagerly():
         raise ConfigurationError(
             "hvdcomp.Compression was made while TensorFlow was tracing a function. Each trace would make a new "
             "Compression, and the residuals of the previous Compression would be lost. Make the Compression once, "

@@ -49,7 +49,7 @@ class SimulatedBinding(TorchTraining):
 
     def _noting(self, name: str) -> Any:
         def note(parameter: torch.Tensor) -> None:
-            self._ready.pop(name, None)  # from an earlier backward pass of this step
+            self._ready.pop(name, None)  # removes what an earlier backward pass of this step has left
             self._ready[name] = self._ranks.moment()
 
         return note

@@ -227,7 +227,8 @@ class _Node:
         self.signature = _signature(tensors)
         self.communicator, like = TorchDistributedCommunicator(group), next(iter(tensors.values()))
         self.infos = [info_of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
-        with refused_on_every_rank(self.communicator, like):  # of ranks with other specs, some may wait
+        # If ranks have different specs, some may already wait here.
+        with refused_on_every_rank(self.communicator, like):
             self.method = self.checked(method_of(spec, residuals))
         facts = {
             "method": str(self.method),
@@ -322,7 +323,7 @@ def _check_number(step: int) -> None:
 
 
 _N = TypeVar("_N", bound=_Node)
-_nodes: dict[tuple[Any, ...], Any] = {}  # by what tells nodes apart
+_nodes: dict[tuple[Any, ...], Any] = {}  # all nodes so far, by the values that distinguish them
 
 
 def _node(

@@ -153,7 +153,7 @@ class LocalSteps(torch.optim.Optimizer):
             compression = _compression_of(NoCompression())
         require_compression(compression, "hvdcomp.torch.LocalSteps")
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._step_supports_amp_scaling = True  # so that a GradScaler always calls `step`, which counts the step
+        self._step_supports_amp_scaling = True  # a GradScaler then always calls `step`, which counts the step
         self.inner, self.compression = optimizer, compression
         self._share_groups()
         optimizer.register_load_state_dict_post_hook(lambda _: self._share_groups())
