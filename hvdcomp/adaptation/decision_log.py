@@ -32,10 +32,10 @@ from hvdcomp.specs.described import is_whole
 from hvdcomp.specs.typed import as_fields, typed
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-"""Numbers that JSON cannot hold, by their text."""
+"""The numbers that JSON cannot represent, by the text that the log contains instead."""
 
 _WRITTEN = {"candidates": "survey"}
-"""Names in the log of fields of `Statistics` that were renamed."""
+"""The fields of `Statistics` that have another name in the log, because they were renamed later."""
 
 _FORMAT = 2
 """Format number of start lines. Earlier versions wrote none, and no short lines after it."""
@@ -45,7 +45,7 @@ _PARTS = ("statistics", "state", "decision")
 _NOT_WRITTEN = ("file", "line", *_PARTS)  # fields that are not written, or are written in another way
 
 FILE_BYTES = 64 * 2**20
-"""Default of the size at which a file is put aside."""
+"""Default of the size, in bytes, at which the log continues in a new file."""
 
 FILES = 16
 """Default of the largest number of files of a log."""

@@ -29,7 +29,7 @@ from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.two_level import within
 
 DIVERGED = math.inf
-"""The loss of a method of which any seed diverged."""
+"""The loss of quality of a method, if its training with any seed diverged."""
 
 OPTIMIZERS = ("SGD", "Adam")
 """The optimizers by which a method is judged if the user's is unknown: the worse result counts."""

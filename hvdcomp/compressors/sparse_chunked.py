@@ -23,7 +23,7 @@ from hvdcomp.specs.described import Rule, between
 from hvdcomp.specs.levels import Level
 
 VALUES = {"2bit": FOUR_MEANS, "sign": IN_SIGN, "fp16": IN_HALF, "float32": IN_FLOAT}
-"""Encodings of values, as numbers for kernels."""
+"""The allowed encodings of values, each with the number by which kernels know it."""
 
 _MEANINGS = "'2bit' (one of four means), 'sign' (a sign), 'fp16' (half precision) or 'float32'"
 _Values = Annotated[str, Rule(lambda values: values in VALUES, _MEANINGS)]

@@ -31,7 +31,7 @@ from hvdcomp.kernels.limits import LARGEST
 from hvdcomp.kernels.tables import EVERYTHING, FACTORS, NARROW, NOT_NEGATIVE, NOTHING, PRODUCT, product
 
 KNOWN_TO_KERNELS = (NoMemory, ErrorFeedback, MomentumCorrection)
-"""The memories that kernels compute."""
+"""The classes of memories that kernels support."""
 
 _PLACE = np.dtype([("buffer", "i8"), ("start", "i8"), ("address", "u8")])
 """A place: the number of its buffer (0 if there is no place), its first element in the buffer, and its address."""

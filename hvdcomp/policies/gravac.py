@@ -23,7 +23,7 @@ from hvdcomp.specs.described import SHARE, Rule, Share, at_least, number, or_non
 from hvdcomp.specs.levels import Unit
 
 WINDOWS = {"exponential": 500, "geometric": 2000}
-"""Steps for which a candidate is evaluated, by `scaling`."""
+"""For each `scaling`, the default number of steps for which a candidate is evaluated."""
 
 SELDOM = 10
 """The default of `every`, and the least number of measurements in a window for it to be used."""

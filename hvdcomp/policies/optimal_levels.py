@@ -25,7 +25,7 @@ from hvdcomp.specs.described import at_least, between, number
 from hvdcomp.specs.levels import Level
 
 PARTS = 10_000
-"""Number of parts of the limit; limited values are rounded up to whole parts."""
+"""The limit is divided into this number of parts, and the limited values are rounded up to whole parts."""
 
 Least = Annotated[float, number(lambda least: 1e-6 <= least <= 1, "a factor from 1e-6 to 1")]
 Most = Annotated[float, number(lambda most: 1 <= most <= 1e6, "a factor from 1 to 1e6")]

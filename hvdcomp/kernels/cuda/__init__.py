@@ -48,7 +48,7 @@ METHODS = {
     "arctopk",
     "powersgd",
 }
-"""Methods whose bucket forms have all their kernels here."""
+"""The methods for which this folder has all kernels."""
 
 MOST_ELEMENTS = 2**31 - 2**16
 """Most elements of a tensor. Kernels number elements in 32 bits, and count up to a block of a sparse payload

@@ -119,4 +119,4 @@ KERNELS = {
     "bfloat16_encode": lambda on, wire, nearest: _encode(on, wire, nearest, BFLOAT16.value),
     "bfloat16_decode": lambda on, first, ranks, row: _decode(on, first, ranks, row, BFLOAT16.value),
 }
-"""Launchers by kernel name."""
+"""For each operation, by name, the function that launches its kernels."""

@@ -368,4 +368,4 @@ KERNELS = {
     "multiples_decode": lambda on, length, first, ranks, row: _decode_codes(on, length, 0, first, ranks, row),
     "float8_decode": _decode_codes,
 }
-"""Launchers by kernel name."""
+"""For each operation, by name, the function that launches its kernels."""

@@ -18,7 +18,7 @@ from hvdcomp.tools.train.ranks import Ranks
 from hvdcomp.torch import all_ranks
 
 Ready = tuple[tuple[float, float], ...]
-"""Pairs as of `hvdcomp.perfmodel.Compute.ready`."""
+"""When gradients are ready: pairs as in `hvdcomp.perfmodel.Compute.ready`."""
 
 _LEARNING_RATE = 1e-4
 

@@ -44,8 +44,8 @@ def reading(repetitions: Sequence[Sequence[float]]) -> Reading:
 
 
 def halves(samples: Sequence[float]) -> Reading:
-    """The reading of samples that are in the order of time. The earlier and the later half count as its two
-    repetitions."""
+    """Computes the median and the spread of measured seconds, which are in the order in which they were measured. The
+    first half and the second half count as two repetitions."""
     middle = len(samples) // 2
     return reading([samples[:middle], samples[middle:]])
 

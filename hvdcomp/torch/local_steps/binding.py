@@ -215,7 +215,8 @@ def local_part(tensor: Any) -> torch.Tensor:
 
 FEW = 0.1  # a method sends few elements if it sends less than this share
 MUCH = 0.9  # an outer momentum is large from this value on
-"""Where trainings with both were unstable (docs/local-steps.md)."""
+"""Trainings with a method that sends few elements, and with a large outer momentum, were unstable
+(docs/local-steps.md)."""
 
 
 def _warn_of_momentum(engine: Engine, momentum: float) -> None:

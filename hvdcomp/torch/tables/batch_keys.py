@@ -14,7 +14,7 @@ from hvdcomp.errors import RankMismatchError
 from hvdcomp.exchange.rows import Rows
 
 END = object()
-"""Stands for a batch at the end of the loader."""
+"""The value in place of a batch after the last batch of the loader."""
 _ENDED, _REFUSED = -1, -2  # sent in place of a number of rows
 
 

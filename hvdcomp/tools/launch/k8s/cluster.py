@@ -18,7 +18,7 @@ from hvdcomp.tools.launch.k8s.kubeconfig import connect
 from hvdcomp.tools.launch.k8s.manifest import GROUP, JOB_LABEL, KIND, PLURAL, ROLE_LABEL, VERSION
 
 ANSWER_WITHIN = (10.0, 30.0)
-"""Seconds to connect, and to wait for an answer."""
+"""Two timeouts of requests, in seconds: to connect to the server, and to wait for its answer."""
 
 WATCH_FOR = 240
 """Seconds after which the server ends a watch, and a new watch begins."""

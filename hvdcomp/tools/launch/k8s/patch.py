@@ -9,7 +9,7 @@ from typing import Any
 from hvdcomp.errors import ConfigurationError
 
 _FIXED = (("apiVersion",), ("kind",), ("metadata", "name"), ("metadata", "namespace"))
-"""Fields that identify the job."""
+"""The fields that a patch must not change, because they identify the job."""
 
 
 def read_patch(path: Path) -> dict[str, Any]:

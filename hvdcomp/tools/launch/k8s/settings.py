@@ -36,7 +36,7 @@ _LABEL_VALUE = re.compile(rf"(?:{_LABEL_NAME})?")
 _DNS_NAME = re.compile(r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?")
 _PATH = re.compile(r"/[\w./+-]*", re.ASCII)
 TOLERATION = re.compile(rf"({_LABEL_KEY.pattern})(?:=({_LABEL_NAME}))?(?::(NoSchedule|PreferNoSchedule|NoExecute))?")
-"""A taint in kubectl's form: key, value, effect."""
+"""A taint in the notation of kubectl. The groups of the pattern are the key, the value and the effect."""
 
 SSH_PORT = 2222
 """The port of sshd in the workers. Ports below 1024 need root."""
