@@ -32,7 +32,7 @@ from hvdcomp.specs.described import Rule
 
 LEAST_RANKS = 4
 """The number of ranks from which `exchange="auto"` scatters. Scattering takes one more round, and with four ranks sends
-half the bytes of gathering; with two ranks it would send as many, with three two thirds."""
+half the bytes of gathering. With two ranks it would send the same number of bytes, and with three ranks two thirds."""
 
 EXCHANGE = Rule(
     lambda value: value in ("gather", "scatter", "auto"), '"gather", "scatter" or "auto" (scatter from four ranks)'

@@ -237,8 +237,8 @@ class ARCTopK(BlocksTogether):
 
 
 class _BlocksLayout:
-    """The layout of the blocks of a bucket's tensors. On the host the layout is the layout of `isa_sparse_together.c`,
-    and on a device that of `together.py`.
+    """The layout of the blocks of a bucket's tensors. On the host, `isa_sparse_together.c` describes this layout, and
+    on a device `together.py` does.
 
     Attributes:
         numbers: how many numbers describe a block when blocks are chosen.

@@ -127,7 +127,8 @@ class FlatStorage:
     # A step.
 
     def enter(self, bucket: Bucket, numbers: np.ndarray) -> None:
-        """Writes the addresses of residuals and of x to a bucket's table. `numbers` are those of its tensors."""
+        """Writes the addresses of residuals and of x to a bucket's table. `numbers` has the numbers of the bucket's
+        tensors in this storage."""
         segments, turn = bucket.segments, self._turn[numbers]
         if bucket.memory.rounds_to:
             self._add_missing_places("rounded", turn, numbers)

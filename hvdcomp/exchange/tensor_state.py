@@ -18,7 +18,11 @@ from hvdcomp.exchange.residuals import FlatStorage
 
 
 class KeepsStates(Protocol):
-    """A bucket that stores the method's arrays of its tensors. `has_states` is True while it stores those of all."""
+    """A bucket that can store the arrays that the method keeps for the tensors of the bucket.
+
+    Attributes:
+        has_states: whether the bucket stores these arrays for all of its tensors.
+    """
 
     has_states: bool
 

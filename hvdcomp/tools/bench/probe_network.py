@@ -52,7 +52,7 @@ _FITTED = {"allreduce": "ring", "allgather": "ring", "alltoall": "pairwise", "re
 _FEWEST, _MOST = 3, 20  # the fewest and the most samples of a size in a pass
 # bounds of the time of a size; the times of larger sizes are computed from the bandwidth
 _SHORTEST_S, _LONGEST_S = 0.05, 1.5
-# The fewest samples of all sizes of a kind take as much time as this number of collectives of the largest size.
+# The fewest samples of all sizes of a kind together take the time of this number of collectives of the largest size.
 _RUNS = (2 + _FEWEST) * _PASSES * _GROWTH / (_GROWTH - 1)
 
 
