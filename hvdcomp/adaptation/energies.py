@@ -27,7 +27,7 @@ class Energies:
     def add(
         self, names: Sequence[str], values: Array, weights: Sequence[float] = (), places: Sequence[int] = ()
     ) -> None:
-        """Adds to the sums of tensors.
+        """Adds energies to the sums of the named tensors.
 
         Args:
             names: the names of the tensors. A name may occur more than once.

@@ -88,10 +88,10 @@ def draw_floors(
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     SAMPLE: tl.constexpr,
 ):  # fmt: skip
-    """Draws the floor of each tensor and sets its counters to zero.
+    """Finds the floor of each tensor in a sample, and sets the tensor's counters to zero.
 
-    The tensor is divided into equal parts, and the sample has one line of each part. The places of the lines do not
-    repeat with rows or channels.
+    The tensor is divided into equal parts, and the sample has one cache line of each part. The places of these lines
+    are chosen so that the sample does not always have the same rows or channels of the tensor.
     """
     segment = tl.program_id(0)
     counts = pointer(histograms, tl.int32) + segment.to(tl.int64) * (QUERIES * 4 * BINS)
