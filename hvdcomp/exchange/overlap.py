@@ -206,7 +206,7 @@ class Overlap:
         """After the first step: rank 0 broadcasts the order in which its gradients became ready, and all ranks use it.
 
         Nothing is broadcast if all gradients together are too small for one bucket that starts early. If only rank 0
-        knows that they are too small (`from_rank_0`), it broadcasts that no bucket is to start early.
+        knows that the gradients are too small (`from_rank_0`), rank 0 broadcasts that no bucket starts early.
 
         Args:
             gradients: the gradients of this rank by name, in the order in which they became ready.

@@ -319,7 +319,7 @@ def decide(table, segments, choices, state, histograms, sums, largest, rounds, M
         peak = top.to(tl.float32, bitcast=True).to(tl.float64)
         size = size_of(table, segments, segment)
         beyond = digits_of(state, histograms, segment, 0, False, 1, 4)
-        # then there are never too many elements
+        # If `most` is at least the size of the tensor, the number of elements is never too large.
         beyond = tl.where(entry(choices, segments, segment, MOST) >= size, -1, beyond)
         low = tl.zeros((), tl.float64)
         high = low + float("inf")
