@@ -73,7 +73,7 @@ LOOKS = 80
 MEMORY = 2 * 2**20  # bytes; the median may grow by this much
 LOG_BYTES, LOG_FILES, LONGEST_LINE = 2**14, 3, 2**15
 STEPS_PER_EPOCH = 100
-_WIDTH = 128  # of each layer
+_WIDTH = 128  # number of units of each layer
 
 
 def look(step: int, log: Path, model: Any) -> dict[str, int]:

@@ -322,7 +322,7 @@ def train_missing(runs: Sequence[Run], console: Any, *, workers: int | None = No
     if dry_run or not todo:
         return []
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, for example, makes a program ignore a signal
             signal.signal(number, _interrupt)
     try:
         return Trainer(workers, console.print).train(todo, took)

@@ -124,7 +124,7 @@ def main(
         try:
             return train_missing(missing, console, workers=workers) if missing else []
         finally:
-            keep_records(missing, runs)  # so that nothing is lost if the command is stopped
+            keep_records(missing, runs)  # if the command is stopped, no record is lost
 
     failed: list[Run] = []
     if page_only:

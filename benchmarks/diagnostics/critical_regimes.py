@@ -29,7 +29,7 @@ from hvdcomp.tools.train.data import epoch_shard, load_data
 from hvdcomp.tools.train.frameworks import build_model
 from hvdcomp.tools.train.options import SetupError, TrainingOptions
 
-_BATCH = 256  # of the passes for the Hessian; the result does not depend on it
+_BATCH = 256  # batch size of the passes for the Hessian; the result does not depend on it
 
 
 def measure(options: TrainingOptions, record: RegimeRecord, samples: int, progress: Progress) -> list[dict[str, Any]]:

@@ -129,8 +129,8 @@ def _check(iterations: int, tolerance: float, seed: int, batches: object) -> Non
 class _Iterated:
     """The result at the end of a power iteration."""
 
-    rayleigh: float  # of the Hessian, without the shift
-    norm: float  # of (Hessian + shift) . unit vector
+    rayleigh: float  # the Rayleigh quotient of the Hessian, without the shift
+    norm: float  # the norm of (Hessian + shift) . unit vector
     relative_change: float
     converged: bool
 

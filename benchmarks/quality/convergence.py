@@ -290,7 +290,8 @@ class TimedRun(MethodRun):
         steps, on_links = self.records("steps.jsonl"), self.summary["trained_seconds_on_links"]
         coding = [(step["encode_ms"] or 0.0) + (step["decode_ms"] or 0.0) for step in steps]
         alone = [step["ms"] - spent for step, spent in zip(steps, coding, strict=True)]
-        spent = [ms for ms in coding if ms > 0]  # in each step, or in each exchange of local steps
+        # The times of steps that encode; with local steps, only steps with an exchange do.
+        spent = [ms for ms in coding if ms > 0]
         return {
             "compute_ms": statistics.median(alone),
             "coding_ms": statistics.median(spent) * len(spent) / len(steps) if spent else 0.0,

@@ -151,7 +151,7 @@ def rows_of(workload: Workload) -> list[Row]:
             factor = f"{factor_of(workload, Row('fixed', compressor, level)):.4g}"
             rows.append(Row("budget", compressor, level, f"budget:factor={factor}"))
             rows.append(Row("budget-narrow", compressor, level, f"budget:factor={factor},least=0.3,most=3"))
-            if workload.options["steps"] > LGreCo.interval:  # else LGreCo never decides
+            if workload.options["steps"] > LGreCo.interval:  # otherwise LGreCo never makes a decision
                 rows.append(Row("lgreco", compressor, level, "lgreco:least=0.1,most=10,levels=13"))
     for compressor, (low, high) in workload.extremes.items():
         rows.append(Row("fixed", compressor, low))

@@ -98,7 +98,7 @@ def schedule(artefact: Artefact, t: Trainings) -> Outcome:
     compressor, workload = artefact.settings["compressor"], t.of(artefact)
     low, high = workload.levels[compressor]
     window = workload.accordion_steps
-    first, after = 2 * window, window  # as 20 and 10 of the paper's 300 epochs
+    first, after = 2 * window, window  # the same shares as 20 and 10 of the paper's 300 epochs
     ends = f"{first}|{workload.fall}|{workload.fall + after}"
     critical, reverse = "low in critical regimes", "high in critical regimes"
     compared = _fixed_and_accordion(t, compressor, workload).also(

@@ -17,7 +17,7 @@ from hvdcomp.tools.train.data import epoch_shard, load_data
 from hvdcomp.tools.train.frameworks import build_model
 from hvdcomp.tools.train.options import TrainingOptions
 
-_SAMPLES, _PASS = 256, 256  # of the Hessian, and of a pass for it
+_SAMPLES, _PASS = 256, 256  # number of samples for the Hessian, and batch size of a pass for it
 
 
 class _Training:

@@ -88,7 +88,7 @@ def _densenet(shapes: _Shapes, classes: int) -> None:
             shapes.norm(4 * growth)
             shapes.convolution(growth, 4 * growth, 3)
             width += growth
-        shapes.norm(width)  # of the transition, or of the end
+        shapes.norm(width)  # the normalization of the transition, or of the network's end
         if block < 3:
             shapes.convolution(width // 2, width, 1)
             width //= 2

@@ -20,8 +20,9 @@ from hvdcomp.tools.bench.cluster import Cluster, ClusterError
 
 _WORKER = "hvdcomp.tools.bench.compare_worker"
 _PROGRESS = "PROGRESS "  # prefix of the worker's lines of progress
-_STARTED_FOR = {"horovod": "horovod", "ddp": "torch"}  # by backend, the cluster's way to start ranks
-_FIRST_LINES, _LAST_LINES = 30, 15  # of a failed run's output; the rank that fails first writes first
+_STARTED_FOR = {"horovod": "horovod", "ddp": "torch"}  # for each backend, the cluster's name for the way to start ranks
+# Lines of a failed run's output that are shown; the rank that fails first writes first.
+_FIRST_LINES, _LAST_LINES = 30, 15
 
 
 class StepsError(Exception):

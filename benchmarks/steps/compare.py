@@ -14,7 +14,8 @@ from hvdcomp.perfmodel import STOCK_SPECS, UNCOMPRESSED, Adviser, Exchange, Sett
 from hvdcomp.tools.bench.trainings import ratio
 
 TWO_LEVELS, SCATTER = "two levels", "scatter"
-_WAYS = {"alltoall": SCATTER, "allgather": "gather", "allreduce": "allreduce"}  # by kind; the first that a step uses
+# Kind of exchange by kind of collective; the first one that a step uses counts.
+_WAYS = {"alltoall": SCATTER, "allgather": "gather", "allreduce": "allreduce"}
 
 
 @dataclass(frozen=True)

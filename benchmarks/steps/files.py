@@ -35,7 +35,7 @@ def write(folder: Path, stem: str, rows: Sequence[Row], details: dict[str, Any])
     tables: dict[str, Sequence[Any]] = {"rows": rows, "gains": all_gains, "auto": choices(details.get("runs", ()))}
     data = {name: [asdict(row) for row in table] for name, table in tables.items()} | details
     contents = [
-        json.dumps(data).encode() + b"\n",  # in one line, as nobody reads it
+        json.dumps(data).encode() + b"\n",  # the JSON is one line, because no person reads it
         csv_of([asdict(row) for row in rows]),
         markdown(stem, rows, details).encode(),
         draw_errors(rows),

@@ -19,7 +19,7 @@ from hvdcomp.perfmodel.rates import parse_rate
 _UNITS = {"mbit": "Mb/s", "gbit": "Gb/s"}
 _MARKERS = "o^sDvP*X<>"
 _WAYS = {"allreduce": "o", "gather": "s", "scatter": "^", TWO_LEVELS: "D"}
-_IN_A_ROW, _COLUMNS = 3, 2  # of panels: up to so many in one row, else so many columns
+_IN_A_ROW, _COLUMNS = 3, 2  # up to this number of panels is in one row; more panels are in this number of columns
 
 
 def draw_speed(rows: Sequence[Row]) -> bytes:

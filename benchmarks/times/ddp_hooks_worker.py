@@ -36,8 +36,8 @@ COMPUTE, DENSE = "compute", "DDP"
 # the backward pass from the fourth on.
 _FIRST_STEPS = 6
 _LEAST_ROUNDS = 5
-_COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")  # of this host's link
-_TIMEOUT = timedelta(minutes=10)  # of a collective
+_COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")  # the counter of the bytes that this host's link has sent
+_TIMEOUT = timedelta(minutes=10)  # timeout of a collective
 
 
 def _power_sgd() -> powerSGD_hook.PowerSGDState:
@@ -79,8 +79,8 @@ class Training:
         self.compression: hvdcomp.Compression | None = None
         self.model = loss if method == COMPUTE else self._distributed(loss, seed)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9)
-        self.step_ms: list[list[float]] = []  # of each block, the steps that count
-        self._steps = self._wire_bytes = self._ledger_bytes = 0  # of all steps of all blocks
+        self.step_ms: list[list[float]] = []  # for each block, the milliseconds of the steps that count
+        self._steps = self._wire_bytes = self._ledger_bytes = 0  # counts over all steps of all blocks
 
     def _distributed(self, loss: Loss, seed: int) -> DistributedDataParallel:
         whole = 1 + 4 * self.numel // 2**20
@@ -160,7 +160,7 @@ def begin(method: str, model: str, batch_size: int, seed: int) -> tuple[Training
         training = Training(method, model, batch_size, seed)
         for _ in range(_FIRST_STEPS):
             training.step()
-    except (AssertionError, RuntimeError, TypeError) as error:  # of hooks: the same on all ranks
+    except (AssertionError, RuntimeError, TypeError) as error:  # hooks raise these errors, the same on all ranks
         if method not in HOOKS:
             raise
         place = traceback.extract_tb(error.__traceback__)[-1]

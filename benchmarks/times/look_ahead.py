@@ -55,7 +55,7 @@ class Way:
     loader: Iterator[Any]
     ahead: Any = None  # the LookAhead that the loader belongs to
     turns: list[list[float]] = field(default_factory=list)
-    lookups: list[float] = field(default_factory=list)  # with the layers
+    lookups: list[float] = field(default_factory=list)  # seconds of the lookups and the layers
 
     def report(self) -> dict[str, float]:
         steps = [seconds for turn in self.turns[1:] for seconds in turn]

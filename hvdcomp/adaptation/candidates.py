@@ -31,13 +31,16 @@ from hvdcomp.policies.request import Candidate, Candidates
 FP16, COMPRESSED = "fp16", "compressed"
 
 _OTHER_METHODS = ((DENSE_CANDIDATE, "none"), (FP16, "fp16"))
-"""The candidates without compression: name and method, which tensors that are not compressed get too."""
+"""The candidates without compression, each with its name and its method. In other candidates, tensors that are not
+compressed also use one of these methods."""
 
 _STARTING = 2**16
-"""Elements added to a tensor's own in the estimate of its encode time, for the overhead of its operations.
+"""Number of elements that is added to a tensor's own number when its encode time is estimated. It accounts for the
+overhead of the operations of a tensor.
 
-The calibration has the encode time of the whole model only. This constant divides it among the tensors, which decides
-the mixtures worth a trial; their real times are measured.
+The calibration has only the encode time of the whole model. This time is divided among the tensors in proportion to
+their numbers of elements, after this constant was added. The estimates decide only which mixtures of methods are tried;
+the trials measure the real times.
 """
 
 _MIXED = 2  # number of compressed candidates that are mixed with others, beginning with the fastest by the model
@@ -79,10 +82,11 @@ class _SingleMethod(NamedTuple):
     """A candidate with one compressor for all tensors.
 
     Attributes:
-        candidate: the candidate.
+        candidate: the candidate that compresses some tensors with this method, and sends all others as the training
+            does.
         encode: the time to encode all tensors that the candidate compresses; None if it compresses none.
-        weights: the share of each compressed tensor in `encode`, by name. Tensors for which compression saves most are
-            first.
+        weights: the share of each compressed tensor in `encode`, by tensor name. Tensors for which compression saves
+            most time are first.
     """
 
     candidate: Candidate

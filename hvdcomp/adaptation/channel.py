@@ -36,8 +36,8 @@ class CommunicatorBroadcaster:
     """Broadcasts over the communicator that also exchanges the gradients.
 
     Args:
-        communicator: the communicator.
-        like: an array of the communicator's framework and device.
+        communicator: the communicator of the ranks that get the messages.
+        like: an array with the framework and the device of the communicator's arrays.
     """
 
     def __init__(self, communicator: Communicator, like: Array) -> None:
@@ -57,7 +57,7 @@ class MessageChannel:
     """Sends messages of any length. Only rank 0 needs to know the length.
 
     Args:
-        make_broadcaster: a function that makes the broadcaster. All ranks call it before the first message.
+        make_broadcaster: function that creates the broadcaster. All ranks call it before the first message.
         capacity: the number of bytes of the first broadcast. A longer message needs a second broadcast, and all ranks
             wait for it.
     """
@@ -114,14 +114,14 @@ class DecisionChannel:
         policy: the policy, the same on all ranks.
         tensors: the names of the tensors whose level the policy decides.
         decides: whether this is rank 0.
-        make_broadcaster: as in `MessageChannel`.
+        make_broadcaster: function that creates the broadcaster, as in `MessageChannel`.
 
     Attributes:
         state: the newest state of the policy that all ranks know.
-        request: the request of the policy in `state`.
+        request: the statistics that the policy requests in `state`.
         latest: the newest state on this rank. On rank 0, the newest state is newer than `state` after a decision, until
             all ranks have received the decision.
-        latest_request: the request of the policy in `latest`.
+        latest_request: the statistics that the policy requests in `latest`.
         in_flight: whether a state was sent but not yet received.
     """
 

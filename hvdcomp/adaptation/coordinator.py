@@ -39,17 +39,18 @@ class Coordinator:
     Args:
         policy: the policy, the same on all ranks.
         engine: the engine. Decisions change the engine's plan.
-        make_broadcaster: a function that makes the broadcaster. This function is called before the first decision is
-            sent.
+        make_broadcaster: function that creates the broadcaster. It is called before the first decision is sent.
         like: an array of the framework and device of the engine's communicator.
         steps_per_epoch: the number of steps of an epoch; None if the policy does not count epochs.
         log: rank 0's decision log; None for no log.
         candidates: on rank 0, the candidates for the policy's first decision, if the policy requests candidates.
         clock: the clock that times steps, in seconds.
-        exchange_seconds: on rank 0, `Statistics.exchange_seconds`, if the policy requests it.
+        exchange_seconds: on rank 0, the predicted times of exchanges (`Statistics.exchange_seconds`), if the policy
+            requests them.
 
     Attributes:
-        channel: the channel. The channel has the state of the policy that belongs to the current decision.
+        channel: the object that sends the decisions of rank 0. It has the state of the policy that belongs to the
+            current decision.
         decision: the current decision.
         progress: the numbers of steps and epochs that have ended.
         clock: the clock that times steps.
@@ -87,7 +88,7 @@ class Coordinator:
 
     @property
     def policy(self) -> Policy[Any]:
-        """The policy."""
+        """The policy of the training."""
         return self.channel.policy
 
     @property
@@ -169,8 +170,9 @@ class Coordinator:
         If any gradient is not finite, no gradient is added.
 
         Args:
-            gradients: gradients by tensor name.
-            factor: the factor of the gradients. This method also multiplies by the number of accumulated batches.
+            gradients: the gradients of this rank, or their means, by tensor name.
+            factor: the number by which gradients are multiplied to remove the loss scale. This method also multiplies
+                by the number of accumulated batches.
         """
         if self.observes and gradients:
             arrays = list(gradients.values())
@@ -233,7 +235,8 @@ class Coordinator:
         }
 
     def own_state(self, copy: Callable[[Array], Array]) -> dict[str, Any]:
-        """The state that only rank 0 has."""
+        """The part of the state that only rank 0 has, for its checkpoint: accumulated statistics, and the newest state
+        of the policy."""
         return {
             "latest": self.policy.to_json(self.channel.latest),
             "ended": None if self._ended is None else self._ended.plain(),

@@ -32,10 +32,10 @@ from hvdcomp.specs.described import is_whole
 from hvdcomp.specs.typed import as_fields, typed
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-"""Numbers that JSON cannot hold, by their text."""
+"""The numbers that JSON cannot represent, by the text that the log contains instead."""
 
 _WRITTEN = {"candidates": "survey"}
-"""Names in the log of fields of `Statistics` that were renamed."""
+"""The fields of `Statistics` that have another name in the log, because they were renamed later."""
 
 _FORMAT = 2
 """Format number of start lines. Earlier versions wrote none, and no short lines after it."""
@@ -45,7 +45,7 @@ _PARTS = ("statistics", "state", "decision")
 _NOT_WRITTEN = ("file", "line", *_PARTS)  # fields that are not written, or are written in another way
 
 FILE_BYTES = 64 * 2**20
-"""Default of the size at which a file is put aside."""
+"""Default of the size, in bytes, at which the log continues in a new file."""
 
 FILES = 16
 """Default of the largest number of files of a log."""
@@ -59,8 +59,8 @@ class RemovedPolicyError(DecisionLogError):
     """A decision log was written by a policy that was removed from hvdcomp.
 
     Attributes:
-        start: the log's start line.
-        reason: the message about the policy.
+        start: the start line of the log.
+        reason: the message that says which policy was removed.
     """
 
     def __init__(self, start: Start, reason: str) -> None:
@@ -71,18 +71,18 @@ class RemovedPolicyError(DecisionLogError):
 
 @dataclass(frozen=True)
 class Start:
-    """A start line.
+    """A start line of a decision log. It describes the run, and is the first line of each run in the log.
 
     Attributes:
         file, line: the file, and the line number, counted from 1.
         step, epoch: the numbers of steps and epochs that ended before this line. These numbers are 0 unless the run was
             resumed, or continues in a new file.
-        policy, compressor: spec strings.
+        policy, compressor: the spec strings of the policy and of the compressor.
         tensors: the shapes of the compressed tensors, by name.
         steps_per_epoch: the number of steps of an epoch; None if epochs are not counted.
         ranks: number of ranks.
         hvdcomp: the version of hvdcomp that wrote the line.
-        state, decision: the current state and decision, as JSON data.
+        state, decision: the current state of the policy, and the current decision, as JSON data.
         continues: whether this is the first line of a new file of the same run.
     """
 
@@ -103,14 +103,14 @@ class Start:
 
 @dataclass(frozen=True)
 class Decided:
-    """A decision line.
+    """A line of a decision log that records one decision of the policy.
 
     Attributes:
         file, line: the file, and the line number, counted from 1.
         step, epoch: the numbers of steps and epochs that had ended when the statistics were measured.
         from_step: the first step, counted from 0, that uses the decision.
         statistics: the statistics from which the policy decided.
-        state, decision: the new state and decision, as JSON data.
+        state, decision: the new state of the policy, and the new decision, as JSON data.
     """
 
     file: Path
@@ -234,7 +234,7 @@ class DecisionLog:
 
 
 class LogFiles(NamedTuple):
-    """The arguments of `DecisionLog`."""
+    """The settings of a decision log, which are the arguments of `DecisionLog`."""
 
     path: Path
     file_bytes: int
@@ -245,7 +245,7 @@ def log_files(path: str | Path | None, file_bytes: int, files: int, policy: obje
     """The files of the decision log that a user asked for; None for no log.
 
     Args:
-        path, file_bytes, files: as in `DecisionLog`.
+        path, file_bytes, files: the arguments of `DecisionLog`. If `path` is None, there is no log.
         policy: the policy whose decisions are logged.
 
     Raises:

@@ -27,11 +27,11 @@ class Energies:
     def add(
         self, names: Sequence[str], values: Array, weights: Sequence[float] = (), places: Sequence[int] = ()
     ) -> None:
-        """Adds to the sums of tensors.
+        """Adds energies to the sums of the named tensors.
 
         Args:
             names: the names of the tensors. A name may occur more than once.
-            values: float64, a vector.
+            values: the energies to add, a vector of float64.
             weights: a weight for each name. Default: 1 for all.
             places: for each name, the index of its value in `values`. Default: 0, 1, 2, ...
         """

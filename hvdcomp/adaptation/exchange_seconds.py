@@ -30,7 +30,7 @@ def exchange_seconds_of(
     level, the tensor gets the nearest level.
 
     Args:
-        around: the factors of the own levels. 1.0 is one of them.
+        around: the factors by which the own levels are multiplied. 1.0 is one of them.
         engine, source, model, batch, overlaps: as in `StepModel`.
 
     Returns:

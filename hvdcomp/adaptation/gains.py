@@ -29,8 +29,8 @@ class CompressionGains(Observer):
     """The two compressions of GraVAC (Tyagi and Swany 2023, arXiv:2305.12201, algorithm 1).
 
     Args:
-        plans: makes the plans of the training.
-        decision: the compression factors, and which result is sent.
+        plans: object that creates the plans of the training.
+        decision: the decision of the policy: its compression factors, and which result is sent.
         measuring: whether this rank measures the gains.
         clock: the clock that times steps.
 

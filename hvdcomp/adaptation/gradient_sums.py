@@ -23,10 +23,10 @@ class AccumulatedGradients(Observer):
 
     Args:
         names: the names of the tensors whose norms and ratios are measured.
-        level_errors: measures the errors of compressing the mean gradients.
+        level_errors: object that measures the errors of compressing the mean gradients.
 
     Attributes:
-        sums: the sum for each tensor that had a gradient, by name.
+        sums: the sum of the gradients of each tensor that had a gradient, by tensor name.
     """
 
     measures: ClassVar[frozenset[Statistic]] = frozenset(

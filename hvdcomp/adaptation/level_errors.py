@@ -29,7 +29,7 @@ class LevelErrors:
     Nothing is sent, and no state changes.
 
     Args:
-        plans: makes plans, and names the tensors whose level the policy decides.
+        plans: object that creates plans, and knows the tensors whose level the policy decides.
     """
 
     def __init__(self, plans: Plans) -> None:
@@ -151,9 +151,9 @@ def levels_around(engine: Engine, names: Iterable[str], around: Iterable[float])
     Each level of a tensor occurs once. Levels that a tensor's method does not have are left out.
 
     Args:
-        engine: the engine.
+        engine: the engine of the training.
         names: names of the tensors whose level is decided.
-        around: the factors. In the result, the own levels are first.
+        around: the factors by which the own levels are multiplied. The own levels, factor 1, are first in the result.
     """
     several: list[dict[str, Level]] = []
     for factor in (1.0, *(other for other in around if other != 1.0)):

@@ -35,11 +35,11 @@ class Shorthand:
         self._places = {str(place): name for place, name in enumerate(self._names)}
 
     def short(self, parts: Parts, before: Parts) -> dict[str, Any]:
-        """The short form of a line's parts.
+        """Shortens the parts of a line: values that the previous line also has are left out.
 
         Args:
-            parts: the parts of the line.
-            before: the parts of the previous line; empty for a start line.
+            parts: the parts of the line, by name.
+            before: the parts of the previous line, by name; empty for a start line.
         """
         statistics = {name: value for name, value in parts.get("statistics", {}).items() if self._is_by_tensor(value)}
         return {

@@ -72,7 +72,7 @@ class Look(Mapping[str, Array]):
         return {name: place for bucket in self._buckets for name, place in bucket.addresses.items()}
 
     def lost_when_sent(self, names: Sequence[str]) -> tuple[Energies, set[str]]:
-        """||x - C(x)||^2 of the C(x) that this step sends. Read the result when the step has ended.
+        """The squared error of what this step sends, ||x - C(x)||^2. Read the result when the step has ended.
 
         Returns:
             The errors of the tensors whose errors can be computed, and the names of these tensors. An error cannot be
@@ -93,8 +93,8 @@ class Look(Mapping[str, Array]):
             energies.add(names, bucket.measure_left(), places=[bucket.places[name] for name in names])
 
     def _by_bucket(self, names: Sequence[str] | set[str]) -> Iterator[tuple[BucketOrGroup, list[str]]]:
-        """Each bucket and tensor group that contains some of these tensors, and the names of these tensors, in its
-        order."""
+        """Yields each bucket or tensor group that contains some of these tensors, with the names of these tensors in
+        the order of the bucket."""
         wanted = set(names)
         for bucket in self._buckets:
             if own := [name for name in bucket.names if name in wanted]:
@@ -105,9 +105,9 @@ def observe(engine: Engine, function: Callable[[Look], Mapping[str, Array]] | No
     """Calls a function in each step with a `Look`, before x is compressed.
 
     Args:
-        engine: the engine.
-        function: gets the `Look`, and returns, by name, arrays to compress in place of x for some tensors. None for no
-            function.
+        engine: the engine that compresses.
+        function: function that gets the `Look`. It returns arrays, by tensor name, that are compressed in place of x.
+            None to call no function any more.
     """
     if function is None:
         engine.before_compress = None

@@ -14,7 +14,7 @@ class Observer:
     """Base of all observers. Methods do nothing by default.
 
     Class attributes:
-        measures: the statistics that the observer measures.
+        measures: the kinds of statistics that the observer measures.
     """
 
     measures: ClassVar[frozenset[Statistic]]
@@ -31,7 +31,8 @@ class Observer:
 
         Args:
             request: the request of the policy, which names some of `measures`.
-            batches: the number of batches, of the size at the start, that this rank has processed in the period.
+            batches: number of batches that this rank has processed in the period. A batch has the batch size at the
+                start of the training.
         """
         raise NotImplementedError
 

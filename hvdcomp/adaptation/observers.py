@@ -21,7 +21,8 @@ class Predicted(Observer):
     """Predictions that are made before the training and do not change.
 
     Args:
-        exchange_seconds: as in `Statistics`; None if the policy does not request it.
+        exchange_seconds: the predicted times of exchanges, as in `Statistics`; None if the policy does not request
+            them.
     """
 
     measures: ClassVar[frozenset[Statistic]] = frozenset({Statistic.EXCHANGE_SECONDS})
@@ -34,18 +35,18 @@ class Predicted(Observer):
 
 
 class Observers:
-    """The observers of one rank.
+    """All observers of one rank. They measure the statistics that the policy requests.
 
     Args:
-        plans: makes plans, and names the tensors whose level the policy decides.
+        plans: object that creates plans, and knows the tensors whose level the policy decides.
         measuring: whether this rank measures statistics. Rank 0 does.
         clock: the clock that times steps.
-        exchange_seconds: as in `Predicted`.
+        exchange_seconds: the predicted times of exchanges, as in `Predicted`.
 
     Attributes:
-        sums: the observer that sums gradients.
-        times: the observer of step times.
-        gains: the observer of the engine for the current decision, or None.
+        sums: the observer that accumulates gradients.
+        times: the observer that measures the times of steps.
+        gains: the observer that the current decision needs during the exchange; None if it needs none.
     """
 
     def __init__(

@@ -26,11 +26,11 @@ class Plans:
     """Makes the plans of decisions. Tensors that a decision does not name keep their own method.
 
     Args:
-        engine: the engine.
+        engine: the engine of the training.
         names: the names of the tensors whose level the policy decides. All other tensors are sent as without a policy.
 
     Attributes:
-        previews: computes C(x) and the error for a plan, without sending.
+        previews: object that computes C(x) and the compression error for a plan, without sending anything.
     """
 
     def __init__(self, engine: Engine, names: tuple[str, ...]) -> None:
@@ -41,7 +41,7 @@ class Plans:
         self._at_factor: dict[tuple[float, Unit], Plan] = {}
 
     def own(self) -> Plan:
-        """The plan of the engine's compressor."""
+        """The plan that the engine would use without a policy."""
         return self._own
 
     def at_levels(self, levels: Mapping[str, Level | None]) -> Plan:

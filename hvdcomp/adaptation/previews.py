@@ -51,7 +51,8 @@ class Previews:
         """C(x) of some tensors of a step, by name.
 
         Args:
-            compressors: as in `lost`.
+            compressors: the compressor of each tensor, by name. If you pass the same mapping again, the function is
+                faster.
             lost: an `Energies` to which ||x - C(x)||^2 of each tensor is added.
         """
         return self.kept_alone(look.xp, {name: look[name] for name in names}, compressors, look.context, lost)
@@ -63,11 +64,13 @@ class Previews:
         names: Sequence[str],
         sources: Mapping[str, Array] = MappingProxyType({}),
     ) -> Energies:
-        """||x - C(x)||^2 of some tensors of a step.
+        """Compresses some tensors of a step, and returns the squared error of each, ||x - C(x)||^2, by name.
 
         Args:
-            compressors: the compressors by name. If you pass the same mapping again, the function is faster.
-            sources: arrays that are compressed in place of x, by name. Tensors whose x is compressed are not in it.
+            compressors: the compressor of each tensor, by name. If you pass the same mapping again, the function is
+                faster.
+            sources: arrays that are compressed in place of x, by tensor name. For tensors that are not in it, x is
+                compressed.
         """
         return self._lost(look.xp, names, look, look.addresses, compressors, look.context, sources)
 
@@ -104,7 +107,8 @@ class Previews:
     def lost_alone(
         self, xp: ModuleType, xs: Mapping[str, Array], compressors: Mapping[str, Compressor], context: Context
     ) -> Energies:
-        """||x - C(x)||^2 of some arrays that do not belong to a step. The arguments are those of `kept_alone`."""
+        """Compresses some arrays that do not belong to a step, and returns the squared error of each, ||x - C(x)||^2,
+        by name. The arguments are those of `kept_alone`."""
         addresses, _alive = self._addresses(xp, xs)
         return self._lost(xp, list(xs), xs, addresses, compressors, context, {})
 
@@ -127,13 +131,14 @@ class Previews:
         context: Context,
         sources: Mapping[str, Array],
     ) -> Energies:
-        """||x - C(x)||^2 of some tensors.
+        """Compresses some tensors, and returns the squared error of each, ||x - C(x)||^2, by name.
 
         Args:
             xs: x of each tensor, by name.
-            addresses: the address of x, by name, for tensors that are in a bucket of the step.
-            compressors: by name; the same object for the same compressors is quickest.
-            sources: as in `lost`.
+            addresses: for tensors that are in a bucket of the step, the address of x, by name.
+            compressors: the compressor of each tensor, by name. If the same mapping is passed again, the function is
+                faster.
+            sources: arrays that are compressed in place of x, by tensor name.
         """
         energies = Energies()
         done: set[str] = set()
@@ -203,7 +208,8 @@ class Previews:
 
 
 def _placed(xp: ModuleType, arrays: Sequence[Array]) -> tuple[Sequence[Array], Sequence[int]] | None:
-    """Like `cuda.placed`, but also for the host. None if the arrays do not fit a bucket."""
+    """The addresses of arrays, as from `cuda.placed`, also for arrays on the host. The result is None if the arrays do
+    not fit a bucket."""
     placed = cuda.placed(arrays)
     return xp.hosted(arrays) if placed is None else placed
 
@@ -212,7 +218,7 @@ class _Room:
     """Memory that all buckets use, one after the other.
 
     Attributes:
-        on_device: as in `DeviceKernels.room`.
+        on_device: memory on a device, as in `DeviceKernels.room`.
     """
 
     def __init__(self) -> None:
@@ -230,7 +236,7 @@ class _Room:
 
 
 class _PreviewBucket:
-    """A bucket that compresses without sending.
+    """A bucket whose tensors are compressed without sending anything.
 
     Args:
         room: the memory for x and C(x).
@@ -261,7 +267,7 @@ class _PreviewBucket:
 
         Args:
             xs: the array x of each tensor.
-            addresses: the address of x, by name.
+            addresses: the address of each tensor's x, by name.
             sources: the addresses of arrays that are compressed in place of x, by name.
         """
         bucket, segments = self.bucket, self.bucket.segments
@@ -288,7 +294,8 @@ class _PreviewBucket:
         ]
 
     def lost(self, xp: ModuleType, like: Array) -> Array:
-        """||x - C(x)||^2 of each tensor, float64 (tensors,). like: an array of the framework."""
+        """The squared compression error of each tensor, ||x - C(x)||^2, float64 (tensors,). like: an array of the
+        framework."""
         sums = self.bucket.sums_of("measure_left")
         return xp.from_numpy(sums, like=like) if self.bucket.device is None else sums
 

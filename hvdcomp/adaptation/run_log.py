@@ -19,9 +19,9 @@ class RunLog:
     training or block the ranks.
 
     Args:
-        log: the decision log, or None.
-        channel: the channel of the decisions.
-        progress: the progress of the run.
+        log: the decision log; None if there is no log.
+        channel: the channel that sends the decisions.
+        progress: the object that counts the steps and epochs of the run.
     """
 
     def __init__(self, log: DecisionLog | None, channel: DecisionChannel, progress: Progress) -> None:

@@ -64,7 +64,7 @@ class Progress:
 
         Args:
             steps_per_epoch: the previous number of steps per epoch; None if unknown.
-            accumulation: as in `grow`.
+            accumulation: the number of accumulated batches per step, as in `grow`.
         """
         if steps_per_epoch and self.steps_per_epoch and steps_per_epoch != self.steps_per_epoch:
             self.taken = self.taken * self.steps_per_epoch // steps_per_epoch
@@ -92,7 +92,7 @@ class StepClock:
     """Measures the time from the end of one step to the end of the next, without the time during pauses.
 
     Args:
-        clock: a function that returns seconds.
+        clock: function that returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

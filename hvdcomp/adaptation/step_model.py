@@ -47,9 +47,10 @@ class StepModel:
         """The predicted seconds of a step.
 
         Args:
-            plan: the step's plan.
+            plan: the compressor of each tensor in the step, by name.
             encode: the encode time of all compressed tensors; None if no tensor is compressed.
-            early: the fewest bytes of a bucket that is sent during the backward pass; None for the engine's setting.
+            early: least bytes of gradients in a bucket that is sent during the backward pass; None for the engine's
+                setting.
         """
         exchange = self.exchange(plan, self.carried(plan))
         network, compute = self.calibration.network, self.facts.compute
@@ -95,7 +96,7 @@ class StepModel:
         return self._known(encode_time_at(compressor, factor, known, tensors, self.ranks_per_node), compressor)
 
     def known_encode(self, compressor: Compressor) -> EncodeTime | None:
-        """Like `encode`, but None if the time is unknown."""
+        """The encode time of a compressor, as `encode` returns it; None if the time is unknown."""
         tensors, known = list(self.engine.tensors.values()), self.facts.compute.encode
         return encode_time_of(compressor, known, tensors, self.ranks_per_node)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 CACHE_LINE = 64
-"""Bytes of a cache line, which are also those of the widest vector registers."""
+"""The size of a cache line in bytes. The widest vector registers have the same size."""
 
 
 def empty_aligned(count: int, dtype: str = "float32") -> np.ndarray:

@@ -38,9 +38,9 @@ class Magnitudes:
     """The magnitudes |x| of a vector.
 
     Args:
-        xp: the array functions of the vector.
+        xp: the array functions for the framework of the vector.
         x: a vector of at least one element.
-        need: the largest k for which `top` will be called.
+        need: the largest number k with which `top` will be called.
 
     Attributes:
         xp: the array functions of thresholds and counts.
@@ -96,7 +96,8 @@ class Magnitudes:
         """The indices (k,) of the k largest among `limit` elements.
 
         The `limit` elements are first the elements with |x| >= high, and then elements with low <= |x| < high or NaN,
-        both in index order. At least `limit` elements must meet one of these conditions. With low = 0, all elements do.
+        both in index order. At least `limit` elements must meet one of these conditions. If low is 0, all elements meet
+        one of them.
         """
         low, high = self._rounded(low), self._rounded(high)
         if self.xp is numpy_arrays and self.count(high) >= k:

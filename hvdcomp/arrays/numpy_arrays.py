@@ -428,7 +428,7 @@ def mark(like: Array, spare: float | None = None) -> float:
     the host's clock.
 
     Args:
-        like: an array on the device.
+        like: an array on the device that the mark belongs to.
         spare: a mark that is no longer used and may be reused.
     """
     return time.perf_counter()

@@ -22,8 +22,8 @@ class ShapeArray:
     """An array with a shape and an element type, but no elements.
 
     Attributes:
-        shape: the dimensions.
-        dtype: the element type by its common name.
+        shape: the size of each dimension.
+        dtype: name of the element type, such as "float32".
     """
 
     __slots__ = ("dtype", "shape")

@@ -49,8 +49,8 @@ class DeviceTensors:
         tensor: an eager tensor on the device, with at least one element.
 
     Attributes:
-        name: TensorFlow's name of the device.
-        device: PyTorch's device. The frameworks number a GPU differently if TensorFlow sees only some of the GPUs, as
+        name: the name that TensorFlow has for the device.
+        device: the PyTorch device. The frameworks number a GPU differently if TensorFlow sees only some of the GPUs, as
             in Horovod's examples.
     """
 
@@ -67,7 +67,8 @@ class DeviceTensors:
     def in_graph(
         self, function: Callable[..., Sequence[Array]], tensors: Sequence[tf.Tensor], name: str
     ) -> list[tf.Tensor]:
-        """Like `tensorflow_tensors.in_graph`, but the Python function gets and returns PyTorch tensors."""
+        """Adds a Python function to a graph, as `tensorflow_tensors.in_graph` does, but the function gets and returns
+        PyTorch tensors."""
 
         def called(*inside: tf.Tensor) -> list[tf.Tensor]:
             # Otherwise PyTorch would initialise GPU 0 as well.

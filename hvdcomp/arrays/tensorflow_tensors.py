@@ -19,10 +19,10 @@ def in_graph(function: Callable[..., Sequence[Array]], tensors: Sequence[tf.Tens
     """Adds a call of a Python function to TensorFlow's current graph.
 
     Args:
-        function: gets one array for each tensor, and returns one array for each tensor. The function must not change
-            its arguments. TensorFlow uses a returned array without a copy if the array is aligned to 64 bytes.
-        tensors: the inputs. The results have the same shapes and element types.
-        name: name of the operation.
+        function: function that gets one array for each tensor, and returns one array for each tensor. It must not
+            change its arguments. TensorFlow uses a returned array without a copy if the array is aligned to 64 bytes.
+        tensors: the input tensors. The results have the same shapes and element types.
+        name: name of the operation in the graph.
     """
 
     def called(*arrays: np.ndarray | np.generic) -> Sequence[Array]:

@@ -9,7 +9,7 @@ from typing import Any
 Array = Any
 
 FLOATING = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-"""Bytes of an element, for the types that gradients may have."""
+"""The element types that gradients may have, each with the number of bytes of an element."""
 
 DTYPE_BYTES = {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, **FLOATING}
 """Bytes of an element, for each element type that may be sent, by its common name."""

@@ -12,7 +12,7 @@ from hvdcomp.exchange.ledger import Ledger
 
 
 def metrics_of(ledger: Ledger, plan: Plan) -> dict[str, float]:
-    """The result of `Compression.metrics`.
+    """Computes the result of `Compression.metrics`: the costs of the latest step as numbers with names.
 
     On an accelerator, the times are those of the newest step that the device has finished, which is usually not the
     latest step. There are no times if Horovod or PyTorch itself exchanged the gradients of the latest step.

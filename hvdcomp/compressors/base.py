@@ -89,8 +89,8 @@ class Compressor(Described):
         period: number of steps after which payload sizes repeat.
         keeps_state: whether the method has a state from step to step.
         of_matrices: whether the method treats a tensor as a matrix whose rows are the first dimension.
-        form: the name of the class's method that implements its bucket form.
-        reference: the publication.
+        form: name of the method of the class that implements the bucket form.
+        reference: the publication that describes the method.
     """
 
     name: ClassVar[str]
@@ -121,7 +121,7 @@ class Compressor(Described):
         Args:
             xp: array functions for the framework of `x` (`hvdcomp.arrays`).
             x: this rank's gradient plus the residual or momentum that the memory adds. Do not change it.
-            state: the state from `prepare`.
+            state: the state of the compressor, as returned by `prepare`.
             context: the tensor's name, the step, the seed, the rank and the number of ranks.
         """
         raise NotImplementedError
@@ -195,9 +195,9 @@ class Compressor(Described):
 
         Args:
             shape: shape of the tensor.
-            level: the level. Default: the compressor's own level.
-            dtype: element type of the dense tensor.
-            ranks: the number of ranks. The number of ranks matters only for exchange "scatter".
+            level: the level at which the payload is sent. Default: the compressor's own level.
+            dtype: element type of the uncompressed tensor.
+            ranks: number of ranks. It matters only for exchange "scatter".
         """
         return int(sum(payload.bytes for payload in self.at_level(level).payloads(shape, dtype, ranks)))
 

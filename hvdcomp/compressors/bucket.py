@@ -24,20 +24,22 @@ from hvdcomp.compressors.randomness import step_keys, tensor_keys
 from hvdcomp.kernels.tables import NARROW, Table
 
 BUCKET_BYTES = 25 * 2**20
-"""The least bytes of gradients in a bucket that starts in the backward pass: the default of PyTorch's DDP (Li et al.
-2020, arXiv:2006.15704, section 5.2)."""
+"""Default of the least bytes of gradients in a bucket that starts during the backward pass. It is the size of buckets
+in PyTorch's DDP (Li et al. 2020, arXiv:2006.15704, section 5.2)."""
 
 LEAST_BYTES = 1_000_000
-"""The smallest value of that limit that rank 0 may choose."""
+"""If rank 0 chooses the least bytes of gradients in a bucket, it chooses at least this number of bytes."""
 
 GATHERED_BYTES = 2**30
-"""The most bytes of payloads that a rank gathers at a time, by default: a sixteenth of the memory of a V100 with 16 GB.
-A step that gathers more goes in parts, and starts nothing in the backward pass."""
+"""Default of the largest number of bytes of payloads that a rank gathers at a time. It is a sixteenth of the memory of
+a V100 with 16 GB. If a step gathers more, the ranks exchange in several parts, and no bucket starts during the backward
+pass."""
 
 _MOST_ON_DEVICE = 4  # largest number of buckets that start during the backward pass
 
 ROW_ALIGNMENT = 8
-"""The length of a payload's row is a multiple of this number of bytes: those of the largest element type."""
+"""The length of a payload's row is a multiple of this number of bytes, which is the size of the largest element
+type."""
 
 _QUICK = 1 << 20  # number of elements that a kernel processes in less than a millisecond
 
@@ -58,10 +60,11 @@ def least_early_bytes(least: int, everything: int, on_device: bool) -> int:
 
 
 BucketAggregation = Generator[Request, Any, bool | Array]
-"""A bucket's step; returns whether a mean holds an inf or NaN, as `Bucket.call` does.
+"""The generator that runs a bucket's step. It returns whether a mean contains an inf or NaN, as `Bucket.call` does.
 
-At its end the means lie at the addresses `result` of the table. If the memory keeps anything, `x` of the table holds
-the residual, or an x from which the next step subtracts what `sent_rule` says was sent.
+At the end of the step, the means are at the addresses `result` of the table. If the memory keeps residuals, the
+addresses `x` of the table contain the residual, or an x from which the next step subtracts the part that was sent
+(`sent_rule`).
 """
 
 
@@ -69,7 +72,7 @@ class PayloadRows(NamedTuple):
     """The rows of a payload that has one row for each of several ranks.
 
     Attributes:
-        numbers: the row of each tensor, int64 (tensors,).
+        numbers: for each tensor, the number of the row that contains it, int64 (tensors,).
         ranks: number of rows.
         length: the minimum number of bytes of a row. A row is longer if its contents need more bytes.
     """
@@ -83,7 +86,7 @@ class Payload(NamedTuple):
     """The storage of the payload that a bucket sends.
 
     Attributes:
-        vector: the payload (count,).
+        vector: the bytes or elements that are sent, (count,).
         with_room: the same storage with at least 4 additional bytes at the end. The total is a multiple of 8 bytes.
     """
 
@@ -96,7 +99,8 @@ class Bucket:
     """The tensors that one bucket form compresses, and the state of their current step.
 
     Attributes:
-        tensors: the tensors. Each has at least one element, and all have the same element type.
+        tensors: names, shapes and element types of the tensors. Each has at least one element, and all have the same
+            element type.
         compressors: the compressor of each tensor. All are of the same class and differ only in their level.
         memory: the memory of all tensors.
         device: the device of the bucket's kernels; None for the host.
@@ -105,9 +109,9 @@ class Bucket:
         xp: the array functions for payloads. On the host, these are NumPy's.
         context: the context of the step; its name is empty.
         suffix: text that is appended to the tensors' names for random numbers.
-        states: the method's states, adapted by `prepare`, or None if the method has no state.
+        states: the states that the method keeps for the tensors, adapted by `prepare`; None if the method has no state.
         table: the description of the tensors for kernels.
-        segments: the rows of the table.
+        segments: the rows of `table`. Each row describes one tensor.
         keeps: whether the memory keeps the part of x that is not sent.
         x: the column of the table that holds x.
         layout: an object that the bucket form computes once from the tensors and levels; None at first.
@@ -139,7 +143,8 @@ class Bucket:
     rows: PayloadRows | None = None
     kernels: Any = field(init=False, repr=False)
     factor: Array | None = field(default=None, init=False, repr=False)
-    _keys: dict[str, np.ndarray] = field(default_factory=dict, init=False, repr=False)  # by the suffix
+    # The keys of the random numbers, by suffix.
+    _keys: dict[str, np.ndarray] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         sizes = [tensor.size for tensor in self.tensors]
@@ -186,8 +191,8 @@ class Bucket:
 
         Args:
             context: the context of the step.
-            factor: the number by which gradients are multiplied; None for 1.
-            suffix: as in the attributes.
+            factor: the number by which this step multiplies the gradients; None for 1.
+            suffix: text that is appended to the tensors' names for random numbers.
         """
         self.context, self.suffix = context, suffix
         self.factor = factor
@@ -208,7 +213,7 @@ class Bucket:
         """Calls a kernel. The table is the kernel's first argument.
 
         Args:
-            kernel: its name in `src/kernels.def`.
+            kernel: name of the kernel in `src/kernels.def`.
             arguments: further arguments: numbers, or arrays of `xp`. The kernel gets the addresses of the arrays.
             aside: whether, on a device, the next request may be sent before the kernel has ended. The bucket's next
                 call still waits for the kernel.
@@ -269,12 +274,12 @@ class Bucket:
         return starts + numbers * length, ranks * length
 
     def payload(self, count: int, dtype: str = "uint8", kept: bool = True) -> Payload:
-        """A payload on the kernels' device.
+        """Creates the storage of a payload, on the device of the kernels.
 
         Args:
-            count: the number of elements. The payload's bytes are rounded up to a multiple of 4, because an all-gather
+            count: number of elements. The payload's bytes are rounded up to a multiple of 4, because an all-gather
                 places the payloads of all ranks behind each other.
-            dtype: element type.
+            dtype: element type of the payload.
             kept: whether later steps reuse the payload. If False, the payload is not set to zero, and the caller must
                 pass it to `let_go` after use.
         """
@@ -309,7 +314,7 @@ def take_off(bucket: Bucket, zeros: np.ndarray, x: np.ndarray | None = None) -> 
     change in the next step call this function.
 
     Args:
-        bucket: the bucket after encoding.
+        bucket: the bucket, after its tensors were encoded.
         zeros: used on the host only: a vector of zeros, as long as the largest tensor.
         x: the addresses to which the differences are written; None to overwrite x. If a product of factors was sent,
             None is not allowed.
@@ -340,8 +345,8 @@ class BucketStates:
     another vector the second arrays, and so on. Each array is stored column by column.
 
     Args:
-        states: the state of each tensor, float32 arrays.
-        xp: the array functions.
+        states: the state of each tensor, as float32 arrays.
+        xp: the array functions for the states.
 
     Attributes:
         kept: the vectors that a step reads and does not change.
@@ -357,7 +362,8 @@ class BucketStates:
         self.next = [xp.zeros(vector.shape, like=vector) for vector in self.kept]
 
     def arrays(self, place: int) -> tuple[Array, ...]:
-        """The state of the tensor at a place in the bucket: arrays (length, columns), in storage that steps reuse."""
+        """The state of the tensor at a place in the bucket: a list of arrays, each (length, columns). Later steps reuse
+        their storage."""
         return tuple(
             vector[starts[place] : starts[place + 1]].reshape(shapes[place]).T
             for vector, starts, shapes in zip(self.kept, self._starts, self._shapes, strict=True)

@@ -190,8 +190,8 @@ def _bfloat16_at_random(xp: ModuleType, vector: Array, nearest: Array, purpose: 
         vector: the numbers to round.
         nearest: the bit patterns of the numbers rounded to nearest. Infinities and NaNs in the result come from these
             patterns.
-        purpose: purpose of the random numbers.
-        context: the tensor's context.
+        purpose: text that distinguishes these random numbers from others of the same step.
+        context: the tensor's name, the step, the seed, the rank and the number of ranks.
     """
     bits = xp.bitcast(xp.astype(vector, "float32"), "int32")
     magnitudes = bits & 0x7FFFFFFF
@@ -235,8 +235,8 @@ class _BitPatterns:
     """A payload with one 16-bit number for each element of a bucket.
 
     Attributes:
-        payload: the payload, uint8.
-        patterns: the same storage as int16.
+        payload: the storage of the payload, uint8.
+        patterns: the same storage, seen as int16.
     """
 
     def __init__(self, bucket: Bucket) -> None:

@@ -269,9 +269,9 @@ class _Call:
     """One call of a compressor's method for one tensor.
 
     Args:
-        method: the compressor.
-        function: the name of the compressor's method.
-        x: the array. The method must not change it.
+        method: the compressor whose method is called.
+        function: name of the method that is called.
+        x: the array that the method gets. The method must not change it.
         name: the tensor's name; empty if it is unknown.
     """
 

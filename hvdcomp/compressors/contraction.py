@@ -20,7 +20,7 @@ def require_bounded_residuals(compressor: Compressor, memory: Memory | None) -> 
     """Raises SpecError if residuals would grow without limit.
 
     Args:
-        compressor: the compressor; all choices of a router are checked.
+        compressor: the compressor to check. If it is a router, all compressors that it may choose are checked.
         memory: the memory that the user gave; None for the default of each compressor. If the default of one compressor
             is momentum correction, all tensors use momentum correction.
     """
@@ -66,9 +66,9 @@ def require_bounded_noise(method: Compressor, b1: float, local_steps: int) -> No
     is added. With exchange "scatter", means are compressed a second time.
 
     Args:
-        method: the method, used without a memory. A method whose error is not known is allowed.
-        b1: the decay of the momentum in a step. If ranks exchange in every step, a is b1.
-        local_steps: the number of steps between exchanges. a is the mean of b1, b1^2, ... over these steps.
+        method: the method, which is used without a memory. A method whose error is unknown is allowed.
+        b1: the factor by which the momentum decays in each step. If ranks exchange in every step, a is b1.
+        local_steps: number of steps from one exchange to the next. a is the mean of b1, b1^2, ... over these steps.
     """
     if method.known_error is None:
         return
@@ -86,7 +86,7 @@ def require_bounded_noise(method: Compressor, b1: float, local_steps: int) -> No
 
 
 def can_take_turns(compressors: Iterable[Compressor]) -> bool:
-    """Whether `require_bounded_turns` allows these compressors."""
+    """Whether residuals stay bounded if a training switches between these compressors (`require_bounded_turns`)."""
     try:
         require_bounded_turns(compressors)
     except SpecError:

@@ -29,7 +29,7 @@ from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.two_level import within
 
 DIVERGED = math.inf
-"""The loss of a method of which any seed diverged."""
+"""The loss of quality of a method, if its training with any seed diverged."""
 
 OPTIMIZERS = ("SGD", "Adam")
 """The optimizers by which a method is judged if the user's is unknown: the worse result counts."""
@@ -40,14 +40,16 @@ MUON = "Muon"
 
 @dataclass(frozen=True)
 class Evidence:
-    """The results of one training.
+    """What one of hvdcomp's own trainings showed: how much quality each method lost.
 
     Attributes:
-        optimizer: "SGD", "Adam", "CompressedAdam", "Muon", or an optimizer of docs/optimizers.md.
+        optimizer: kind of the optimizer: "SGD", "Adam", "CompressedAdam", "Muon", or an optimizer of
+            docs/optimizers.md.
         training: the name of the training in docs/best-rates.md, docs/optimizers.md or docs/convergence.md.
-        metric: "loss" or "accuracy".
-        lost: for each spec, the relative increase of the loss, or the decrease of the accuracy in points, compared with
-            uncompressed gradients (for CompressedAdam, compared with AdamW). 0.01 is 1 % or one point.
+        metric: the quality that was compared: "loss" or "accuracy".
+        lost: for each spec, how much worse the quality was than with uncompressed gradients (for CompressedAdam, than
+            with AdamW): the relative increase of the loss, or the decrease of the accuracy in points. 0.01 is 1 % or
+            one point.
         at_best_rates: whether each method was trained at its own best learning rate. If False, all methods were trained
             at the same rate.
     """
@@ -123,7 +125,7 @@ def lost_with(compressor: Compressor, optimizer: str | None) -> float | None:
 
     Args:
         compressor: the method.
-        optimizer: as in `Evidence`; None if unknown.
+        optimizer: kind of the optimizer, as in `Evidence`; None if unknown.
     """
     if optimizer is None:
         losses = [lost_with(compressor, name) for name in OPTIMIZERS]

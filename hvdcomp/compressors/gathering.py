@@ -32,7 +32,7 @@ from hvdcomp.specs.described import Rule
 
 LEAST_RANKS = 4
 """The number of ranks from which `exchange="auto"` scatters. Scattering takes one more round, and with four ranks sends
-half the bytes of gathering; with two ranks it would send as many, with three two thirds."""
+half the bytes of gathering. With two ranks it would send the same number of bytes, and with three ranks two thirds."""
 
 EXCHANGE = Rule(
     lambda value: value in ("gather", "scatter", "auto"), '"gather", "scatter" or "auto" (scatter from four ranks)'
@@ -69,8 +69,8 @@ class Gathering(Compressor):
 
         Args:
             xp: array functions.
-            parts: the payload from `encode`.
-            shape: shape of the encoded tensor.
+            parts: the payload of one rank, as returned by `encode`.
+            shape: shape of the tensor that was encoded.
         """
         raise NotImplementedError
 
@@ -93,7 +93,7 @@ class Gathering(Compressor):
         return self
 
     def with_exchange(self, exchange: str) -> Gathering:
-        """The same method with another `exchange`."""
+        """A copy of this method with another value of `exchange`."""
         return dataclasses.replace(self, exchange=exchange)
 
     def scatters(self, ranks: int) -> bool:

@@ -57,7 +57,7 @@ def harm_with(compressor: Compressor, optimizer: str, keeps: bool) -> Measured |
 
     Args:
         compressor: the method.
-        optimizer: as in `Evidence`.
+        optimizer: kind of the optimizer, as in `Evidence`.
         keeps: whether the method is used with error feedback. Only measurements with the same use of error feedback
             count.
     """

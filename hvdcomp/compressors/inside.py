@@ -28,12 +28,12 @@ def numbers_may_overflow() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Inside:
-    """The array functions that compress a tensor.
+    """The array functions that compress one tensor. They are those of the tensor's framework, or those of NumPy.
 
     Attributes:
         framework: the array functions of the tensor's framework.
-        xp: the array functions that compress the tensor: those of the framework, or those of NumPy.
-        like: an array of the framework.
+        xp: the array functions that compress the tensor: those of its framework, or those of NumPy.
+        like: an array of the tensor's framework.
     """
 
     framework: ModuleType
@@ -57,7 +57,8 @@ class Inside:
         return self.framework.from_numpy(shared, like=self.like)
 
     def sent(self, sent: Array | SparseVector) -> Array | SparseVector:
-        """Like `leave`, for the C(x) that a compressor returns."""
+        """Converts the C(x) that a compressor returns to an array of the framework, as `leave` does for other
+        arrays."""
         return SparseVector(*map(self.leave, sent)) if isinstance(sent, SparseVector) else self.leave(sent)
 
 
@@ -74,11 +75,12 @@ def preview(
     """Compresses x as if this rank were the only rank, and returns C(x), the decoded result.
 
     Args:
-        compressor: the tensor's compressor.
-        framework: the array functions of x.
+        compressor: the compressor of the tensor.
+        framework: the array functions for the framework of x.
         x: the array to compress.
-        kept: the state after the previous step, arrays of the framework; empty if there is none.
-        context: the context of the tensor.
+        kept: the state that the compressor kept after the previous step, as arrays of the framework; empty if there is
+            none.
+        context: the tensor's name, the step, the seed, the rank and the number of ranks.
 
     Returns:
         C(x), as an array of the framework, or as a sparse vector of such arrays.

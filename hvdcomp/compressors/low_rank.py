@@ -52,7 +52,8 @@ class PowerSGD(Compressor):
             columns.
         min_rate: a tensor is sent uncompressed unless its factors P and Q together have fewer than rows * columns /
             min_rate elements.
-        iterations: power iterations per step, at most 100. Each iteration needs two allreduces and sends both factors.
+        iterations: number of power iterations per step, at most 100. Each iteration needs two allreduces and sends both
+            factors.
         alternating: whether to send only one factor per step. It requires iterations=1.
 
     Example:
@@ -164,8 +165,8 @@ class LowRankBucket:
     column, as in `isa_lowrank.c`.
 
     Args:
-        bucket: a bucket of `PowerSGD`.
-        shapes: rows and columns of each matrix.
+        bucket: the bucket. Its method is `PowerSGD`.
+        shapes: the numbers of rows and columns of each matrix.
     """
 
     def __init__(self, bucket: Bucket, shapes: Sequence[tuple[int, int]]) -> None:

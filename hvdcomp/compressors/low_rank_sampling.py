@@ -105,8 +105,8 @@ def sampled_triplets(xp: ModuleType, sigma: Array, count: int, offset: float) ->
     """Chooses `count` singular triplets by systematic sampling (`ATOMO`).
 
     Args:
-        sigma: singular values (r,), descending.
-        count: number of triplets, at most r.
+        sigma: the singular values of the matrix, (r,), in descending order.
+        count: number of triplets to draw, at most r.
         offset: a number drawn uniformly from [0, 1).
 
     Returns:

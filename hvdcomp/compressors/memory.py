@@ -55,8 +55,8 @@ class Memory(Described):
 
         Args:
             xp: array functions.
-            gradients: all gradients of this rank.
-            size: number of ranks.
+            gradients: all gradients of this rank in the step.
+            size: number of ranks that exchange.
         """
         return None
 

@@ -44,12 +44,12 @@ def encode_multiples(
 
     Args:
         xp: array functions.
-        size: number of elements.
-        runs: the elements, padded with zeros, float32 (runs, length).
-        scales: scales of the runs (runs, 1). Magnitudes above the scale are clipped to it.
-        bits: bits of a code.
-        purpose: purpose of the random numbers.
-        context: the tensor's context.
+        size: number of elements of the tensor.
+        runs: the elements of the tensor, cut into runs and padded with zeros, float32 (runs, length).
+        scales: the scale of each run, (runs, 1). Magnitudes above the scale are clipped to it.
+        bits: number of bits of a code.
+        purpose: text that distinguishes these random numbers from others of the same step.
+        context: the tensor's name, the step, the seed, the rank and the number of ranks.
     """
     # floor(s x / scale + u) + s, with u uniform in [0, 1), in fixed point: everything is multiplied by 2**23, and u is
     # 23 random bits.
@@ -101,7 +101,7 @@ class MultiplesLayout:
     """The layout of a bucket's payload: all scales, then the codes of each tensor.
 
     Args:
-        bucket: the bucket.
+        bucket: the bucket that is compressed.
         length: the number of elements that share a scale; None if all elements of a tensor share one scale.
     """
 
@@ -121,9 +121,9 @@ def encode_multiples_of_bucket(bucket: Bucket, kernel: str, *arguments: float) -
     """Writes the payload of a bucket whose codes are rounded at random.
 
     Args:
-        bucket: the bucket.
-        kernel: the kernel's name.
-        arguments: the kernel's arguments between the bucket and the payload.
+        bucket: the bucket that is compressed.
+        kernel: name of the kernel.
+        arguments: the arguments of the kernel between the bucket and the payload.
     """
     bucket.draw_keys()
     bucket.found_inf = bucket.call(kernel, *arguments, bucket.layout.payload.vector)

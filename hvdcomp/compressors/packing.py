@@ -107,9 +107,9 @@ def average_decoded(
     """Decodes the parts of every rank, one rank at a time and in rank order, and averages them.
 
     Args:
-        ranks: the parts of each rank, as an `AllGather` answers.
-        decode: a function that turns one rank's parts into a new array.
-        context: the tensor's context.
+        ranks: the payload parts of each rank, as the answer to an `AllGather`.
+        decode: function that decodes the parts of one rank to a new array.
+        context: the tensor's name, the step, the seed, the rank and the number of ranks.
 
     Returns:
         The mean, and the decoded parts of this rank. The mean and the decoded parts are the same array if there is only

@@ -14,7 +14,7 @@ from hvdcomp.specs.parsing import convert, parse, text_of
 from hvdcomp.specs.plugins import Plugins
 
 COMPRESSOR_PLUGINS = Plugins("compressor", "hvdcomp.compressors", (Compressor,), COMPRESSORS)
-"""Compressors of other packages."""
+"""Finds compressors in other packages and in modules of the user."""
 
 _STARTS_OF_JSON = ("{", "[", '"')
 _RULES = """write a compressor for each pattern of names, such as {"embed.*": "topk:ratio=0.001", "*": "none"}"""

@@ -25,10 +25,10 @@ class AllReduce:
 
     Attributes:
         array: the array to reduce.
-        op: "mean", "sum" or "max".
+        op: the operation: "mean", "sum" or "max".
         with_room: for a NumPy vector only: the storage of the vector with at least 4 unused bytes after its end
             (`bucket.Payload`). The engine can then append its flag and send the vector without a copy.
-        group: the ranks that take part.
+        group: the ranks that take part, as a `Group`.
     """
 
     array: Array
@@ -51,8 +51,9 @@ class AllGather:
 
     Attributes:
         parts: the arrays to gather.
-        with_room: as in `AllReduce`, if there is a single part that consists of bytes, and `in_rows` is set.
-        group: the ranks that take part.
+        with_room: storage of the single part with unused bytes after its end, as in `AllReduce`. It is allowed only if
+            the part consists of bytes and `in_rows` is set.
+        group: the ranks that take part, as a `Group`.
         in_rows: whether the answer is instead one array with a row for each rank. The time to make such an answer does
             not depend on the number of ranks. Only bucket forms may set this, with a single part that is a vector.
     """
@@ -76,9 +77,9 @@ class AllToAll:
     Attributes:
         parts: arrays with one row for each rank. Row r is sent to rank r. As in `AllGather`, shapes and dtypes must be
             the same on all ranks.
-        with_room: None.
-        group: the ranks that take part.
-        in_rows: as in `AllGather`.
+        with_room: always None. The attribute exists because other requests have it.
+        group: the ranks that take part, as a `Group`.
+        in_rows: whether the answer is one array with a row for each rank, as in `AllGather`.
     """
 
     parts: tuple[Array, ...]
@@ -98,9 +99,9 @@ class ReduceScatter:
 
     Attributes:
         array: an array with one row for each rank. The answer is one row.
-        op: "mean" or "sum".
-        with_room: None.
-        group: the ranks that take part.
+        op: the operation: "mean" or "sum".
+        with_room: always None. The attribute exists because other requests have it.
+        group: the ranks that take part, as a `Group`.
     """
 
     array: Array
@@ -122,7 +123,7 @@ class SparseVector(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The result of a compressor's step.
+    """What a compressor returns at the end of a step: the mean, what this rank has sent, and its new state.
 
     Attributes:
         mean: the mean over the ranks, which the optimizer gets. The mean has the shape of the gradient and is not yet
@@ -148,7 +149,7 @@ def run_alone(generator: Generator[Request, Any, Result], ranks: int = 1) -> tup
     """Runs a generator to its end as if this rank were the only rank. Returns the generator's result and its requests.
 
     Args:
-        generator: the step of a compressor.
+        generator: the generator that `aggregate` or `aggregate_bucket` returned for the step.
         ranks: the number of ranks. All ranks are assumed to send the same, so sums are multiplied by this number.
     """
     requests: list[Request] = []
@@ -166,7 +167,7 @@ def across(generator: Generator[Request, Any, Result], nodes: int) -> Generator[
     """The same generator, but its requests go to the group "across", which has one rank on each node.
 
     Args:
-        generator: the step of a compressor.
+        generator: the generator that `aggregate` or `aggregate_bucket` returned for the step.
         nodes: the number of nodes. With one node, the generator gets its own arrays as answers.
     """
     if nodes == 1:
@@ -198,7 +199,7 @@ class TensorInfo:
     Attributes:
         name: the parameter's name.
         shape: the shape that compressors see. Methods for matrices use the first dimension as the rows.
-        dtype: element type.
+        dtype: name of the element type, such as "float32".
         in_framework: the shape in the framework, if it differs from `shape`.
         is_shared: whether ranks of other groups of ranks have the same tensor with the same gradient, and must get the
             same mean. These ranks have this tensor in buckets with other tensors, so their compressed means would
@@ -213,7 +214,7 @@ class TensorInfo:
 
     @property
     def own_shape(self) -> tuple[int, ...]:
-        """The shape in the framework."""
+        """The shape of the tensor in its framework."""
         return self.shape if self.in_framework is None else self.in_framework
 
     @property
@@ -233,8 +234,8 @@ class NodePlaces(NamedTuple):
     """The places of this rank in the groups "node" and "across".
 
     Attributes:
-        node: the place among the ranks of its node.
-        across: the place among the ranks that have the same local rank, one on each node.
+        node: number of this rank among the ranks of its node.
+        across: number of this rank among the ranks with the same local rank. There is one such rank on each node.
         owner: the local rank that compresses the tensor on each node, for methods that do not cut tensors.
     """
 
@@ -248,10 +249,10 @@ class Context:
     """The tensor, the step and the rank for which a compressor is called.
 
     Attributes:
-        name: the tensor's name.
-        step: number of the step.
-        seed: the run's seed.
-        rank: this rank's number.
+        name: name of the tensor.
+        step: number of the step, from 0.
+        seed: seed of the run's random numbers.
+        rank: number of this rank.
         world_size: number of ranks.
         node_places: a function that returns this rank's `NodePlaces` for a tensor's name. The first call of this
             function in a training may run a collective, so all ranks must call it in the same step. None if every rank

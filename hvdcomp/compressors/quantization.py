@@ -310,7 +310,7 @@ class _GlobalLayout:
 
     Attributes:
         maxima: the largest magnitude of each tensor, float32 (tensors,).
-        words: the packed codes of all tensors, int32.
+        words: the packed codes of all tensors, as words of type int32.
     """
 
     def __init__(self, bucket: Bucket) -> None:

@@ -100,7 +100,7 @@ class EDEN(Gathering):
 
     @property
     def known_error(self) -> float:  # type: ignore[override]
-        """The entry of `ERRORS` for `bits`."""
+        """The known error of the method: the entry of `ERRORS` for this number of bits."""
         return ERRORS[self.bits]
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:

@@ -59,9 +59,9 @@ def distinct_indices(xp: ModuleType, key: int, count: int, size: int, like: Arra
 
     Args:
         xp: array functions.
-        key: 64-bit key.
+        key: the 64-bit key of the random numbers.
         count: number of indices, at most `size`.
-        size: the indices are below this number.
+        size: number of elements. The indices are below this number.
         like: an array on the device on which the result is needed.
 
     Returns:
@@ -161,8 +161,8 @@ def random_words(xp: ModuleType, key: int, count: int, like: Array) -> Array:
 
     Args:
         xp: array functions.
-        key: 64-bit key.
-        count: number of words.
+        key: the 64-bit key of the random numbers.
+        count: number of random words.
         like: a float32 array on the device on which the words are needed.
 
     Returns:

@@ -60,12 +60,15 @@ def reduce_scatter(
     """Computes this rank's row of the mean over nodes. `ShardKernels` does the same with kernels.
 
     Args:
-        rows: float32 (nodes, length). This rank's own row is not compressed.
-        state: the state of the memory for the other rows, as returned in the previous step; empty in the first step.
-        shard: the context of the step, in the group of ranks that exchange rows.
+        rows: this rank's gradient with one row for each node, float32 (nodes, length). This rank's own row is not
+            compressed.
+        state: the memory's state for the rows of the other nodes, as returned in the previous step; empty in the first
+            step.
+        shard: the context of the step. Its ranks are the ranks that exchange rows, one on each node.
 
     Returns:
-        The row (length,), float32, and the state of the memory for the next step, arrays (nodes - 1, length).
+        Two values. The first is this rank's row of the mean, float32 (length,). The second is the memory's state for
+        the next step: arrays with one row for each other node, (nodes - 1, length).
     """
     nodes, own = rows.shape[0], shard.rank
     other_nodes = [node for node in range(nodes) if node != own]
@@ -87,13 +90,14 @@ def reduce_chunks(
     enters the mean uncompressed.
 
     Args:
-        method: the method that encodes chunks.
+        method: the method that encodes chunks. It can decode one payload without others.
         xp: array functions.
-        chunks: this rank's x, cut into chunks, float32 (length,). Chunk r is averaged by rank r.
-        context: the tensor's context.
+        chunks: this rank's x, cut into one chunk for each rank, float32 (length,). Chunk r is averaged by rank r.
+        context: the tensor's name, the step, the seed, the rank and the number of ranks.
 
     Returns:
-        The mean (length,), and the payload of each chunk.
+        Two values. The first is the mean of this rank's chunk over the ranks, (length,). The second is a list with the
+        payload of each chunk.
     """
     ranks, own, shape = context.world_size, context.rank, tuple(chunks[0].shape)
     encoded = [method.encode(xp, chunk, of_chunk(context, place)) for place, chunk in enumerate(chunks)]
@@ -138,10 +142,10 @@ class ShardKernels:
     tensor.
 
     Args:
-        method: the method that encodes rows, with a bucket form.
+        method: the method that encodes rows. It must have a bucket form.
         memory: the memory of all rows, from `KNOWN_TO_KERNELS`.
         length: number of elements of a row.
-        context: the context of the first step, in the group of ranks that exchange rows.
+        context: the context of the first step. Its ranks are the ranks that exchange rows, one on each node.
         device: the device of the rows, if there are kernels for it; None for the host.
         xp: the array functions for the rows. On the host, these are NumPy's.
     """
@@ -175,10 +179,10 @@ class ShardKernels:
         """Computes this rank's row of the mean, float32 (length,), in new storage.
 
         Args:
-            rows: this rank's gradient, float32 (nodes, length).
+            rows: this rank's gradient with one row for each node, float32 (nodes, length).
             residual: the residuals of the rows of the other nodes, in the order of nodes, float32 (nodes - 1, length).
                 The residuals are updated in place. None if there is no memory.
-            context: context of the step.
+            context: the context of the step.
         """
         method, xp = self.method, self._xp
         other_nodes = [node for node in range(context.world_size) if node != context.rank]

@@ -48,7 +48,7 @@ class Router(Compressor):
         return tuple(self.rules().values())
 
     def choose(self, tensor: TensorInfo) -> Compressor:
-        """The element of `choices` for a tensor."""
+        """The compressor that the rules choose for a tensor, one of `choices`."""
         raise NotImplementedError
 
     def rules(self) -> dict[str, Compressor]:
@@ -219,7 +219,7 @@ class _ByThreshold(Router):
     compressors between which a router chooses.
 
     Class attributes:
-        condition: the name of the number in a spec string.
+        condition: name, in a spec string, of the number that is compared with the threshold, such as "numel".
     """
 
     threshold: Count
@@ -327,7 +327,7 @@ def require_matches(compressor: Compressor, names: Collection[str]) -> None:
     would be ignored silently. "*" needs no match.
 
     Args:
-        compressor: the compressor whose patterns are checked.
+        compressor: the compressor. The patterns of its routers are checked.
         names: the names of all parameters of the model, including frozen ones.
 
     Raises:

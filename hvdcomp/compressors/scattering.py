@@ -125,13 +125,13 @@ class _Pieces:
 
     Args:
         whole: the bucket that is cut.
-        pieces: the pieces, each with the rank that averages it.
+        pieces: the pieces of tensors, each with the rank that averages it.
         memory: the memory of the bucket of pieces.
         rows: the rows of the payload.
-        compressors: the compressor of each tensor of the whole bucket. Default: the compressors of the whole bucket.
+        compressors: the compressor of each tensor of the whole bucket. Default: those of the whole bucket itself.
 
     Attributes:
-        bucket: the bucket of pieces.
+        bucket: the bucket whose tensors are the pieces.
         elements: number of elements of all pieces.
     """
 
@@ -211,11 +211,11 @@ class _OwnChunk:
     Args:
         method: the method that encodes the chunk.
         whole: the bucket that is cut.
-        pieces: as in `_Pieces`.
+        pieces: the pieces of tensors in the chunk, as in `_Pieces`.
 
     Attributes:
         elements: number of elements of the chunk.
-        means: the bucket of the chunk's mean.
+        means: the bucket that compresses the mean of the chunk.
     """
 
     means: Bucket

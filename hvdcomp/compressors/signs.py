@@ -248,8 +248,8 @@ def _encode_two_values(bucket: Bucket, rule: int) -> None:
     """Writes the payload of a method whose bits are decoded as one of two values.
 
     Args:
-        bucket: the bucket.
-        rule: `POSITIVE` or `NOT_NEGATIVE`, the elements whose bit is 1.
+        bucket: the bucket that is compressed.
+        rule: `POSITIVE` or `NOT_NEGATIVE`: which elements have the bit 1.
     """
     bucket.found_inf = bucket.call("two_values_encode", rule, bucket.layout.payload.vector)
 
@@ -258,8 +258,8 @@ class _BitsLayout:
     """The layout of a bucket's payload: first all values, then the bits of each tensor.
 
     Args:
-        bucket: the bucket.
-        bytes_of_values: the number of bytes of each tensor's values.
+        bucket: the bucket that is compressed.
+        bytes_of_values: number of bytes in the payload for the values of each tensor, besides the bits.
     """
 
     def __init__(self, bucket: Bucket, bytes_of_values: int) -> None:
@@ -273,8 +273,9 @@ class _VotesLayout:
     """The layout of a payload of votes: the sign bits of each tensor, then the bits that say which rows vote.
 
     Args:
-        bucket: the bucket.
-        by_rows: whether each row has such a bit. If False, each element has one.
+        bucket: the bucket that is compressed.
+        by_rows: whether each row of a tensor has a bit that says whether the row votes. If False, each element has such
+            a bit.
     """
 
     def __init__(self, bucket: Bucket, by_rows: bool) -> None:

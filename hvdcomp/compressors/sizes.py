@@ -16,12 +16,12 @@ class SentPayload(NamedTuple):
     """One rank's payload for one collective and one tensor.
 
     Attributes:
-        kind: "allreduce", "reducescatter", "allgather" or "alltoall".
+        kind: kind of collective: "allreduce", "reducescatter", "allgather" or "alltoall".
         bytes: the bytes of the payload, including indices and scales. The parts for all ranks are counted together.
         reduction: the operation and element type of an allreduce or reduce-scatter, such as "mean float32". Payloads
             with different reductions do not share a collective. The reduction is empty for allgather and alltoall,
             which send bytes.
-        among: the ranks that take part.
+        among: the ranks that take part, as a `Group`.
     """
 
     kind: str
@@ -50,10 +50,10 @@ def payloads_of_step(
     """The payloads of one step of a period, in order. A tensor without elements has no payloads.
 
     Args:
-        compressor: the compressor.
+        compressor: the compressor of the tensor.
         shape: shape of the tensor.
         dtype: element type of the tensor.
-        step: number of the step.
+        step: number of the step, from 0.
         ranks: the number of ranks. Some payloads depend on this number.
     """
     if not number_of_elements(shape):

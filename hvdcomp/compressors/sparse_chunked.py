@@ -23,7 +23,7 @@ from hvdcomp.specs.described import Rule, between
 from hvdcomp.specs.levels import Level
 
 VALUES = {"2bit": FOUR_MEANS, "sign": IN_SIGN, "fp16": IN_HALF, "float32": IN_FLOAT}
-"""Encodings of values, as numbers for kernels."""
+"""The allowed encodings of values, each with the number by which kernels know it."""
 
 _MEANINGS = "'2bit' (one of four means), 'sign' (a sign), 'fp16' (half precision) or 'float32'"
 _Values = Annotated[str, Rule(lambda values: values in VALUES, _MEANINGS)]
@@ -63,7 +63,7 @@ class ChunkedTopK(Compressor):
 
     Attributes:
         chunk: number of elements in a chunk.
-        k: how many elements of each chunk are sent, at most `chunk`.
+        k: number of elements of each chunk that are sent, at most `chunk`.
         values: how a value is sent. "2bit": as one of four numbers. "sign": as its sign, with one mean magnitude for
             the tensor. "fp16" or "float32": as a float. The memory keeps the rounding error.
 
@@ -178,7 +178,7 @@ class ChunkedTopK(Compressor):
         return xp.astype(packed[:count], "int32") | (high << 8)
 
     def _encode(self, xp: ModuleType, values: Array, like: Array) -> tuple[Array, ...]:
-        """The encoded values (count,)."""
+        """Encodes the values of the sent elements, as a vector (count,)."""
         if self.values == "2bit":
             return _to_bins(xp, values, like)
         if self.values == "sign":
@@ -188,7 +188,7 @@ class ChunkedTopK(Compressor):
         return (xp.astype(values, "float32"),)
 
     def _decode(self, xp: ModuleType, parts: Sequence[Array], size: int) -> Array:
-        """The decoded values (count,)."""
+        """Decodes the values of the sent elements, as a vector (count,)."""
         if len(parts) == 1:  # the values are sent as floats
             return parts[0]
         packed, means = parts

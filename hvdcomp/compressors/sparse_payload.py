@@ -70,9 +70,9 @@ def encode(xp: ModuleType, vector: Array, indices: Array, values: str) -> tuple[
 
     Args:
         xp: array functions.
-        vector: the vector (d,).
-        indices: the chosen indices (k,), int32 or int64, each at most once, in any order.
-        values: "same" or "fp16".
+        vector: the vector from which elements are sent, (d,).
+        indices: the indices of the sent elements, (k,), int32 or int64. Each occurs at most once, in any order.
+        values: the element type of the sent values: "same" as the vector, or "fp16".
 
     Returns:
         The parts of the payload, and the sparse vector that receivers decode. The parts are (values, indices) or
@@ -90,7 +90,7 @@ def encode(xp: ModuleType, vector: Array, indices: Array, values: str) -> tuple[
 
 
 def decode_indices(xp: ModuleType, parts: Sequence[Array], size: int) -> Array:
-    """The indices (k,) in one rank's parts."""
+    """Decodes the indices of the sent elements, (k,), from the payload parts of one rank."""
     if len(parts) == 2 and size > _BLOCK:
         return parts[1]
     wide = "int32" if size < 2**31 else "int64"

@@ -123,9 +123,10 @@ class _Layout:
         half: whether the payload is in half precision.
 
     Attributes:
-        payload: the values, tensor after tensor, and within a tensor task after task.
-        sent: the decoded values (values,).
-        places: the place of each value within its task (values,).
+        payload: the sent values of all tensors. Values of a tensor are next to each other, and among them the values of
+            a task.
+        sent: the sent values, as receivers decode them, (values,).
+        places: for each sent value, the index of its element within its task, (values,).
         ends: for each task, the end of its values among the values of its tensor (tasks,).
     """
 

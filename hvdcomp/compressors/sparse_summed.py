@@ -237,18 +237,19 @@ class ARCTopK(BlocksTogether):
 
 
 class _BlocksLayout:
-    """The layout of the blocks of a bucket's tensors. On the host the layout is the layout of `isa_sparse_together.c`,
-    and on a device that of `together.py`.
+    """The layout of the blocks of a bucket's tensors. On the host, `isa_sparse_together.c` describes this layout, and
+    on a device `together.py` does.
 
     Attributes:
-        numbers: how many numbers a block has for the choice.
-        judged: this rank's numbers for each block, tensor after tensor.
-        sent: the elements of the chosen blocks.
+        numbers: how many numbers describe a block when blocks are chosen.
+        judged: the numbers that describe this rank's blocks, tensor after tensor.
+        sent: the elements of the chosen blocks, which are sent.
         chosen: the indices of the chosen blocks.
         half: whether elements are sent in half precision.
-        scratch: storage for `together_encode`. On a device, the number of chosen blocks of each tensor.
-        rows: for each tensor, the slice of its blocks among all blocks.
-        passed: the tasks, in the form in which host kernels get them.
+        scratch: storage that the kernel `together_encode` needs. On a device, it contains the number of chosen blocks
+            of each tensor.
+        rows: for each tensor, the slice of its blocks in the list of all blocks.
+        passed: the tasks of the kernels, in the form in which host kernels get them.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -265,7 +266,7 @@ class _BlocksLayout:
         self.half = wire == "float16"
         self.sent = bucket.payload(int(counts @ lengths), wire)
         self.chosen = bucket.zeros(int(counts.sum()), "int64")
-        self.scratch = counts  # on a device
+        self.scratch = counts  # a device stores the number of chosen blocks of each tensor here
         self.passed: tuple[int, ...] = ()
         segments = bucket.segments
         segments["length"] = lengths

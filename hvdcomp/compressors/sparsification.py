@@ -177,10 +177,10 @@ class SparsePlaces:
 
     Args:
         bucket: the bucket. `count` and the offsets of the parts in its table are set.
-        values: "same" or "fp16", as in `sparse_payload`.
+        values: the element type of the sent values: "same" or "fp16", as in `sparse_payload`.
 
     Attributes:
-        payload: this rank's payload.
+        payload: the payload that this rank sends.
         type: the element type of the values in the payload, as a number of `NARROW`.
     """
 
@@ -218,17 +218,17 @@ class Selection:
         bucket: the bucket, with `count` set in its table.
 
     Attributes:
-        method: `KTH_LARGEST`, `BISECT`, `SAMPLED` or `FITTED`.
+        method: how the threshold is found: `KTH_LARGEST`, `BISECT`, `SAMPLED` or `FITTED`.
         rounds: the number of rounds of the search.
         type: the element type of the values in the payload, as a number of `NARROW`.
         masks: whether the velocity of an element is set to zero when the element is sent.
         most: a threshold is good if at least `count` and at most this number of elements reach it. Like all following
             attributes, it is int64 (tensors,).
         limited: whether `most` may be larger than `count`.
-        need: the number of candidates that is enough for the search.
+        need: number of candidate elements that is enough for the search.
         stride: the distance between sampled elements.
-        sampled: the number of elements in the sample.
-        reaching: the number of sampled elements that reach the first threshold.
+        sampled: number of elements in the random sample.
+        reaching: number of sampled elements that are at least as large as the first threshold.
         first, later: floats (tensors,). The threshold of the first stage, and the threshold of each later stage. A
             threshold is given as a distance from the previous threshold, in units of the mean excess over the previous
             threshold.
@@ -311,11 +311,11 @@ def aggregate_by_magnitude(
     3. `sparse_decode` adds the elements of all ranks to the results.
 
     Args:
-        bucket: the bucket.
-        values: "same" or "fp16", as in `sparse_payload`.
-        method: `KTH_LARGEST`, `BISECT`, `SAMPLED` or `FITTED`.
+        bucket: the bucket that is compressed.
+        values: the element type of the sent values: "same" or "fp16", as in `sparse_payload`.
+        method: how the threshold is found: `KTH_LARGEST`, `BISECT`, `SAMPLED` or `FITTED`.
         room: a threshold is good if at least k and at most `room` k elements reach it.
-        rounds: the number of rounds of the search.
+        rounds: number of rounds of the search for the threshold.
     """
     if bucket.layout is None:
         layout_of = _Layout if bucket.device is None else _DeviceLayout
@@ -324,7 +324,7 @@ def aggregate_by_magnitude(
     places = layout.places
     payload = places.payload
     bucket.found_inf = bucket.call("sparse_encode", layout.passed, payload.vector)
-    if bucket.keeps and bucket.device is None:  # on a device, encoding has subtracted it from x
+    if bucket.keeps and bucket.device is None:  # on a device, encoding has already subtracted the sent part from x
         bucket.call("sparse_keep", payload.vector, places.type, bucket.masks)
     rows = yield AllGather((payload.vector,), payload.with_room, in_rows=True)
     return bucket.call("sparse_decode", *gathered(rows), places.type)

@@ -30,7 +30,7 @@ class Bracket:
     """The bounds of the threshold. Tests narrow the bounds, and at the end the bounds choose k elements.
 
     Args:
-        magnitudes: the magnitudes of the vector.
+        magnitudes: the magnitudes of the elements of the vector.
         k: number of elements to choose.
         most: a threshold is good if at least k and at most this many elements reach it.
     """
@@ -69,7 +69,8 @@ def bisect(magnitudes: Magnitudes, bracket: Bracket, rounds: int) -> None:
     for _ in range(rounds):
         middle = (left + right) / 2
         too_few, too_many = bracket.test(mean + middle * width)
-        left = bracket.where(too_few, left, middle)  # at least k elements reach it, so a higher threshold is possible
+        # At least k elements reach this threshold, so a higher threshold is possible.
+        left = bracket.where(too_few, left, middle)
         # not too many elements reach it, so a lower threshold is possible
         right = bracket.where(too_many, right, middle)
 
@@ -88,7 +89,7 @@ class ThresholdSparsifier(Sparsifier):
         """Tests thresholds.
 
         Args:
-            magnitudes: the magnitudes of the vector.
+            magnitudes: the magnitudes of the elements of the vector.
             bracket: the bounds of the threshold. Each test narrows the bounds.
         """
         raise NotImplementedError
@@ -235,7 +236,7 @@ class SIDCo(ThresholdSparsifier):
     most once, with its true value.
 
     Attributes:
-        stages: the number of stages of the estimate, at most 100. With 1, the first threshold should already keep the
+        stages: number of stages of the estimate, at most 100. With 1 stage, the first threshold should already keep the
             share `ratio`. The paper adapts the number of stages; here it is fixed.
 
     Example:

@@ -70,7 +70,8 @@ class TwoLevel(Compressor):
     and any rank may own the matrix in the next step.
 
     Attributes:
-        compressor: the compressor of the shards. This compressor must not have its own momentum (DGC has).
+        compressor: the compressor of the shards, which are sent between nodes. It must not have its own momentum, as
+            DGC has.
 
     Example:
         >>> from hvdcomp import TopK
@@ -284,12 +285,13 @@ class _Shard:
     """The shard that this rank exchanges with other nodes. A shard is a bucket of tensors, or of pieces of tensors.
 
     Args:
-        whole: the bucket that the node's ranks share.
-        pieces: for each piece, its place in the whole bucket, its name and its shape.
+        whole: the bucket that the ranks of a node cut into shards.
+        pieces: for each piece of a tensor in this shard, the tensor's place in the whole bucket, and the name and shape
+            of the piece.
         length: the number of elements of the shard, including padding.
 
     Attributes:
-        bucket: the bucket of pieces.
+        bucket: the bucket whose tensors are the pieces.
         lost: x - C(x) of the shard, float32 (length,), if the memory keeps residuals. On a device `lost` exists only
             during a step.
     """
@@ -336,10 +338,11 @@ class _States:
     the states of this rank's tensors.
 
     Args:
-        whole: the bucket, with its states.
-        shard: the bucket of this rank's tensors. If the rank has none, the bucket has one tensor of zero.
-        dealt: for each rank of the node, the places of its tensors in the bucket.
-        own: this rank's number in the node.
+        whole: the bucket of all tensors, with their states.
+        shard: the bucket of the tensors that this rank owns. If it owns none, the bucket has one tensor with a single
+            zero.
+        dealt: for each rank of the node, the places in the whole bucket of the tensors that the rank owns.
+        own: number of this rank in its node.
     """
 
     def __init__(self, whole: Bucket, shard: Bucket, dealt: Sequence[Sequence[int]], own: int) -> None:

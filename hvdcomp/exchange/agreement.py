@@ -40,10 +40,10 @@ def require_agreement(
     Ranks exchange a digest of fixed length, and the facts only if the digests differ.
 
     Args:
-        communicator: the ranks.
-        facts: settings of this rank, JSON-serialisable.
+        communicator: the communicator of all ranks that must agree.
+        facts: the settings of this rank, by name. JSON must be able to represent the values.
         like: an array of the framework, on the device where collectives run.
-        broadcast: the code with which a user gives the weights of rank 0 to all ranks; it is part of the message.
+        broadcast: the code with which a user sends the weights of rank 0 to all ranks. It is part of the message.
 
     Raises:
         RankMismatchError: on every rank. The message names each setting that differs, and which ranks have which value.
@@ -71,7 +71,7 @@ def require_same_levels(
         communicator, like: as in `require_agreement`.
         digest: the digest of this rank's plan (`Planner.digest`).
         refused: the reason why this rank cannot make the step; None if it can.
-        facts: further facts of the step.
+        facts: further values that must be the same on all ranks in this step, by name.
 
     Raises:
         RankMismatchError: on every rank, if digests, reasons or facts differ. The message contains them.

@@ -41,7 +41,7 @@ class Buckets:
     Args:
         tensors: all tensors, by name.
         states: the states of the tensors, by name.
-        memory_for: function from a compressor to its memory.
+        memory_for: function that returns the memory of a compressor.
         warns: whether to warn if gradients are on a device that has no kernels.
         most_gathered: the most bytes that one rank gathers for a bucket, unless a single tensor needs more; None for no
             limit. If a step gathers more, no bucket starts before all gradients are ready.
@@ -70,7 +70,8 @@ class Buckets:
         self._numbers = {name: number for number, name in enumerate(tensors)}
         self._sizes = [tensor.size for tensor in tensors.values()]
         self._residuals: FlatStorage = Residuals(self._sizes)
-        self._latest: list[BucketOrGroup] = []  # of the latest step; the early ones first, by number
+        # The buckets and tensor groups of the latest step; those that may start early are first, by number.
+        self._latest: list[BucketOrGroup] = []
         self.order: Sequence[Sequence[str]] = ()
         self._least_bytes = 0
         self._made_for: tuple[Plan, Sequence[str]] | None = None
@@ -279,7 +280,7 @@ class Buckets:
 
         Args:
             names: the names of the tensors that have a gradient.
-            kinds: the kind of each tensor.
+            kinds: the kind of each tensor, by name. Only tensors of the same kind can be in one bucket.
             hosted: whether the gradients are on the host.
         """
         pieces: list[list[str]] = []
@@ -302,10 +303,10 @@ def in_parts(
     """Cuts items into parts, in their order. The sizes of a part add up to at most `most`, unless one item is larger.
 
     Args:
-        items: the items.
-        size_of: function from an item to its size.
-        most: the largest size of a part; None for a single part.
-        before: a size that the first part has already. The part is empty if no item fits beside it.
+        items: the items to divide into parts, such as buckets.
+        size_of: function that returns the size of an item.
+        most: largest sum of the sizes in a part; None for a single part.
+        before: size of what is already in the first part. The first part gets no items if none fits.
 
     Example:
         >>> in_parts([3, 1, 2, 9, 1], float, 4)

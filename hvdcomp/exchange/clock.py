@@ -39,7 +39,7 @@ class Clock:
         self._xp: ModuleType
         self._like: Array
         self._last: Any = None
-        self._marks: list[Any] = []  # of the step, on a device
+        self._marks: list[Any] = []  # the marks of the present step, if gradients are on a device
         self._spare: list[Any] = []
         self._followed: Callable[[], float] | None = None
         self._now: Callable[[], float] | None = None  # the host's clock; None on a device

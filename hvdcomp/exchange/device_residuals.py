@@ -28,12 +28,12 @@ class DeviceResiduals(FlatStorage):
     """Residuals of several tensors on a device, by the tensors' numbers.
 
     Args:
-        sizes: elements of each tensor.
-        xp: the array functions.
-        like: an array of no elements, float32, on the device.
+        sizes: number of elements of each tensor.
+        xp: the array functions for the device.
+        like: an array without elements, float32, on the device.
 
     Attributes:
-        device: the only one whose tensors have places.
+        device: the device. Only tensors on this device have places here.
     """
 
     def __init__(self, sizes: Sequence[int], xp: ModuleType, like: Array) -> None:
@@ -48,7 +48,7 @@ class DeviceResiduals(FlatStorage):
         if not self._places["x"]["buffer"][1 - turn, numbers].all():
             self._free_places(1 - turn, numbers)  # some are left of a step that ended with an error
         super().enter(bucket, numbers)
-        if bucket.memory.rounds_to:  # of which nothing was sent
+        if bucket.memory.rounds_to:  # rounded residuals are stored without the part that was sent
             return
         for row, half in enumerate((turn, 1 - turn)):
             bucket.kernels.sent[row] = self._sent.data_ptr() + 16 * (half * len(self._sizes) + numbers)

@@ -50,19 +50,21 @@ class Engine:
     """Compresses, exchanges and aggregates the gradients of a fixed set of tensors, step by step.
 
     Args:
-        communicator: the ranks.
-        tensors, compressor, memory, min_numel, min_ndim: as for `Chooser`.
+        communicator: the communicator of the ranks that exchange gradients.
+        tensors, compressor, memory, min_numel, min_ndim: the arguments of `Chooser`, which chooses the compressor of
+            each tensor.
         seed: seed of all random choices; the same on all ranks.
-        bytes_beside: function from the number of a step's tensors to the bytes that the binding itself sends.
+        bytes_beside: function that gets the number of tensors in a step, and returns the number of bytes that the
+            binding itself sends.
         ledger: the ledger that records the costs of steps.
         overlap_bytes: least bytes of gradients in a bucket that starts before all gradients of a step are ready; None
             if no bucket is to start early.
-        gathered_bytes: as for `hvdcomp.Compression`.
+        gathered_bytes: largest number of bytes that a rank gathers at a time, as in `hvdcomp.Compression`.
 
     Attributes:
-        planner: chooser of each tensor's compressor.
+        planner: the object that makes the plan of each step.
         bytes_beside: as given.
-        step_number: number of the present step, or between steps of the next step; counted from 0.
+        step_number: number of the present step, from 0. Between two steps, it is the number of the next step.
         states: state of each tensor, by name.
         buckets: the object that makes buckets and tensor groups.
         before_compress: function called in each step before x is compressed; None for no function.
@@ -113,19 +115,20 @@ class Engine:
 
     @property
     def compressor(self) -> Compressor:
-        """The user's compressor."""
+        """The compressor that the user chose for the training."""
         return self.planner.compressor
 
     def set_plan(self, plan: Plan) -> None:
-        """`Planner.set_plan`."""
+        """Sets the compressor of each tensor from the next step on, as `Planner.set_plan` does."""
         self.planner.set_plan(plan)
 
     def set_level(self, level: Level | str | LevelsBySize | None) -> None:
-        """`Planner.set_level`."""
+        """Sets the level from the next step on, as `Planner.set_level` does."""
         self.planner.set_level(level)
 
     def begin(self) -> Plan:
-        """`Planner.begin`. Waits for the device if the step before sent whole residuals."""
+        """Begins a step and fixes its plan, as `Planner.begin` does. Waits for the device if the step before sent whole
+        residuals."""
         self.overlap.end()  # needed if the step before ended with an error
         self._elsewhere = {}
         if self._forget_sent is not None:
@@ -137,7 +140,7 @@ class Engine:
         """Multiplies every residual by a factor, for example after a change of the loss scale.
 
         Args:
-            factor: the factor.
+            factor: the number by which residuals are multiplied.
             momentum: whether to multiply a memory's momentum too. Pass False after a change of the learning rate:
                 optimizers leave their own momentum as it is.
         """
@@ -158,7 +161,7 @@ class Engine:
         """Enters a step in the ledger if the caller has all-reduced the gradients, because of `passthrough`.
 
         Args:
-            names: the names of the tensors.
+            names: names of the tensors that had a gradient in the step.
             beside: whether to add `bytes_beside`.
         """
         cost = self.planner.cost_of_casts(names)
@@ -198,10 +201,10 @@ class Engine:
         compressor states stay as they were.
 
         Args:
-            gradients: by name; the same names on all ranks.
+            gradients: the gradients of this rank, by name. All ranks must have the same names.
             in_place: whether results may overwrite gradients, as in Horovod's own allreduce. This saves the time of
                 several copies.
-            sums: sums to which gradients are added if the step counts.
+            sums: sums to which the gradients are added if the step counts; None for no sums.
 
         Returns:
             The aggregated gradients by name, each in the shape, element type and layout of its gradient, in storage
@@ -222,13 +225,13 @@ class Engine:
         Do not start another step before `finish`. Until then, you may enter steps without an exchange.
 
         Args:
-            gradients, in_place, sums: as for `step`. There must be at least one gradient, and no gradient may change
-                before `finish`.
+            gradients, in_place, sums: the arguments of `step`. There must be at least one gradient, and no gradient may
+                change before `finish`.
             alone: whether the caller calls `finish` at once.
 
         Returns:
-            The waves of the step. The last waves have not started if ranks would gather more than `gathered_bytes` at a
-            time.
+            The waves of the step, as `finish` needs them. If ranks would gather more than `gathered_bytes` at a time,
+            the last waves have not started yet.
         """
         gradients = {name: gradients[name] for name in self.tensors if name in gradients}
         first = next(iter(gradients.values()))
@@ -325,7 +328,8 @@ class Engine:
 
         Args:
             in_place, sums: the arguments that `step` will get.
-            agreed: as for `Overlap.begin`.
+            agreed: function that returns whether this rank knows that all ranks make this step at the same levels, as
+                for `Overlap.begin`.
         """
         if self.before_compress is not None or (self.memory is not None and self.memory.needs_all_gradients):
             return

@@ -31,9 +31,9 @@ class Sums(NamedTuple):
     """Sums to which the gradients of steps are added.
 
     Attributes:
-        totals: function from gradients, by name, to the arrays of their sums, in the same order.
+        totals: function that gets gradients, by name, and returns the arrays of their sums, in the same order.
         add: function that adds gradients, by name, to their sums, unless the element in its second argument is NaN.
-        share: factor of the gradients.
+        share: number by which gradients are multiplied before they are added.
         of_results: whether to add the results of the step instead of this rank's own gradients.
     """
 
@@ -51,13 +51,14 @@ class EngineBucket:
 
     Args:
         tensors: the name of each tensor, its state, and its number in flat storage.
-        compressors, memory, described: as for `Bucket`.
-        residuals: the flat storage.
+        compressors, memory, described: the compressor of each tensor, the memory, and the description of each tensor,
+            as for `Bucket`.
+        residuals: the flat storage that contains the residuals of all tensors.
         device: the device of the kernels; None for the host.
         xp: the array functions of the payloads.
 
     Attributes:
-        names: the names of the tensors.
+        names: names of the tensors in the bucket.
         key: two buckets with the same key are interchangeable.
         places: the place of each tensor in the bucket, by name.
         bucket: the part of the bucket that its compressors see.
@@ -65,8 +66,8 @@ class EngineBucket:
             `found_inf_after` are elements on the device, NaN or 0.
         number: the number of the bucket among the buckets that may start early; None if it may not.
         gathered: bytes that one rank gathers for this bucket; 0 if there is no limit.
-        arrays: the gradients of the step, row-major, until `finish`.
-        found_inf_after: whether the results of the exchange hold an inf or NaN; known after the last request.
+        arrays: the gradients of the step, in row-major order. They are kept until `finish`.
+        found_inf_after: whether the results of the exchange contain an inf or NaN. It is known after the last request.
         when_compressed: functions that `finish` of this step calls first, while x and the sent part of x exist.
         has_states: whether the bucket stores the method's arrays for all its tensors.
     """
@@ -95,7 +96,8 @@ class EngineBucket:
         self._numbers = np.array([number for _, _, number in tensors])
         self._set_aside: tuple[list[Array], Sequence[int] | np.ndarray] | None = None
         self._wide: tuple[list[Array], Sequence[int] | np.ndarray] | None = None
-        self._costs: dict[int, dict[str, Cost]] = {}  # by the step number modulo the compressors' period
+        # The costs of the tensors, by the step number modulo the compressors' period.
+        self._costs: dict[int, dict[str, Cost]] = {}
         self._wrap_state: Callable[[np.ndarray], Array]
         # Of the step.
         self._xp: ModuleType
@@ -181,7 +183,7 @@ class EngineBucket:
         NumPy arrays.
 
         Args:
-            answers: the answer; empty at the start.
+            answers: the answer to the last request; empty at the start.
 
         Returns:
             The request; empty at the end of the generator.
@@ -227,7 +229,7 @@ class EngineBucket:
         """After `finish`: a function that forgets residuals that the step sent whole; None if there are none.
 
         Args:
-            sends_all: as in `Chooser`.
+            sends_all: function that returns whether a compressor sends a tensor completely, as in `Chooser`.
         """
         residuals = self._residuals
         if not self._had_residuals or not sends_all(self.names[0], self.bucket.compressors[0]):
@@ -373,7 +375,8 @@ class EngineBucket:
         return self.arrays[self.places[name]]
 
     def measure_left(self) -> Array:
-        """||x - C(x)||^2 of each tensor, float64 (tensors,). Call it in `when_compressed`, if `keeps_x`."""
+        """The squared compression error of each tensor, ||x - C(x)||^2, float64 (tensors,). Call this method in
+        `when_compressed`, if `keeps_x` is True."""
         return self._sums_of("measure_left")
 
     def _sums_of(self, kernel: str) -> Array:
@@ -418,7 +421,7 @@ def prepared_states(
     """The method's arrays of a bucket's tensors, fitted to the compressors' levels; None if the method keeps none.
 
     Args:
-        states: states of the tensors.
+        states: the states of the tensors before the step.
         arrays: arrays with the shapes of the tensors, on the bucket's device.
     """
     if not bucket.compressors[0].keeps_state:

@@ -25,7 +25,7 @@ def flag_of(answers: Sequence[bool | Array]) -> Array:
     """This rank's flag, float32 (1,): in NumPy if the host knows the answers, else an array of the framework.
 
     Args:
-        answers: whether each part of the step found an inf or NaN, as returned by `Bucket.call`.
+        answers: for each part of the step, whether it found an inf or NaN, as returned by `Bucket.call`.
     """
     flags = [flag for flag in answers if not isinstance(flag, bool)]
     on_host = any(flag for flag in answers if isinstance(flag, bool))
@@ -39,7 +39,7 @@ def flag_with(xp: ModuleType, flag: Array, answers: Sequence[bool | Array], like
 
     Args:
         flag: the combined flag of all ranks, an array of the framework or of NumPy.
-        answers: as in `flag_of`, for the results.
+        answers: for each part of the step, whether its result contains an inf or NaN, as in `flag_of`.
     """
     if any(answer for answer in answers if isinstance(answer, bool)):
         flag = flag + float("nan")
@@ -60,7 +60,7 @@ def with_flag(
     more request, the last.
 
     Args:
-        flag: as returned by `flag_of`.
+        flag: the flag of this rank, as returned by `flag_of`.
         like: an array of the framework, on the device of the gradients.
 
     Returns:

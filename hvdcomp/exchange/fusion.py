@@ -36,13 +36,13 @@ class Round:
 
     Args:
         xp: the array functions of the framework.
-        communicator: the ranks.
+        communicator: the communicator of the ranks that exchange.
         requests: the requests of the round. Their arrays belong to the framework or to NumPy.
         name: the name of the round. Two rounds that run at the same time need different names.
         like: an array of the framework, on the device where collectives run.
 
     Attributes:
-        sent: the bytes that this rank sent, with padding.
+        sent: number of bytes that this rank sent, including padding.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ class Cost:
 
     @property
     def compression_factor(self) -> float | None:
-        """See `compression_factor`."""
+        """The compression factor of this cost, computed by the function `compression_factor`."""
         return compression_factor(self.dense_bytes, self.bytes_sent, self.bytes_in_node)
 
     def add(self, other: Cost, times: int = 1) -> None:
@@ -108,7 +108,7 @@ Part = Mapping[str, Cost]
 
 @dataclass
 class StepCost(Cost):
-    """The cost of one step.
+    """The cost of one step, together with the costs of its tensors.
 
     Attributes:
         step: number of the step, from 0.
@@ -223,7 +223,7 @@ class Ledger:
             self._unsettled.popleft()
 
     def step_cost(self, step: int, parts: Sequence[Part], sent: Sent) -> StepCost:
-        """The cost of a step, for `record`.
+        """Creates the cost of a step, as `record` needs it.
 
         Args:
             step: number of the step.
@@ -247,8 +247,8 @@ class Ledger:
 
         Args:
             step: the cost of the step.
-            spans: the spans of each part.
-            communicate: the spans of collectives.
+            spans: the time spans of encoding and decoding, for each part.
+            communicate: the time spans in which this rank waited for collectives.
         """
         read = self.clock.end()
         lists = [communicate, *itertools.chain.from_iterable(spans)]
@@ -267,9 +267,9 @@ class Ledger:
         """Enters the times of a recorded step.
 
         Args:
-            step: the step.
+            step: the recorded step.
             seconds: for each part, the seconds of encoding and of decoding.
-            communicate: the seconds of all collectives.
+            communicate: seconds of waiting for all collectives.
         """
         times = Cost(
             encode_seconds=sum(encode for encode, _ in seconds),

@@ -42,6 +42,6 @@ class FoundLevels:
         """The places of this rank, as returned by `find`, and the owner of a tensor.
 
         Args:
-            name: name of a tensor; for any other name, the owner has no meaning.
+            name: name of a tensor. For any other name, `NodePlaces.owner` has no meaning.
         """
         return NodePlaces(*self.find(), self._owners.get(name, 0))

@@ -51,9 +51,9 @@ class Overlap:
     """Starts buckets during the backward pass, in every step.
 
     Args:
-        communicator: the ranks.
+        communicator: the communicator of the ranks that exchange gradients.
         tensors: all tensors of the training, by name; the same on all ranks.
-        buckets: the buckets of the training.
+        buckets: the object that makes the buckets of the training.
         clock: the clock of the engine.
         least_bytes: least bytes of gradients in a bucket that starts early; None if no bucket is to start early.
 
@@ -90,7 +90,7 @@ class Overlap:
         self._places: dict[str, int] = {}
         self._missing: list[int] = []  # for each of `_early`, how many gradients are not ready
         self._gradients: dict[str, Array] = {}
-        self._streams: set[Any] = set()  # of the early buckets in this step
+        self._streams: set[Any] = set()  # the streams on which early buckets of this step were started
         # Since the present order is in use: steps; steps of this rank with buckets that could start early; and buckets
         # that did.
         self._steps = self._tries = self._starts = 0
@@ -102,9 +102,9 @@ class Overlap:
         """Begins a step.
 
         Args:
-            plan: the plan of the step.
+            plan: the compressor of each tensor in the step, by name.
             context: the context of the step.
-            in_place, sums: as in `Engine.step`.
+            in_place, sums: the arguments that `Engine.step` will get.
             agreed: function that returns whether this rank knows that all ranks make this step at the same levels. No
                 bucket starts before this function returns True.
         """
@@ -125,7 +125,7 @@ class Overlap:
         gradients on another stream.
 
         Args:
-            gradients: some of the step, by name, all on one device.
+            gradients: some gradients of the step, by name. All are on one device.
         """
         early = self._places.keys() & gradients.keys() if self._missing else ()
         for name in early:
@@ -162,7 +162,8 @@ class Overlap:
         """Ends the backward pass; returns the waves that have started early.
 
         Args:
-            like: an array of the step. The present stream of its device then waits for the kernels of these waves.
+            like: an array of the step, on the device of the gradients. The present stream of its device then waits for
+                the kernels of these waves.
         """
         if self.started and like is not None:
             now = arrays_for(like).stream(like)
@@ -193,7 +194,7 @@ class Overlap:
             xp: the array functions of the gradients.
             buckets: the buckets of the wave.
             number: the number of the bucket that may start early; None for other buckets.
-            alone: as in `Wave`.
+            alone: whether this rank does nothing else between two rounds, as in `Wave`.
             part: number of the wave, if the other buckets need several waves.
         """
         name = "round" if number is None else f"order{self.era}.early{number}.round"
@@ -205,7 +206,7 @@ class Overlap:
         """After the first step: rank 0 broadcasts the order in which its gradients became ready, and all ranks use it.
 
         Nothing is broadcast if all gradients together are too small for one bucket that starts early. If only rank 0
-        knows that they are too small (`from_rank_0`), it broadcasts that no bucket is to start early.
+        knows that the gradients are too small (`from_rank_0`), rank 0 broadcasts that no bucket starts early.
 
         Args:
             gradients: the gradients of this rank by name, in the order in which they became ready.
@@ -241,7 +242,7 @@ class Overlap:
         than `TRIES / 2` steps, the ranks decide later: when the number of steps has doubled.
 
         Args:
-            like: an array of the step.
+            like: an array of the step, on the device of the gradients.
         """
         if not self.era:
             return
@@ -265,7 +266,7 @@ class Overlap:
                 "gradients are sent together after the backward pass, as with overlap=False"
             )
         self.follow([], 0)
-        self.least_bytes = None  # for good
+        self.least_bytes = None  # from now on, no bucket starts early any more
 
     def follow(self, batches: Sequence[Sequence[str]], least_bytes: int) -> None:
         """Uses a given order from the next step on, instead of the order of `learn_order`. Both arguments must be the

@@ -18,7 +18,7 @@ class Planner(Chooser):
     """Stores the plan of the present step, and the plan of the next step. The arguments are those of `Chooser`.
 
     Attributes:
-        plan: the plan of the present step.
+        plan: the compressor of each tensor in the present step, by name.
         ignores_residuals: whether the present step leaves all residuals unsent and unchanged.
         level: the last argument of `set_level`.
     """
@@ -34,7 +34,7 @@ class Planner(Chooser):
         # Computed from the plan when needed; None until then.
         self._digest: int | None = None
         self._casts: bool | None = None
-        self._cast_cost: StepCost | None = None  # for the tensors of the last step of casts
+        self._cast_cost: StepCost | None = None  # the cost of the last step with only casts
 
     # How the plan changes.
 
@@ -73,8 +73,9 @@ class Planner(Chooser):
         """From the next step on, compresses all tensors with another compressor than that of the plan.
 
         Args:
-            compressor: the compressor; None to use the plan again.
-            ignores_residuals: value of the attribute in these steps. True only with a lossless compressor.
+            compressor: the compressor of all tensors in the next steps; None to use the plan again.
+            ignores_residuals: whether these steps leave all residuals unsent and unchanged. It may be True only with a
+                lossless compressor.
         """
         if compressor is not None and compressor != self._override[0]:
             self._override_plan = self.plan_for(compressor)

@@ -31,7 +31,7 @@ from hvdcomp.kernels.limits import LARGEST
 from hvdcomp.kernels.tables import EVERYTHING, FACTORS, NARROW, NOT_NEGATIVE, NOTHING, PRODUCT, product
 
 KNOWN_TO_KERNELS = (NoMemory, ErrorFeedback, MomentumCorrection)
-"""The memories that kernels compute."""
+"""The classes of memories that kernels support."""
 
 _PLACE = np.dtype([("buffer", "i8"), ("start", "i8"), ("address", "u8")])
 """A place: the number of its buffer (0 if there is no place), its first element in the buffer, and its address."""
@@ -45,12 +45,12 @@ class FlatStorage:
 
     Args:
         sizes: number of elements of each tensor.
-        xp: the array functions of the storage.
-        alignment: number of elements; each tensor begins at a multiple of it.
+        xp: the array functions for the storage.
+        alignment: each tensor begins at a multiple of this number of elements.
 
     Attributes:
-        keepers: (tensors,), the memory that made the arrays of each tensor.
-        has_residual: (tensors,), whether any array of the tensor is kept.
+        keepers: for each tensor, the memory that made its arrays, (tensors,).
+        has_residual: for each tensor, whether any of its arrays is kept, (tensors,).
         released: how often a tensor's arrays were moved out of this storage.
         dropped: how often residuals were dropped.
     """
@@ -60,7 +60,7 @@ class FlatStorage:
         self._padded = np.array([-(-size // alignment) * alignment for size in sizes], np.int64)
         self._xp = xp
         self._buffers: dict[int, Array] = {}
-        self._numbers = itertools.count(1)  # of buffers
+        self._numbers = itertools.count(1)  # gives each buffer a number
         self._places = {kind: np.zeros((2, len(sizes)), _PLACE) for kind in _KINDS}
         # Which of a tensor's two places contains the residual; it never changes for rounded residuals.
         self._turn = np.zeros(len(sizes), np.int64)
@@ -92,7 +92,7 @@ class FlatStorage:
         Args:
             number: the number of the tensor.
             keeper: the memory that made the new arrays.
-            arrays: the new arrays; empty to keep none.
+            arrays: the new arrays of the tensor; empty to keep none.
         """
         self.keepers[number] = keeper
         self.has_residual[number] = bool(arrays)
@@ -127,7 +127,8 @@ class FlatStorage:
     # A step.
 
     def enter(self, bucket: Bucket, numbers: np.ndarray) -> None:
-        """Writes the addresses of residuals and of x to a bucket's table. `numbers` are those of its tensors."""
+        """Writes the addresses of residuals and of x to a bucket's table. `numbers` has the numbers of the bucket's
+        tensors in this storage."""
         segments, turn = bucket.segments, self._turn[numbers]
         if bucket.memory.rounds_to:
             self._add_missing_places("rounded", turn, numbers)
@@ -176,7 +177,7 @@ class FlatStorage:
         """Makes sure that tensors have places.
 
         Args:
-            kind: a key of `_KINDS`.
+            kind: kind of the arrays, a key of `_KINDS`.
             turn: for each tensor, which of its two places (0 or 1).
             numbers: the numbers of the tensors.
         """
@@ -223,7 +224,7 @@ class Residuals(FlatStorage):
     """Residuals of several tensors on the host, by the tensors' numbers.
 
     Args:
-        sizes: elements of each tensor.
+        sizes: number of elements of each tensor.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -233,7 +234,7 @@ class Residuals(FlatStorage):
         self._below = np.zeros(len(sizes), np.float32)
         self._product = np.zeros(len(sizes), FACTORS)
         self._factors = np.full(len(sizes), None, object)  # objects that own the storage to which `_product` points
-        self._dtypes = np.full(len(sizes), "", object)  # of results
+        self._dtypes = np.full(len(sizes), "", object)  # the element type of each tensor's result
 
     def enter(self, bucket: Bucket, numbers: np.ndarray) -> None:
         super().enter(bucket, numbers)

@@ -49,7 +49,8 @@ def wire_name(dtype: Any) -> str | None:
 
 
 class EmbeddingTable(NamedTuple):
-    """Facts that all ranks know of a table: the name of its element type, and the numbers of its rows and columns."""
+    """What all ranks know about a table: the name of its element type, its number of rows, and its number of
+    columns."""
 
     dtype: str
     rows: int
@@ -68,13 +69,13 @@ class RowMeans:
 
     Args:
         ranks: the communicator of all ranks that take part.
-        tables: the tables by name; the same on every rank.
+        tables: the descriptions of the tables, by name; the same on every rank.
         wire: the element type in which rows and means are sent, as returned by `wire_name`; None for the element types
             of the tables. With int8, the largest magnitude of each row is sent in float32. The rounding error is lost.
-        host: an array of the framework, on the host.
+        host: an array of the framework on the host.
 
     Attributes:
-        ledger: the bytes of each step, without times. The dense bytes are those of the whole tables.
+        ledger: the ledger, with the bytes of each step but no times. The dense bytes are those of the whole tables.
 
     Raises:
         RankMismatchError: on every rank, if the arguments differ between ranks.
@@ -96,11 +97,11 @@ class RowMeans:
         self.ledger = Ledger()
 
     def exchange(self, given: Sequence[Rows], present: Sequence[bool]) -> list[Rows | None]:
-        """Makes a step; returns for each table the mean rows, with the sorted ids of all ranks. None for a table if no
-        rank has a gradient of it.
+        """Averages the rows of one step. Returns, for each table, the mean rows and their ids, which are the sorted ids
+        of all ranks; None for a table if no rank has a gradient of it.
 
         Args:
-            given: this rank's rows of each table.
+            given: this rank's rows of each table, with their ids.
             present: for each table, whether this rank has a gradient. This gradient may have no rows.
         """
         xp = arrays_for(given[0].values)
@@ -127,11 +128,12 @@ class RowMeans:
     # The parts of a step, for callers that already know the ids of all ranks.
 
     def exchange_known(self, rows: Sequence[Array], by_rank: Sequence[Sequence[Array]]) -> list[Rows]:
-        """The mean rows of each table, with the sorted ids of all ranks.
+        """Averages rows whose ids are known on all ranks. Returns, for each table, the mean rows and their ids, which
+        are the sorted ids of all ranks.
 
         Args:
             rows: this rank's rows of each table, (n, columns).
-            by_rank: for each rank and table, the ids in the order of the rows. No id occurs twice.
+            by_rank: for each rank and table, the ids of the rows, in the order of the rows. No id occurs twice.
         """
         unions, places = _united(by_rank)
         return self._as_rows(unions, self._means(rows, list(map(len, unions)), places))
@@ -139,10 +141,11 @@ class RowMeans:
     def start_known(
         self, rows: Sequence[Array], by_rank: Sequence[Sequence[Array]], ranks: Communicator, name: str
     ) -> Callable[[], list[Rows]]:
-        """As `exchange_known`, but always gathers all rows, and does not wait for them.
+        """Starts to average rows as `exchange_known` does, but always gathers all rows, and does not wait for them.
 
         Args:
-            ranks: the communicator that sends the rows; it has the same ranks in the same order.
+            ranks: the communicator that sends the rows. It has the same ranks in the same order as the communicator of
+                this object.
             name: the name of the collective.
 
         Returns:
@@ -160,10 +163,11 @@ class RowMeans:
         ranks: Communicator,
         name: str,
     ) -> Callable[[], list[Rows]]:
-        """As `start_known`, but each rank gets only the means that it takes.
+        """Starts to average rows as `start_known` does, but each rank gets only the means that it takes.
 
         Args:
-            taken: for each table, bool (ranks, ids): which rank takes which of the sorted ids of all ranks.
+            taken: for each table, which rank takes which ids: bool (ranks, ids). The ids are the sorted ids of all
+                ranks.
         """
         size, rank = ranks.world_size, ranks.rank
         unions, places = _united(by_rank)
@@ -192,7 +196,8 @@ class RowMeans:
         length).
 
         Args:
-            chunks: the bytes for each rank, uint8 (length,). All chunks of all ranks have the same length.
+            chunks: the bytes that this rank sends to each rank, uint8 (length,). All chunks of all ranks have the same
+                length.
         """
         packed = _packed(chunks)
         self._sent += len(packed)
@@ -202,11 +207,11 @@ class RowMeans:
         return lambda: ranks.wait(handle)
 
     def record(self, ids: Sequence[Array], beside: int = 0) -> None:
-        """Enters the step in the ledger.
+        """Enters the bytes of the step in the ledger.
 
         Args:
-            ids: the ids of this rank's rows of each table, in the element type in which they were sent.
-            beside: bytes that were sent, but not by this object.
+            ids: for each table, the ids of this rank's rows, in the element type in which they were sent.
+            beside: number of bytes that were sent in the step, but not by this object.
         """
         part = {}
         for (name, table), own, rows, wire in zip(self._tables.items(), ids, self._rows, self._wires, strict=True):
@@ -225,12 +230,12 @@ class RowMeans:
         ]
 
     def _means(self, rows: Sequence[Array], sums: list[int], places: list[list[Array]]) -> list[Array]:
-        """The mean rows of each table, in the order of the sorted ids of all ranks.
+        """Computes the mean rows of each table, in the order of the sorted ids of all ranks.
 
         Args:
             rows: this rank's rows of each table.
-            sums: the number of different ids of each table.
-            places: for each table and rank, the places of the rank's ids among the sorted ids of all ranks.
+            sums: for each table, the number of different ids over all ranks.
+            places: for each table and rank, the indices of the rank's ids in the sorted ids of all ranks.
         """
         xp = arrays_for(rows[0])
         size, rank = self._ranks.world_size, self._ranks.rank
@@ -266,13 +271,14 @@ class RowMeans:
     def _start_whole(
         self, rows: Sequence[Array], sums: list[int], places: list[list[Array]], ranks: Communicator, name: str
     ) -> Callable[[], list[Array]]:
-        """As `_means`, but gathers all rows; returns a function that waits, and returns the mean rows."""
+        """Starts to average rows as `_means` does, but gathers all rows. Returns a function that waits, and returns the
+        mean rows."""
         self._rows += [len(row) for row in rows]
         wait = self._start_gather(self._encoded(rows), self._most_bytes(places), ranks, name)
         return lambda: self._decoded(_packed(self._sums(wait(), places, sums)), sums)
 
     def _sums(self, received: Array, places: Sequence[Sequence[Array]], lengths: Sequence[int]) -> list[Array]:
-        """The means of rows from all ranks, encoded as bytes."""
+        """Averages rows from all ranks, and encodes the means as bytes."""
         xp = arrays_for(received)
         by_rank = [
             self._decoded(packed, [len(of_table[rank]) for of_table in places]) for rank, packed in enumerate(received)
@@ -288,12 +294,13 @@ class RowMeans:
     def _start_gather(
         self, parts: Sequence[Array], length: int, ranks: Communicator, name: str
     ) -> Callable[[], Array]:
-        """Starts an all-gather; returns a function that waits, and returns all ranks' bytes, uint8 (ranks, length).
+        """Starts an all-gather. Returns a function that waits, and returns the bytes of all ranks, uint8 (ranks,
+        length).
 
         Args:
             parts: the bytes of this rank.
-            length: the number of bytes of the rank with most bytes. Other ranks append zeros.
-            ranks: the communicator.
+            length: number of bytes of the rank that has most bytes. All other ranks append zeros.
+            ranks: the communicator of the ranks that take part.
             name: the name of the collective.
         """
         self._sent += length
@@ -304,18 +311,18 @@ class RowMeans:
         return lambda: ranks.wait(handle)
 
     def _most_bytes(self, places: Sequence[Sequence[Array]]) -> int:
-        """Bytes of all rows of the rank with most bytes."""
+        """The number of bytes of the rows of the rank that has most bytes."""
         return max(self._bytes(map(len, of_rank)) for of_rank in zip(*places, strict=True))
 
     def _bytes(self, lengths: Iterable[int]) -> int:
-        """Bytes of rows; `lengths` are the numbers of rows of each table."""
+        """The number of bytes of rows. `lengths` has the number of rows of each table."""
         return sum(length * wire.row_bytes for length, wire in zip(lengths, self._wires, strict=True))
 
     def _encoded(self, rows: Iterable[Array]) -> list[Array]:
         return [wire.encoded(of_table) for wire, of_table in zip(self._wires, rows, strict=True)]
 
     def _decoded(self, packed: Array, lengths: Sequence[int]) -> list[Array]:
-        """The rows of each table; `lengths` are the numbers of rows."""
+        """Decodes the rows of each table. `lengths` has the number of rows of each table."""
         parts = _parts(packed, [length * wire.row_bytes for length, wire in zip(lengths, self._wires, strict=True)])
         return [wire.decoded(part) for wire, part in zip(self._wires, parts, strict=True)]
 
@@ -329,7 +336,7 @@ class _IdWire(NamedTuple):
 
     @classmethod
     def of(cls, rows: int) -> _IdWire:
-        """For a table with this number of rows."""
+        """How ids are sent of a table with this number of rows."""
         if rows <= 2**16:
             return cls("int16", 2**15)
         return cls("int32" if rows <= 2**31 else "int64", 0)
@@ -342,7 +349,7 @@ class _IdWire(NamedTuple):
 
 
 class _Wire(NamedTuple):
-    """How rows with this number of columns are sent."""
+    """How rows are encoded as bytes, if they have this number of columns."""
 
     dtype: str
     columns: int
@@ -352,7 +359,7 @@ class _Wire(NamedTuple):
         return _SCALE_BYTES + self.columns if self.dtype == _INT8 else FLOATING[self.dtype] * self.columns
 
     def encoded(self, rows: Array) -> Array:
-        """The rows as bytes: all scales before all numbers."""
+        """The rows as bytes: first the scales of all rows, and then all numbers."""
         xp = arrays_for(rows)
         if self.dtype != _INT8:
             return xp.as_bytes(xp.astype(rows, self.dtype))
@@ -364,7 +371,7 @@ class _Wire(NamedTuple):
         return xp.concatenate([xp.as_bytes(scales), xp.as_bytes(xp.astype(numbers, _INT8))])
 
     def decoded(self, packed: Array) -> Array:
-        """The rows, in the element type in which they are added up."""
+        """Decodes rows from bytes, in the element type in which they are added up."""
         xp = arrays_for(packed)
         if self.dtype != _INT8:
             rows = packed.view(xp.astype(packed[:0], self.dtype).dtype).reshape(-1, self.columns)

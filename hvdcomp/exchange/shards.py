@@ -51,19 +51,19 @@ class ShardReducer:
     Args:
         communicator: the communicator of all ranks. The constructor exchanges the ranks' places in nodes, so all ranks
             must call it at the same point.
-        compressor: a `Gathering`, or a lossless compressor.
-        memory: the memory. With None, it is the compressor's default memory if a node has several ranks, and no memory
-            if a node has one rank: the residual would then be as large as the whole gradient.
+        compressor: the compressor: a `Gathering`, or a lossless compressor.
+        memory: the memory of the flat gradients. With None, it is the compressor's default memory if a node has several
+            ranks, and no memory if a node has one rank: the residual would then be as large as the whole gradient.
         seed: seed of all random choices; the same on all ranks.
         min_numel: flat gradients with fewer elements are not compressed.
         ledger: the ledger that records the costs of steps.
         like: an empty array of the framework, on the device where collectives run.
 
     Attributes:
-        levels: the places of this rank in its node, and among nodes.
+        levels: the numbers of this rank in its node, and of its node.
         order: the ranks, sorted by their place in the node, and then by the node.
         memory: the memory in use.
-        plan: the compressor of each flat gradient so far, by name.
+        plan: the compressor of each flat gradient that was reduced so far, by name.
         states: the memory's state of each flat gradient, by name.
         step_number: number of the present step, from 0.
 
@@ -92,9 +92,9 @@ class ShardReducer:
         self.plan: dict[str, Compressor] = {}
         self.states: dict[str, State] = {}
         self._kernels = kernels.available()
-        self._rows: dict[str, ShardKernels] = {}  # by name
+        self._rows: dict[str, ShardKernels] = {}  # the kernels of each flat gradient, by name
         self.step_number = 0
-        self._costs: dict[str, Cost] = {}  # of the present step
+        self._costs: dict[str, Cost] = {}  # the costs of the present step, by name of the flat gradient
         self._sent = Sent()
 
     @property
@@ -121,9 +121,9 @@ class ShardReducer:
         If the gradient of any rank holds an inf or NaN, the row of at least one rank does too. Residuals stay finite.
 
         Args:
-            name: the name of the gradient.
-            rows: this rank's gradient (ranks, length). Rank r gets the mean of row r. The array is not changed.
-            dense_bytes: bytes that an uncompressed reduce-scatter would get.
+            name: name of the flat gradient.
+            rows: this rank's flat gradient, (ranks, length). Rank r gets the mean of row r. The array is not changed.
+            dense_bytes: bytes that an uncompressed reduce-scatter would send.
         """
         xp, method = arrays_for(rows), self.compressor
         assert isinstance(method, Gathering)
@@ -162,7 +162,8 @@ class ShardReducer:
     def _between_nodes(
         self, xp: ModuleType, rows: Array, state: State, shard: Context, name: str
     ) -> Generator[Request, Any, tuple[Array, State]]:
-        """The function `reduce_scatter`, with kernels if possible."""
+        """Runs the reduce-scatter between nodes, with kernels if possible, or else with the function
+        `reduce_scatter`."""
         method, memory = self.compressor, self.memory
         assert isinstance(method, Gathering)
         length = rows.shape[1]
@@ -201,10 +202,10 @@ class ShardReducer:
         """Adds the cost of a flat gradient to the present step.
 
         Args:
-            name: the name of the gradient.
-            dense_bytes: as in `reduce`.
+            name: name of the flat gradient.
+            dense_bytes: bytes that an uncompressed reduce-scatter would send.
             sent: bytes that this rank passed to collectives.
-            floats: values sent between nodes, as 32-bit floats.
+            floats: number of values that were sent between nodes, as 32-bit floats.
         """
         cost = Cost(sent.bytes, dense_bytes, floats, bytes_in_node=sent.in_node)
         self._costs.setdefault(name, Cost()).add(cost)

@@ -26,7 +26,7 @@ from hvdcomp.kernels.limits import LARGEST
 
 
 class Member(NamedTuple):
-    """A tensor of a tensor group.
+    """One tensor of a tensor group, with its compressor, memory and state.
 
     Attributes:
         name: the name of the tensor.
@@ -46,11 +46,11 @@ class TensorGroup:
     """Tensors that no kernel compresses. The engine calls the same functions as of an `EngineBucket`.
 
     Args:
-        members: the tensors; at least one.
+        members: the tensors of the tensor group, at least one.
 
     Attributes:
         names, number, gathered, keeps_x, when_compressed: as in `EngineBucket`.
-        addresses: empty, because no kernel reads x.
+        addresses: always empty, because no kernel reads x.
     """
 
     on_device = False  # even if gradients are: array functions may wait for the device
@@ -72,7 +72,8 @@ class TensorGroup:
         self._sums: Sums | None = None
         self.when_compressed: list[Callable[[], None]] = []
         self._costs: Part = {}
-        self._sent: list[tuple[Member, tuple[Array, ...]]] = []  # whose residual was sent, and the new residual
+        # The tensors whose residuals were sent, each with its new residual.
+        self._sent: list[tuple[Member, tuple[Array, ...]]] = []
 
     @property
     def like(self) -> Array:
@@ -141,7 +142,7 @@ class TensorGroup:
         return _found_inf(self._xp, arrays)
 
     def finish(self, found_inf: Array) -> dict[str, Array]:
-        """As `EngineBucket.finish`."""
+        """Ends the step of the tensor group, as `EngineBucket.finish` does for a bucket."""
         for function in self.when_compressed:
             function()
         sums, tensors = self._sums, self._tensors
@@ -169,11 +170,12 @@ class TensorGroup:
 
     @property
     def part(self) -> tuple[Part, Spans]:
-        """As `EngineBucket.part`."""
+        """The costs of the tensors in the step, as `EngineBucket.part` returns them for a bucket."""
         return self._costs, self._spans
 
     def forget_sent(self, sends_all: Callable[[str, Compressor], bool]) -> Callable[[], None] | None:
-        """As `EngineBucket.forget_sent`; call it once."""
+        """Forgets the residuals of tensors that were sent completely, as `EngineBucket.forget_sent` does for a bucket.
+        Call it once."""
         sent = [
             (member.state, memory) for member, memory in self._sent if sends_all(member.name, member.compressor)
         ]
@@ -181,7 +183,7 @@ class TensorGroup:
 
         def forget() -> None:
             for state, memory in sent:
-                if state.memory is memory:  # else it was replaced in the meantime
+                if state.memory is memory:  # otherwise the memory was replaced in the meantime
                     state.memory = ()
 
         return forget if sent else None
@@ -210,7 +212,7 @@ class _TensorExchange:
     If the memory keeps anything, x has at least single precision, like all residuals.
 
     Attributes:
-        member, gradient: the arguments.
+        member, gradient: the tensor, and its gradient in this step.
         cost: the cost of the tensor in the step.
     """
 
@@ -297,7 +299,7 @@ class _TensorExchange:
         return [self._x]
 
     def new_arrays(self) -> list[Array]:
-        """The mean, and the method's new state."""
+        """Returns the mean gradient of the tensor, and the new state of the method."""
         return [self._mean, *self._outcome.state]
 
     def keep(self, found_inf: Array | None) -> None:
@@ -335,7 +337,7 @@ class _TensorExchange:
 
         Args:
             in_place: whether the mean overwrites the gradient.
-            found_inf: one element, which is added to one element of the mean; None for 0.
+            found_inf: one element, 0 or NaN, that is added to one element of the mean; None to add nothing.
         """
         mean, inside = self._mean, self._inside
         if found_inf is not None:

@@ -18,7 +18,11 @@ from hvdcomp.exchange.residuals import FlatStorage
 
 
 class KeepsStates(Protocol):
-    """A bucket that stores the method's arrays of its tensors. `has_states` is True while it stores those of all."""
+    """A bucket that can store the arrays that the method keeps for the tensors of the bucket.
+
+    Attributes:
+        has_states: whether the bucket stores these arrays for all of its tensors.
+    """
 
     has_states: bool
 
@@ -32,8 +36,9 @@ class TensorState:
     The memory's arrays may be in flat storage, where buckets read them. The method's arrays may be in a bucket.
 
     Args:
-        memory, keeper: the memory's arrays, and the memory that made them.
-        method, compressor: the name of the method that last compressed the tensor, and its arrays.
+        memory, keeper: the arrays that the memory keeps, such as the residual, and the memory that made them.
+        method, compressor: the name of the method that last compressed the tensor, and the arrays that this method
+            keeps.
     """
 
     __slots__ = ("_arrays", "_bucket", "_keeper", "_number", "_of_method", "_place", "_residuals", "_wrap", "method")
@@ -94,7 +99,7 @@ class TensorState:
 
     @property
     def keeper(self) -> Memory:
-        """The memory that made the arrays."""
+        """The memory that made the residual arrays of the tensor."""
         return self._keeper if self._residuals is None else self._residuals.keepers[self._number]
 
     @keeper.setter
@@ -116,7 +121,7 @@ class TensorState:
 
     @property
     def has_residual(self) -> bool:
-        """Whether the memory has any arrays."""
+        """Whether the memory keeps any arrays for the tensor."""
         return bool(self._arrays) if self._residuals is None else bool(self._residuals.has_residual[self._number])
 
     def move_to_flat_storage(
@@ -129,10 +134,10 @@ class TensorState:
         """Moves the memory's arrays to flat storage, if they are not there yet.
 
         Args:
-            residuals: the flat storage.
+            residuals: the flat storage into which the arrays are moved.
             number: number of the tensor in the storage.
-            unwrap: function from an array to a vector of its elements.
-            wrap: function from a vector to an array in the shape of the tensor, with the same storage.
+            unwrap: function that returns a vector of an array's elements.
+            wrap: function that returns an array in the shape of the tensor, with the storage of a vector.
         """
         self._wrap = wrap
         if self._residuals is None:
@@ -154,7 +159,8 @@ class TensorState:
     def prepare_on_host(
         self, xp: ModuleType, tensor: TensorInfo, compressor: Compressor, context: Context
     ) -> tuple[np.ndarray, ...]:
-        """As `prepare`, but the result is in NumPy, and the name of the context is ignored."""
+        """Prepares the state of the method as `prepare` does, but the arrays are NumPy arrays, and the name in the
+        context is ignored."""
         x = np.broadcast_to(np.float32(0), tensor.shape)
         kept = tuple(map(xp.to_numpy, self.kept_for(compressor)))
         return compressor.prepare(numpy_arrays, x, kept, dataclasses.replace(context, name=tensor.name))

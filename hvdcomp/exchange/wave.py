@@ -29,17 +29,17 @@ class Wave:
 
     Args:
         xp: the array functions of the gradients.
-        communicator: the ranks.
+        communicator: the communicator of the ranks that exchange.
         clock: the clock of the engine.
         name: beginning of the names of the wave's collectives. Two waves that run at the same time need different
             names.
-        buckets: the buckets, at least one. `open` was called on each.
+        buckets: the buckets and tensor groups of the wave, at least one. `open` was called on each.
         alone: whether this rank does nothing else between two rounds.
 
     Attributes:
         has_started: whether `start` was called.
         rounds: the times during which this rank worked on collectives or waited for them.
-        sent: the bytes that this rank sent.
+        sent: number of bytes that this rank sent.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Wave:
         self._alone = alone
         self._waiting: list[_Turn] = []
         self._round: Round | None = None
-        self._number = 0  # of the round
+        self._number = 0  # number of the present round
         self._flag: Array
         self.has_started = False
         self._take_flag: Callable[[list[Any]], Array] | None = None

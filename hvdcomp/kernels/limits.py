@@ -19,7 +19,7 @@ _MANTISSA_BITS = {"float16": 10, "bfloat16": 7}
 _MANTISSA_BITS_OF_FLOAT32 = 23
 
 LARGEST_BITS = {dtype: struct.unpack("<I", struct.pack("<f", largest))[0] for dtype, largest in LARGEST.items()}
-"""The bits of `LARGEST` as float32."""
+"""The bits of each number in `LARGEST`, as a float32."""
 
 INFINITE_BITS = {
     dtype: bits + (1 << (_MANTISSA_BITS_OF_FLOAT32 - _MANTISSA_BITS[dtype] - 1)) for dtype, bits in LARGEST_BITS.items()

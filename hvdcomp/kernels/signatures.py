@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ABI_VERSION = 1  # of src/hvdcomp.h
+ABI_VERSION = 1  # version of the interface in src/hvdcomp.h
 
 _LIST = Path(__file__).parent / "src" / "kernels.def"
 _KERNEL = re.compile(r"HVD_KERNEL\(\s*(\w+),\s*(\w+),\s*\(([^()]*)\),\s*\(([^()]*)\)\s*\)")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 FACTORS = np.dtype([("p", "u8"), ("q", "u8"), ("rank", "i8"), ("columns", "i8")], align=True)
-"""A matrix P Q', by the addresses of its factors, stored column by column."""
+"""A record that describes a matrix P Q' by the addresses of its factors, which are stored column by column."""
 
 UNIONS = (
     ("values", "codes", "signs", "p_factor", "blocks"),
@@ -21,7 +21,7 @@ UNIONS = (
     ("block_counts", "sent_of_chunk", "columns", "shift", "votes", "taken"),
     ("index_bytes", "found", "length"),
 )
-"""Fields in one place: each method uses one of them."""
+"""Fields that share the same place in a record, because each method uses only one of them."""
 
 
 def _with_unions(dtype: np.dtype) -> np.dtype:
@@ -57,18 +57,18 @@ SEGMENT = _with_unions(
         align=True,
     )
 )
-"""A tensor of a bucket. Addresses are numbers; 0 is null."""
+"""A record that describes one tensor of a bucket to kernels. Addresses are numbers, and 0 means no address."""
 
 TASK = np.dtype(
     [("segment", "i8"), ("start", "i8"), ("length", "i8"), ("sums", "f8", 4), ("counts", "i8", 2)], align=True
 )
-"""A piece of a tensor, the work of one thread at a time."""
+"""A record that describes a piece of a tensor. One thread processes one piece at a time."""
 
 NOTHING, NOT_NEGATIVE, POSITIVE, PRODUCT, EVERYTHING = range(5)
 """Values of `rule` and `sent_rule`: the part of a kept x that was sent."""
 
 NARROW = {"float32": 0, "float16": 1, "bfloat16": 2}
-"""The kernels' numbers of element types, of gradients, payloads and residuals."""
+"""The numbers by which kernels know the element types of gradients, payloads and residuals."""
 
 KTH_LARGEST, BISECT, SAMPLED, FITTED = range(4)
 """Searches of a sparsifier for a threshold: the k-th largest magnitude; bisection from mean to largest; steps from a
@@ -84,7 +84,7 @@ CHOICE = np.dtype(
     ],
     align=True,
 )
-"""A tensor whose sent elements are chosen by magnitude."""
+"""A record that describes how the sent elements of a tensor are chosen by their magnitude."""
 
 CANDIDATES = np.dtype(
     [
@@ -95,10 +95,10 @@ CANDIDATES = np.dtype(
     ],
     align=True,
 )
-"""The candidates of a task for such a choice."""
+"""A record that describes the elements of a task that are candidates for this choice."""
 
 SLACK = 16
-"""Elements that kernels may write behind the last candidate of a task."""
+"""Number of elements that kernels may write after the last candidate of a task."""
 
 
 class SparseStruct(ctypes.Structure):
@@ -111,10 +111,10 @@ class SparseStruct(ctypes.Structure):
 
 
 FOUR_MEANS, IN_HALF, IN_FLOAT, IN_SIGN = range(4)
-"""Forms of the values that chunked top-k sends."""
+"""The numbers by which kernels know the encodings of the values that chunked top-k sends."""
 
 CODE_BITS = {FOUR_MEANS: 2, IN_SIGN: 1}
-"""Bits of a value's code: the number of its mean, or its sign."""
+"""Number of bits that encode a value: for `FOUR_MEANS` the number of its mean, and for `IN_SIGN` its sign."""
 
 CHUNK_PIECE = 1 << 16
 """Elements of a task of chunked top-k, which has whole chunks, or of a chunk, at most."""

@@ -28,7 +28,7 @@ POLICIES: dict[str, type[LevelSchedule] | type[Policy[Any]]] = {
 
 
 POLICY_PLUGINS = Plugins("policy", "hvdcomp.policies", (LevelSchedule, Policy), POLICIES)
-"""Policies and schedules of other packages."""
+"""Finds policies and schedules in other packages and in modules of the user."""
 
 
 def changes_batch_size(policy: LevelSchedule | Policy[Any] | None) -> bool:

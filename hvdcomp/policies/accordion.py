@@ -43,10 +43,10 @@ class CriticalRegimes(AccumulatedGradientPolicy[State]):
 
     Attributes:
         eta: a regime is critical if the norm changes by at least this share.
-        interval: norms are compared at the end of every `interval` epochs. The gradients of the last epoch before the
+        interval: number of epochs from one comparison of norms to the next. The gradients of the last epoch before the
             comparison are accumulated.
-        steps: instead of `interval`: norms are compared at the end of every `steps` steps. The gradients of these steps
-            are accumulated. A fall of the learning rate is then also noticed only at these times.
+        steps: number of steps from one comparison of norms to the next, instead of `interval`. The gradients of these
+            steps are accumulated. A fall of the learning rate is then also noticed only at these times.
     """
 
     eta: Eta = 0.5
@@ -63,12 +63,12 @@ class CriticalRegimes(AccumulatedGradientPolicy[State]):
 
 @dataclass(frozen=True)
 class AccordionState:
-    """The state of `Accordion`.
+    """The state that `Accordion` keeps from one decision to the next.
 
     Attributes:
-        critical: whether the tensor's regime is critical, by tensor name.
-        previous: the norm of the accumulated gradient at the last comparison, by tensor name; None before the first
-            comparison.
+        critical: whether the regime of each tensor is critical, by tensor name.
+        previous: the norm of each tensor's accumulated gradient at the last comparison, by tensor name; None before the
+            first comparison.
         ends: the number of epochs (or windows of steps) that have ended.
     """
 

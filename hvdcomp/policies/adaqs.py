@@ -20,11 +20,12 @@ from hvdcomp.specs.described import at_least, is_number, number
 
 @dataclass(frozen=True)
 class AdaQSState:
-    """The state of `AdaQS`.
+    """The state that `AdaQS` keeps from one decision to the next.
 
     Attributes:
-        factors: the compression factor, by tensor name.
-        reference: the ratio at the last change of the factor, by tensor name; None before the first usable ratio.
+        factors: the compression factor of each tensor, by tensor name.
+        reference: the ratio of each tensor at the last change of its factor, by tensor name; None before the first
+            usable ratio.
     """
 
     factors: Mapping[str, float]
@@ -41,11 +42,12 @@ class AdaQS(AccumulatedGradientPolicy[AdaQSState]):
     changes nothing, and a factor never rises.
 
     Attributes:
-        start: the first compression factor.
+        start: the compression factor at the start of the training.
         fall: the factor is halved if the ratio falls by at least this share, between 0 and 1. The papers give no value.
         floor: the smallest compression factor.
-        interval: the number of epochs between decisions. Gradients are accumulated over these epochs.
-        steps: instead of `interval`: the number of steps between decisions. Gradients are accumulated over these steps.
+        interval: number of epochs from one decision to the next. Gradients are accumulated over these epochs.
+        steps: number of steps from one decision to the next, instead of `interval`. Gradients are accumulated over
+            these steps.
 
     Example:
         >>> str(AdaQS(start=64, fall=0.2))

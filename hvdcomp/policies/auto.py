@@ -76,7 +76,7 @@ class Auto(Policy[AutoState]):
         loss: the policy also considers compressors that raised the loss by at most this share in our measurements
             (`hvdcomp.compressors.evidence`). 0 adds no compressors.
         model: the model in the calibration; empty for the model whose tensors have the same shapes as in this training.
-        batch: the batch size of one rank, if it differs from the calibration; otherwise 0.
+        batch: the batch size of one rank, if it differs from the batch size of the calibration; otherwise 0.
         window: the number of steps for which a candidate is measured. A few steps before the window do not count.
         every: the number of steps between two decisions while no candidate is tried. If these steps take less than a
             second, the number is larger.

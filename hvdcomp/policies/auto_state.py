@@ -30,13 +30,13 @@ NOTICEABLE = 0.01  # smallest relative difference between step times that matter
 
 @dataclass(frozen=True)
 class Measured:
-    """The time of a candidate's steps.
+    """The measured step time of a candidate.
 
     Attributes:
-        seconds: the median of the step times.
-        error: the standard error of the median.
-        steps: the number of steps.
-        at: the first step of the latest measurement; None if unknown.
+        seconds: median of the measured step times, in seconds.
+        error: standard error of the median, in seconds.
+        steps: number of measured steps.
+        at: number of the first step of the latest measurement; None if unknown.
     """
 
     seconds: float
@@ -79,7 +79,7 @@ class Trial:
         tried: the candidate whose trial has just ended, while the rival is measured again; otherwise "".
         latest: the latest measurement of the rival, or of the chosen candidate if there is no rival; None if the
             measurement is too short.
-        times: the seconds of the counted steps of this trial, or of the trial that has just ended.
+        times: the seconds of each counted step of this trial, or of the trial that has just ended.
     """
 
     trying: bool = False
@@ -90,34 +90,35 @@ class Trial:
 
     @property
     def of_rival(self) -> Measured:
-        """The latest measurement of the rival."""
+        """The latest measurement of the rival's steps, with which the trial is compared."""
         assert self.latest is not None  # no trial begins before the rival was measured
         return self.latest
 
 
 @dataclass(frozen=True)
 class AutoState:
-    """The state of `Auto`.
+    """The state that `Auto` keeps from one decision to the next.
 
     Attributes:
         order: the names of the tensors. Tensors for which compression saves most are first.
-        candidates: the candidates with predicted times, by name; empty before the first decision.
-        chosen: the current candidate.
+        candidates: the candidates with their predicted times, by name; empty before the first decision.
+        chosen: name of the current candidate.
         why: the reason for the choice, in words. Decision logs contain these words, and `hvdcomp replay` compares them.
             If the words were changed, all logs of earlier versions would differ.
         since: the first step, counted from 0, that uses the chosen candidate. Steps of the warm-up are not considered.
         until: the number of steps after which the next decision is made.
-        trial: the current trial.
-        measured: the measurements, by name, since all candidates were last open. A trial is recorded as a step time:
-            the ratio between the trial and the rival before and after it, times the step time of the rival. The first
-            trial is averaged with the prediction, which counts as two steps, unless the two contradict each other.
-        before: the medians of earlier measurements, by name.
-        usual: the seconds of a step when the policy decided to stay with a candidate, by name. A drift is noticed by
-            comparison with this time.
-        drifted: the number of decisions in a row at which the step time differed.
-        patience: after this number of such decisions, all candidates are open again.
-        reopened: after all candidates became open again, the candidate that was chosen at that time. While it is "",
-            the policy makes a trial only if the trial is cheap enough.
+        trial: the trial of a candidate that is under way.
+        measured: the measurements of each candidate, by name, since all candidates were last open. A trial is recorded
+            as a step time: the ratio between the trial and the rival before and after it, times the step time of the
+            rival. The first trial is averaged with the prediction, which counts as two steps, unless the two contradict
+            each other.
+        before: the median step time of each candidate in earlier measurements, by name.
+        usual: the seconds of a step when the policy decided to stay with a candidate, by the candidate's name. A drift
+            is noticed by comparison with this time.
+        drifted: number of successive decisions at which the step time differed from `usual`.
+        patience: after this number of such decisions, all candidates may be tried again.
+        reopened: name of the candidate that was chosen when all candidates could be tried again. While it is "", the
+            policy makes a trial only if the trial is cheap enough.
         elapsed: the seconds of all steps so far.
         spent: the seconds that trials and changes have cost, compared with steps of the best candidate.
     """

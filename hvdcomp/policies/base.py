@@ -35,14 +35,14 @@ class Policy(Described, Generic[State]):
 
     Class attributes:
         name: the policy's name in a spec string.
-        state_type: the dataclass of its state. The types of the fields of this dataclass must be types that
-            `hvdcomp.specs.typed.typed` accepts.
+        state_type: the dataclass of the policy's state. The fields must have types that `hvdcomp.specs.typed.typed`
+            accepts.
         state_growth: the number of bytes by which the JSON of a state may grow, in addition to an allowance for each
             tensor. A larger state needs a second message.
 
     Attributes:
-        lag: with 1, a decision takes effect one step later, so that its broadcast overlaps with the computation of the
-            next step. With 0, every step waits for its decision.
+        lag: with 1, a decision is used one step later, so that its broadcast overlaps with the computation of the next
+            step. With 0, every step waits for its decision.
     """
 
     lag: Annotated[int, Rule(between(0, 1).allows, "0 or 1")] = 1
@@ -82,7 +82,7 @@ class Policy(Described, Generic[State]):
             )
 
     def initial_state(self, tensors: Sequence[str]) -> State:
-        """The initial state.
+        """The state of the policy before its first decision.
 
         Args:
             tensors: the names of the tensors that are compressed. Tensors that are always sent uncompressed are left
@@ -185,8 +185,8 @@ class AccumulatedGradientPolicy(Policy[State]):
     """Base of policies whose decisions depend on accumulated gradients.
 
     Attributes:
-        steps: the number of steps between decisions. Gradients are accumulated over these steps. 0 to count epochs
-            instead.
+        steps: number of steps from one decision to the next. Gradients are accumulated over these steps. 0 to count
+            epochs instead.
         statistic: which gradients are accumulated: "local" (those of rank 0) or "aggregated" (the means over the
             ranks).
     """

@@ -29,10 +29,10 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class AccordionBatchSizeState:
-    """The state of `AccordionBatchSize`.
+    """The state that `AccordionBatchSize` keeps from one decision to the next.
 
     Attributes:
-        grown: whether the batch is the large batch.
+        grown: whether the training now uses the large batch.
         previous: the norm of the model's accumulated gradient at the last comparison; None before the first comparison.
         ends: the number of epochs (or windows of steps) that have ended.
     """
@@ -50,8 +50,8 @@ class AccordionBatchSize(CriticalRegimes[AccordionBatchSizeState]):
     the learning rate does not fall, the batch becomes large and stays large.
 
     Attributes:
-        low: the small batch at the start, in samples.
-        high: the large batch, a multiple of `low`.
+        low: size of the small batch at the start of the training, in samples.
+        high: size of the large batch, in samples; a multiple of `low`.
 
     Example:
         >>> str(AccordionBatchSize(low=512, high=4096))
@@ -114,11 +114,11 @@ def require_room(policy: Policy[Any], accumulation: int, steps_per_epoch: int | 
 
 @dataclass(frozen=True)
 class IncreaseBatchSizeState:
-    """The state of `IncreaseBatchSize`.
+    """The state that `IncreaseBatchSize` keeps from one decision to the next.
 
     Attributes:
         peak: the highest learning rate of the schedule so far.
-        accumulation: as in `BatchSize`.
+        accumulation: number of batches that are accumulated for one update, as in `BatchSize`.
     """
 
     peak: float = 0.0
@@ -136,9 +136,9 @@ class IncreaseBatchSize(Policy[IncreaseBatchSizeState]):
     zero, as at the end of some schedules, changes nothing.
 
     Attributes:
-        low: the batch at the start, in samples.
-        high: the largest batch.
-        steps: the number of steps between decisions. With 0, decisions are made at the end of every epoch.
+        low: size of the batch at the start of the training, in samples.
+        high: size of the largest batch, in samples.
+        steps: number of steps from one decision to the next. With 0, decisions are made at the end of every epoch.
 
     Example:
         >>> str(IncreaseBatchSize(low=128, high=2048))

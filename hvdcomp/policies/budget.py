@@ -65,18 +65,19 @@ class Budget(OptimalLevels[BudgetState]):
     decides whether the regime of the whole model is critical. In critical regimes, `critical` replaces the other limit.
 
     Attributes:
-        factor: the uncompressed bytes / the sent bytes of a rank in a step, for the whole model.
+        factor: least compression factor of the whole model in a step: the uncompressed bytes divided by the bytes that
+            a rank sends.
         error: the limit of the relative error. The relative error is the sum of the tensors' errors over the sum of
             their norms ||G||, in the same unit. This quotient is the mean of ||G - C(G)|| / ||G||, weighted by sqrt(n).
-        ms: the number of milliseconds by which the exchange may lengthen a step. Encoding, exchange and decoding count,
-            as far as they do not overlap with the backward pass. Give exactly one of `factor`, `error` and `ms`.
+        ms: largest number of milliseconds by which the exchange may lengthen a step. Encoding, exchange and decoding
+            count, as far as they do not overlap with the backward pass. Give exactly one of `factor`, `error` and `ms`.
         critical: the limit in critical regimes; 0 for a single limit. The critical limit must lead to less compression:
             a smaller factor, a smaller error, or more milliseconds.
         eta: for `critical`: a regime is critical if the norm changes by at least this share between two decisions.
         calibration: for `ms`: a calibration file, or the name of a preset of `hvdcomp.perfmodel`. Only rank 0 reads it.
         model: the model in the calibration; empty for the model whose tensors have the same shapes as in this training.
         batch: the batch size of one rank; 0 for the batch size of the calibration.
-        interval, last, least, most, levels, statistic: as in `OptimalLevels`.
+        interval, last, least, most, levels, statistic: settings that `OptimalLevels` describes.
 
     Example:
         >>> str(Budget(factor=50))
@@ -148,7 +149,8 @@ class Budget(OptimalLevels[BudgetState]):
         """Raises ConfigurationError if the exchange takes longer than `ms` at all levels.
 
         Args:
-            seconds: as in `Statistics.exchange_seconds`.
+            seconds: the predicted seconds of a step's exchange, by the bytes that a rank sends
+                (`Statistics.exchange_seconds`).
         """
         fastest = min(seconds, key=seconds.__getitem__)
         reached = 1000 * seconds[fastest]
@@ -201,8 +203,8 @@ def bytes_within(seconds: Mapping[int, float], limit: float) -> float:
     The time may be shorter for more bytes, because less is encoded.
 
     Args:
-        seconds: the seconds of the exchange for each number of bytes.
-        limit: the limit of the time, in seconds.
+        seconds: the predicted seconds of a step's exchange, by the bytes that a rank sends.
+        limit: largest time of the exchange, in seconds.
 
     Returns:
         The number of bytes; infinite if even the largest number in `seconds` is within the limit, and 0 if none is.

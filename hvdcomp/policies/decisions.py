@@ -15,7 +15,8 @@ from hvdcomp.specs.levels import Level, Unit
 from hvdcomp.specs.typed import as_fields, typed
 
 Gain = Literal["error_feedback", "raw"]
-"""The denominator of the gain, the energy kept of x = g + r: the energy of x, or that of the gradient g alone."""
+"""How GraVAC's gain is computed. It is the energy that compression keeps of x = g + r, divided by the energy of x
+("error_feedback") or by the energy of the gradient g alone ("raw")."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,12 @@ class Decision:
     """Base of all decisions.
 
     Class attributes:
-        kind: the name of the kind in JSON.
+        kind: name of this kind of decision in JSON.
         sets_batch_size: whether decisions set the batch size instead of compression.
         uses_factors: whether decisions give compression factors. A factor may lead to any level.
-        shown: the attributes that a report shows under the same names.
-        later: the fields that logs of earlier versions lack. `to_json` leaves a field out if it has its default value.
+        shown: names of the attributes that a report shows under the same names.
+        later: names of the fields that logs of earlier versions lack. `to_json` leaves a field out if it has its
+            default value.
     """
 
     kind: ClassVar[str]
@@ -78,7 +80,7 @@ class Decision:
         `hvdcomp.tools.report.decisions.Decisions`.
 
         Args:
-            state: the policy's state, as JSON data.
+            state: the state of the policy, as JSON data.
             tensors: the names of the tensors whose level the policy decides.
 
         Raises:
@@ -126,9 +128,10 @@ class MultiLevel(Decision):
         minimum: the factor of the first compression, which compresses the gradient plus the residual.
         candidate: the factor of the second compression, which compresses the result of the first. The factor is
             relative to the uncompressed size. None for no second compression.
-        send: which result is sent. "dense" is the uncompressed gradient plus the residual.
-        factor: how factors are counted, as in `GraVAC`.
-        gain: the kind of gains to measure, as in `GraVAC`.
+        send: which result is sent: that of the first compression, that of the second compression, or "dense", the
+            uncompressed gradient plus the residual.
+        factor: the unit of compression factors, "bytes" or "elements", as in `GraVAC`.
+        gain: how the gain is computed, as in `GraVAC`.
     """
 
     minimum: float
@@ -165,7 +168,7 @@ class MultiLevel(Decision):
 
 @dataclass(frozen=True)
 class BatchSize(Decision):
-    """The batch size relative to the start.
+    """A decision about the batch size, relative to the batch size at the start of the training.
 
     Attributes:
         accumulation: the number of batches, of the size at the start, that are accumulated for one update. The update
@@ -186,10 +189,10 @@ class BatchSize(Decision):
 
 @dataclass(frozen=True)
 class Methods(Decision):
-    """The method of each tensor.
+    """A decision about the compressor of each tensor.
 
     Attributes:
-        methods: the spec of the compressor, by tensor name; None for the compressor of the training.
+        methods: the spec of each tensor's compressor, by tensor name; None for the compressor of the training.
         others: the spec of the compressor of all other tensors, including small ones; None for the compressor of the
             training.
     """

@@ -23,7 +23,7 @@ from hvdcomp.specs.described import SHARE, Rule, Share, at_least, number, or_non
 from hvdcomp.specs.levels import Unit
 
 WINDOWS = {"exponential": 500, "geometric": 2000}
-"""Steps for which a candidate is evaluated, by `scaling`."""
+"""For each `scaling`, the default number of steps for which a candidate is evaluated."""
 
 SELDOM = 10
 """The default of `every`, and the least number of measurements in a window for it to be used."""
@@ -37,7 +37,7 @@ def error_gain(energy: float, error_energy: float) -> float:
     and for signs of magnitude 1, because C(x) may have more energy than x.
 
     Args:
-        energy: the sum of ||x||^2 over all tensors of the model.
+        energy: the sum of ||x||^2 over all tensors, where x is the gradient plus the residual.
         error_energy: the sum of ||x - C(x)||^2 over all tensors.
 
     Returns:
@@ -59,8 +59,8 @@ def raw_gain(energy: float, error_energy: float, gradient_energy: float) -> floa
     exceeds 1 if the residual r adds more energy than compression loses.
 
     Args:
-        energy, error_energy: as in `error_gain`.
-        gradient_energy: the sum of ||g||^2 over all tensors.
+        energy, error_energy: the sums of ||x||^2 and of ||x - C(x)||^2, as in `error_gain`.
+        gradient_energy: the sum of ||g||^2 over all tensors, where g is the gradient alone.
 
     Returns:
         The gain; 1.0 if x and g are zero, and NaN if x or g is not finite, or if only g is zero.
@@ -79,10 +79,10 @@ class GraVACState:
     Attributes:
         minimum: the factor of the first compression.
         candidate: the factor of the second compression; None if there is nothing to evaluate.
-        send: which result is sent, as in `MultiLevel`.
-        gains: the smoothed gains of the two factors, by factor, if known.
-        throughput: for each factor, samples/s times gain in the last steps that sent this factor. Factor 1.0 means no
-            compression.
+        send: which result is sent, as in `MultiLevel.send`.
+        gains: the smoothed gain of each of the two factors, by factor, if it is known.
+        throughput: for each factor, the samples per second times the gain, in the last steps that sent this factor.
+            Factor 1.0 means no compression.
         steps: the number of steps that have ended.
         ended: whether the search has ended.
     """
@@ -106,9 +106,9 @@ class GraVAC(Policy[GraVACState]):
     above the first factor, this factor is used for the rest of the training, and gains are no longer measured.
 
     Attributes:
-        min: the initial factor of the first compression.
-        max: the largest factor.
-        epsilon: a factor may be sent if its gain is at least this number.
+        min: the factor of the first compression at the start of the training.
+        max: the largest compression factor.
+        epsilon: least gain with which a factor may be used.
         omega: two gains, or two throughputs, count as equal if their relative difference is at most this number.
         scaling: with "exponential", the candidates are 2, 4, 16, 256... times `min`. With "geometric", the candidates
             are 2, 4, 8, 16... times `min`. The last candidate is `max`.

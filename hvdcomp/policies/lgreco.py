@@ -29,8 +29,8 @@ class LGreCo(OptimalLevels[TensorLevels]):
     tensor and at every level (tests/policies/test_policies_lgreco.py). So a calibration could not change a choice.
 
     Attributes:
-        alpha: the limit of the error, as a share of the error at the own levels.
-        interval, last, least, most, levels, statistic: as in `OptimalLevels`.
+        alpha: largest allowed error, as a multiple of the error at the tensors' own levels.
+        interval, last, least, most, levels, statistic: settings that `OptimalLevels` describes.
 
     Example:
         >>> str(LGreCo(interval=200))

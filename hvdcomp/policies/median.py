@@ -12,7 +12,7 @@ def median_with_error(values: Sequence[float]) -> tuple[float, float]:
     distribution.
 
     Args:
-        values: one or more values. The error of a single value is 0.
+        values: the values, at least one. The standard error of a single value is 0.
     """
     middle = median(values)
     spread = 1.4826 * median(abs(value - middle) for value in values)

@@ -25,13 +25,13 @@ from hvdcomp.specs.described import at_least, between, number
 from hvdcomp.specs.levels import Level
 
 PARTS = 10_000
-"""Number of parts of the limit; limited values are rounded up to whole parts."""
+"""The limit is divided into this number of parts, and the limited values are rounded up to whole parts."""
 
 Least = Annotated[float, number(lambda least: 1e-6 <= least <= 1, "a factor from 1e-6 to 1")]
 Most = Annotated[float, number(lambda most: 1 <= most <= 1e6, "a factor from 1 to 1e6")]
 Count = Annotated[int, between(3, 64)]
 
-_ByLevel = Mapping[str, Mapping[Level, float]]  # by tensor name and level
+_ByLevel = Mapping[str, Mapping[Level, float]]  # a number for each tensor and level, by tensor name and then by level
 
 
 def in_parts(values: Sequence[float], limit: float) -> np.ndarray:
@@ -51,8 +51,8 @@ def least_cost(parts: Sequence[np.ndarray], costs: Sequence[np.ndarray]) -> list
     parts[c]] + costs[c] over the candidates c of tensor l. Among equal costs, the first candidate is taken.
 
     Args:
-        parts: for each tensor, the parts of each candidate, from `in_parts`.
-        costs: for each tensor, the cost of each candidate.
+        parts: for each tensor, the error of each candidate level as a whole number of parts, from `in_parts`.
+        costs: for each tensor, the cost of each candidate level.
 
     Returns:
         The index of the chosen candidate for each tensor; None if no choice is within the limit.
@@ -98,7 +98,7 @@ class OptimalLevels(Policy[Chosen]):
     If a sum of gradients is not finite, levels do not change.
 
     Attributes:
-        interval: the number of steps between decisions.
+        interval: number of steps from one decision to the next.
         last: the gradients of this number of steps before a decision are accumulated; at most `interval`.
         least, most: the smallest and the largest level to choose from, as factors of a tensor's own level.
         levels: the number of levels to choose from. The levels are a geometric sequence from `least` to `most`, and the
@@ -184,8 +184,8 @@ def least_error(table: LevelTable, limit: float) -> dict[str, Level] | None:
     """The levels with the least total error that send at most `limit` bytes; None if no levels send so few bytes.
 
     Args:
-        table: the errors and bytes of the levels.
-        limit: the largest number of bytes for all tensors of the table.
+        table: the errors and the bytes of the levels of each tensor.
+        limit: largest number of bytes that all tensors of the table may send together.
     """
     return _best(table.sent, table.errors, limit)
 

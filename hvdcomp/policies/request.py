@@ -36,7 +36,8 @@ class LearningRates:
     included.
 
     Attributes:
-        now: the rates at the first step of the period that ends, so that a change within the period is not missed.
+        now: the rates at the first step of the period that has ended. A change within the period then shows as a
+            difference from `next`.
         next: the rates of the next step.
     """
 
@@ -64,7 +65,7 @@ class GravacGains:
     Attributes:
         minimum: the gain of the first compression.
         candidate: the gain of the second compression; None if there was no second compression.
-        ranks: number of ranks.
+        ranks: number of ranks that exchange.
     """
 
     minimum: float
@@ -77,8 +78,9 @@ class Timing:
     """The samples and the time of the steps of a period.
 
     Attributes:
-        samples: the samples of all ranks together. Any unit is possible if it does not change during a training.
-        seconds: the seconds of the whole iterations.
+        samples: number of samples that all ranks processed together. Any unit is possible if it does not change during
+            a training.
+        seconds: total time of the steps, in seconds.
         evaluation_seconds: the part of `seconds` that was spent only on measuring gains. Later steps do not need this
             time.
     """
@@ -93,9 +95,8 @@ class Candidate:
     """A choice of methods for all tensors, with the predicted time of a step.
 
     Attributes:
-        seconds: the predicted time of a step.
-        compressed: the number of tensors that get `method`. The compressed tensors are the first in the order of
-            `Candidates`.
+        seconds: predicted time of a step, in seconds.
+        compressed: number of tensors that get `method`: the first ones in `Candidates.order`. All others get `rest`.
         rest: the spec of the compressor of all other tensors; None for the compressor of the training.
         method: the spec of the compressor of the first tensors; None for the compressor of the training.
     """
@@ -110,11 +111,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The candidates to choose from (`hvdcomp.adaptation.candidates`).
+    """The choices of methods that a policy can decide for (`hvdcomp.adaptation.candidates`).
 
     Attributes:
         order: the names of the tensors whose method may be chosen. Tensors for which compression saves most are first.
-        candidates: the candidates by name.
+        candidates: the candidates, by name.
     """
 
     order: tuple[str, ...]
@@ -132,7 +133,7 @@ class LevelTable:
             `Request.scaled`, the error is divided by the root mean square of G's elements. NaN if a sum of gradients is
             not finite.
         sent: the bytes that a rank sends in a step, by tensor name and level.
-        own: the level without a policy, by tensor name.
+        own: each tensor's own level, which is used without a policy, by tensor name.
         other_bytes: the bytes that a rank sends in a step for all tensors that the table leaves out, with their own
             methods.
         dense_bytes: the bytes of the whole model in a step without compression.
@@ -162,21 +163,23 @@ class Statistics:
     Attributes:
         step: the number of steps that have ended since the start of the training.
         epoch: the number of epochs that have ended; None if epochs are not counted.
-        learning_rates: the rates of this period and of the next step.
-        norms: the 2-norm of the accumulated gradient, by tensor name. The accumulated gradient is the sum of the raw
-            gradients (before memory and averaging) of all steps of the period that ends. 0.0 for a tensor without a
-            gradient.
+        learning_rates: the learning rates at the start of this period, and in the next step.
+        norms: the 2-norm of each tensor's accumulated gradient, by tensor name. The accumulated gradient is the sum of
+            the raw gradients (before memory and averaging) of all steps of the period that has ended. 0.0 for a tensor
+            without a gradient.
         model_norm: the 2-norm of the accumulated gradient of the whole model, with all tensors as one vector.
         mean_to_std: |mean| / standard deviation of the elements of the accumulated gradient, by tensor name.
-        gains: the gains of the last step of a period that is counted in steps.
-        timing: the samples and the time of all steps of a period that is counted in steps.
-        candidates: the candidates. The candidates are given once, before the exchange of the first step. A policy that
-            requests candidates must have the settings `calibration`, `model` and `batch`, as in `Auto`. The policy may
-            also have `compressors` and `loss`.
+        gains: the compression gains that GraVAC measured in the last step of the period. Only for periods that are
+            counted in steps.
+        timing: the number of samples that were processed in the period, and the time that this took. Only for periods
+            that are counted in steps.
+        candidates: the choices of methods that the policy can decide for, with predicted step times. They are given
+            once, before the exchange of the first step. A policy that requests candidates must have the settings
+            `calibration`, `model` and `batch`, as in `Auto`. The policy may also have `compressors` and `loss`.
         step_times: the seconds of each step since the last decision, in order, by rank 0's clock. A time is measured
             from the end of one step's exchange to the end of the next step's exchange. NaN for the first step after a
             start.
-        level_table: the errors and bytes of the levels that `Request.around` names.
+        level_table: the errors and the bytes of each tensor at the levels that `Request.around` names.
         exchange_seconds: the predicted time of a step's exchange for each factor of `Request.around`, as a mapping from
             the bytes that a rank sends in a step to seconds, in ascending order. For each factor, all tensors have this
             factor of their own levels. A policy that requests this statistic must have the settings `calibration`,
@@ -202,8 +205,8 @@ class Statistics:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def plain(self) -> dict[str, Any]:
-        """Like `known`, but without instances of classes, for a checkpoint. `torch.load` with `weights_only` refuses
-        instances of classes."""
+        """The fields that are not None, by name, as plain data without instances of classes. They can be saved in a
+        checkpoint: `torch.load` with `weights_only` refuses instances of classes."""
         plain: dict[str, Any] = with_text_keys(self.known())
         return plain
 
@@ -224,9 +227,9 @@ class Period:
     """When a policy decides. Two of the first three fields are 0.
 
     Attributes:
-        epochs: the number of epochs between decisions.
-        steps: the number of steps between decisions.
-        until: the number of steps after which a single decision is made.
+        epochs: number of epochs from one decision to the next.
+        steps: number of steps from one decision to the next.
+        until: number of steps after which a single decision is made.
         last: the gradients of this number of steps, at the end of a period of `steps`, are accumulated; 0 for all
             steps.
     """

@@ -40,7 +40,7 @@ class LevelSchedule(Described):
         """The level of a step.
 
         Args:
-            step: the number of the step, counted from 0.
+            step: number of the step, counted from 0.
             steps_per_epoch: the number of steps of an epoch; None if unknown.
             own: the compressor's own level; None if it has no level.
 
@@ -66,8 +66,8 @@ class ListedLevels(LevelSchedule):
     """Base of schedules that have a list of levels and a list of the ends of these levels.
 
     Attributes:
-        levels: the levels in order.
-        epochs, steps: the ends of the levels, in epochs or in steps, in ascending order.
+        levels: the levels in the order in which they are used.
+        epochs, steps: for each level, the end of its use, in epochs or in steps; in ascending order.
     """
 
     levels: tuple[Level, ...]
@@ -107,7 +107,7 @@ class ListedLevels(LevelSchedule):
             compressor.at_level(level)
 
     def ends(self, steps_per_epoch: int | None) -> list[int]:
-        """The steps at which the levels end."""
+        """For each level, the number of the step at which its use ends."""
         return list(self.steps) or [end * (steps_per_epoch or 0) for end in self.epochs]
 
 
@@ -116,7 +116,7 @@ class Schedule(ListedLevels):
     """A list of levels, each until its end, and then the compressor's own level. Levels may rise and fall.
 
     Attributes:
-        levels: the levels of all tensors, in order.
+        levels: the levels of all tensors, in the order in which they are used.
         epochs, steps: the end of each level, in epochs or in steps. Give one of the two.
 
     Example:
@@ -182,7 +182,7 @@ class WarmUp(LevelSchedule):
     a ratio of 0.001 (Lin et al. 2018, arXiv:1712.01887, section 3.3).
 
     Attributes:
-        dense_steps: the number of uncompressed steps at the start.
+        dense_steps: number of steps at the start that send uncompressed gradients.
         levels: the level of each period after the dense steps.
         start: instead of `levels`: the first level of a geometric sequence that reaches the compressor's own level
             after `periods` periods. Integer levels (ranks, bits) are rounded.
@@ -222,7 +222,7 @@ class WarmUp(LevelSchedule):
 
     @property
     def _set(self) -> tuple[Level, ...]:
-        """The levels that the settings list."""
+        """The levels that the user has listed in the settings."""
         return self.levels if self.start is None else (self.start,)
 
     def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:

@@ -49,7 +49,8 @@ class _Ticket:
     """The context that Horovod passes from `compress` to `decompress`.
 
     Attributes:
-        result: the mean, in the graph that calls Horovod; None if Horovod itself allreduces the gradient.
+        result: the mean gradient, as a tensor of the graph that calls Horovod; None if Horovod itself allreduces the
+            gradient.
         dtype: the element type of the gradient.
     """
 
@@ -62,10 +63,10 @@ class _Traced:
     """The operations in a graph for one list of gradients.
 
     Attributes:
-        gradients: the list.
+        gradients: the list of gradients that the step compresses.
         names: the names of the compressed gradients, by position.
-        begun: the output of the operation that begins a step.
-        results: the means, by position; empty if Horovod itself allreduces the gradients.
+        begun: the output of the graph operation that begins a step.
+        results: the mean gradients, by position; empty if Horovod itself allreduces the gradients.
     """
 
     gradients: Sequence[Any]
@@ -81,9 +82,9 @@ class TensorFlowBinding(TensorFlowTraining):
     """Ties one `Compression` to the tapes or the optimizer of one training.
 
     Args:
-        setup: the user's settings and objects. `setup.parameters` is a mapping of variables by name, or a function that
-            returns one; None for the variables of the list that contains `tensor`. `setup.grad_scaler` and
-            `setup.optimizer` are Keras objects; None for the objects that call Horovod.
+        setup: the `Compression`, and what the user passed to it. `setup.parameters` is a mapping of variables by name,
+            or a function that returns one; None for the variables of the list that contains `tensor`.
+            `setup.grad_scaler` and `setup.optimizer` are Keras objects; None for the objects that call Horovod.
         tensor: the gradient to compress; None before the first step.
 
     Raises:
@@ -297,7 +298,8 @@ class TensorFlowBinding(TensorFlowTraining):
 
 @contextmanager
 def _refused_on_every_rank(communicator: Ranks, like: Array) -> Iterator[None]:
-    """Like `refused_on_every_rank`, but while a graph is made. In sessions of TensorFlow 1 there is no exchange."""
+    """Raises an error of one rank on every rank, as `refused_on_every_rank` does, but while a graph is created. In
+    sessions of TensorFlow 1 there is no exchange."""
     with tf.init_scope():
         alone = communicator.world_size == 1 or not communicator.included or not tf.executing_eagerly()
         with nullcontext() if alone else refused_on_every_rank(communicator, like):

@@ -22,9 +22,9 @@ class GradientsCall(NamedTuple):
     Attributes:
         gradients, variables: lists of equal length. A gradient may be None or tf.IndexedSlices.
         op: Horovod's reduction operation.
-        process_set: Horovod's process set.
-        prescale_factor: Horovod's factor before the sum.
-        optimizer: the Keras optimizer that calls Horovod; None for a tape.
+        process_set: the process set that Horovod uses.
+        prescale_factor: the factor by which Horovod multiplies gradients before the sum.
+        optimizer: the Keras optimizer that calls Horovod; None if a gradient tape calls it.
         loss_scale_optimizer: the LossScaleOptimizer around this optimizer; None if there is none.
         steps_per_execution: the number of steps that Keras makes in one call of its function; 1 without Keras.
     """
@@ -91,7 +91,8 @@ def refuse_keras_3_caller() -> None:
 
 def refuse_to_be_traced() -> None:
     """Raises ConfigurationError while TensorFlow traces a function, because TensorFlow may trace it again."""
-    if tf.inside_function() and not tf.executing_eagerly():  # in tf.init_scope it does execute eagerly
+    # In tf.init_scope, TensorFlow executes eagerly although this is inside a function.
+    if tf.inside_function() and not tf.executing_eagerly():
         raise ConfigurationError(
             "hvdcomp.Compression was made while TensorFlow was tracing a function. Each trace would make a new "
             "Compression, and the residuals of the previous Compression would be lost. Make the Compression once, "

@@ -32,7 +32,7 @@ class CompressionState(tf.train.experimental.PythonState):
     Restore the state before the first step. `Compression.load_state_dict` documents the errors.
 
     Args:
-        compression: the compression.
+        compression: the `Compression` whose state is saved.
     """
 
     def __init__(self, compression: UsedCompression) -> None:
@@ -71,7 +71,7 @@ def saved_state(path: str, name: str = "compression") -> dict[str, Any]:
 
 
 def _state_in(serialized: bytes) -> dict[str, Any]:
-    """The state in the bytes of `CompressionState.serialize`."""
+    """Restores the state from the bytes that `CompressionState.serialize` wrote."""
     with zipfile.ZipFile(io.BytesIO(serialized)) as archive:
         return dict(json.loads(archive.read(_STATE), object_hook=lambda entry: _with_array(entry, archive)))
 

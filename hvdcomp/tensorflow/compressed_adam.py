@@ -20,7 +20,7 @@ class Momentum:
 
     Attributes:
         mean: Adam's first moment, with the shape of the variable. The moment is the same on all ranks.
-        weight: the factor of `mean`.
+        weight: the factor by which `mean` is multiplied when it is added to the gradient.
     """
 
     mean: tf.Variable
@@ -39,9 +39,9 @@ class CompressedAdam(tf_keras.optimizers.AdamW):
         optimizer = hvd.DistributedOptimizer(optimizer, compression=hvdcomp.Compression(hvdcomp.EFSignSGD()))
 
     Args:
-        learning_rate, options: as in `tf_keras.optimizers.AdamW`, without `amsgrad`.
+        learning_rate, options: the arguments of `tf_keras.optimizers.AdamW`, without `amsgrad`.
         freeze_after: the number of steps before second moments are frozen. Use 15 to 25 % of the training.
-        warm_up, floor, refreshes_per_gap: as in `hvdcomp.torch.CompressedAdam`.
+        warm_up, floor, refreshes_per_gap: settings that `hvdcomp.torch.CompressedAdam` describes.
 
     Raises:
         ConfigurationError: without `freeze_after`; if a number of steps or refreshes, or the floor, is invalid; with
@@ -100,7 +100,7 @@ class CompressedAdam(tf_keras.optimizers.AdamW):
         return Momentum(self._momentums[self._place(variable)], self.beta_1 / (1 - self.beta_1))
 
     def update_step(self, gradient: Any, variable: tf.Variable) -> None:
-        """See `tf_keras.optimizers.AdamW`."""
+        """Updates one variable, as `tf_keras.optimizers.AdamW` does."""
         place, dtype = self._place(variable), variable.dtype
         m, v = self._momentums[place], self._velocities[place]
         gradient = tf.convert_to_tensor(gradient)  # also converts IndexedSlices
@@ -119,7 +119,7 @@ class CompressedAdam(tf_keras.optimizers.AdamW):
         variable.assign_sub((m * rate) / (tf.sqrt(v) + self.epsilon))
 
     def get_config(self) -> dict[str, Any]:
-        """See `tf_keras.optimizers.Optimizer`."""
+        """Returns the settings of the optimizer, as `tf_keras.optimizers.Optimizer` does."""
         own = {"freeze_after": self.freeze_after, "warm_up": self.compressor_before, "floor": self.floor}
         return {**super().get_config(), **own, "refreshes_per_gap": self.refreshes_per_gap}
 
@@ -136,7 +136,7 @@ class CompressedAdam(tf_keras.optimizers.AdamW):
         return self._refreshes_among(step) > self._refreshes_among(step - 1)
 
     def _refreshes_among(self, steps: tf.Tensor) -> tf.Tensor:
-        """Like `refreshes_among`, but in a graph."""
+        """The number of refreshes in the first steps, as the function `refreshes_among` computes it, but in a graph."""
         begun = (steps - 1) // self.refreshes_per_gap + 1
         doublings = tf.reduce_sum(tf.cast(begun >= 2 ** tf.range(1, 62, dtype=steps.dtype), steps.dtype))
         gap = 2**doublings

@@ -35,7 +35,7 @@ class PolicyCallback(tf_keras.callbacks.Callback):
     The callback does not change the training. `fit` gives the same weights without the callback.
 
     Args:
-        compression: the compression that Horovod's optimizer uses.
+        compression: the `Compression` that Horovod's optimizer uses.
         log_dir: the folder for the TensorBoard scalars; None to write no scalars.
         update_freq: "epoch", or the number of batches after which scalars are written.
 

@@ -19,7 +19,7 @@ def device_of(variables: Iterable[tf.Variable], warns: bool) -> DeviceTensors | 
     the host.
 
     Args:
-        variables: the variables.
+        variables: the trained variables.
         warns: whether to warn if gradients are on a GPU but are compressed on the host.
     """
     on_gpu = [

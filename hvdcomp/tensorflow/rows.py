@@ -41,8 +41,8 @@ class RowExchange:
             gradient's own type.
 
     Attributes:
-        ledger: the bytes of each step, as in `Compression.ledger`, but without times. The ledger is empty with one
-            rank. Dense bytes count whole tables.
+        ledger: the ledger, with the bytes of each step as in `Compression.ledger`, but without times. It is empty if
+            there is only one rank. Dense bytes count whole tables.
 
     Raises:
         ConfigurationError: if wire_dtype is another type.

@@ -18,9 +18,9 @@ class SimulatedBinding(TensorFlowTraining):
     """Ties one `Compression` to one model of a simulation.
 
     Args:
-        setup: the user's settings and objects.
+        setup: the `Compression`, and what the user passed to it.
         variables: all trained variables, by name.
-        communicator: the rank's communicator.
+        communicator: the communicator of this simulated rank.
     """
 
     broadcast = "use the same seed on every rank"
@@ -64,9 +64,9 @@ def serve_simulated(
     """Makes the model of a simulated rank exchange compressed gradients.
 
     Args:
-        compression: a compression that only this model uses.
+        compression: a `Compression` that no other model uses.
         variables: all trained variables.
-        communicator: the rank's communicator.
+        communicator: the communicator of this simulated rank.
         optimizer: the Keras optimizer of the model.
 
     Returns:

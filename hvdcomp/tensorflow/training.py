@@ -28,10 +28,10 @@ class TensorFlowTraining(Binding):
     """Ties one `Compression` to variables of TensorFlow.
 
     Args:
-        setup: the user's settings and objects. `setup.grad_scaler` and `setup.optimizer` are Keras objects; None if
-            unknown.
+        setup: the `Compression`, and what the user passed to it. `setup.grad_scaler` and `setup.optimizer` are Keras
+            objects; None if unknown.
         variables: all trained variables, by name.
-        communicator: the communicator of the ranks that exchange.
+        communicator: the communicator of the ranks that exchange gradients.
 
     Attributes:
         steps_made: the number of steps that the optimizer has made before the current step. The number is set only for

@@ -34,7 +34,7 @@ class Option:
         help: what the option does, for the help.
         rule: the values that are allowed in addition to None; None allows all values of the type.
         choices: the texts that are allowed; () allows any text.
-        metavar: the name of the value in the help.
+        metavar: name of the option's value in the help.
         shown: the text for the default in the help. True shows the default itself, and False shows nothing. None shows
             the text that the command has for all options without a default.
         flags: names on the command line, if they differ from the field's name.

@@ -34,7 +34,7 @@ def make_console(**options: Any) -> Console:
 
 
 def make_table(*headings: str, numbers: Sequence[str] = (), whole: bool = False) -> Table:
-    """An empty table.
+    """Creates a table without rows.
 
     Args:
         headings: headings of the columns, of one or more lines.

@@ -24,7 +24,7 @@ class PresenceCheck:
     `Binding.check_presence` raises the error at the end of the step.
 
     Args:
-        communicator: the communicator.
+        communicator: the communicator of the ranks that take part in the step.
         waits: whether `agrees` waits for the result, so that it is the same on all ranks.
 
     Attributes:
@@ -42,7 +42,7 @@ class PresenceCheck:
         """Starts the allreduce. Call it on all ranks.
 
         Args:
-            presence: as in `Binding`.
+            presence: the number that this rank contributes, as in `Binding`.
             name: the name of the collective.
         """
         self._started = self._communicator.start_allreduce(torch.full((1,), presence), "sum", name)

@@ -25,9 +25,9 @@ class SimulatedBinding(TorchTraining):
     """Ties one `Compression` to one model of a simulation.
 
     Args:
-        setup: the user's settings and objects.
+        setup: the `Compression`, and what the user passed to it.
         model: the model, on any device.
-        communicator: the rank's communicator.
+        communicator: the communicator of this simulated rank.
     """
 
     overlaps_with_policy = True
@@ -49,7 +49,7 @@ class SimulatedBinding(TorchTraining):
 
     def _noting(self, name: str) -> Any:
         def note(parameter: torch.Tensor) -> None:
-            self._ready.pop(name, None)  # from an earlier backward pass of this step
+            self._ready.pop(name, None)  # removes what an earlier backward pass of this step has left
             self._ready[name] = self._ranks.moment()
 
         return note
@@ -142,9 +142,9 @@ def serve_simulated(
     """Makes the model of a simulated rank exchange compressed gradients.
 
     Args:
-        compression: a compression that only this model uses.
+        compression: a `Compression` that no other model uses.
         model: the model, on any device.
-        communicator: the rank's communicator.
+        communicator: the communicator of this simulated rank.
         optimizer: the optimizer of the model.
 
     Returns:

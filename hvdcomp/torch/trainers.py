@@ -25,7 +25,7 @@ def missing(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError:
 
     Args:
         error: the error of the import.
-        extra: the name of the module, which is also the name of the extra that installs the library.
+        extra: name of the missing module. It is also the name of the extra with which pip installs the library.
     """
     library = (error.name or extra).partition(".")[0]
     return ModuleNotFoundError(
@@ -71,9 +71,9 @@ def restore(
     zero, and a warning is issued.
 
     Args:
-        compression: the compression.
-        read_state: a function that returns the saved state of a rank, or None if there is none.
-        rank, ranks: this rank, and the number of ranks.
+        compression: the `Compression` whose state is restored.
+        read_state: function that returns the saved state of a rank, or None if there is no such state.
+        rank, ranks: number of this rank, and number of ranks.
         checkpoint: the path of the checkpoint, used in messages.
 
     Raises:

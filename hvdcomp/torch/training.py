@@ -45,12 +45,12 @@ class TorchTraining(Binding):
     """Ties one `Compression` to parameters of PyTorch.
 
     Args:
-        setup: the user's settings and objects.
+        setup: the `Compression`, and what the user passed to it.
         parameters: all parameters that may have a gradient, by name.
-        communicator: the communicator of the ranks that exchange.
+        communicator: the communicator of the ranks that exchange gradients.
         optimizer: the optimizer of these parameters; None if unknown.
-        names: as in `Binding`.
-        shared: the names of the parameters that are `TensorInfo.is_shared`.
+        names: names of all parameters of the model, as in `Binding`.
+        shared: names of the parameters whose gradients other groups of ranks have too (`TensorInfo.is_shared`).
 
     Class attributes:
         optimizer_from: the code with which a user makes the optimizer known. The code is shown in messages.
@@ -242,7 +242,7 @@ def _describe(name: str, parameter: torch.nn.Parameter, is_shared: bool) -> Tens
 
 
 def checksums_of(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> list[int]:
-    """A checksum of each of these tensors."""
+    """Computes a checksum of each of these tensors."""
     return [_checksum(tensors[name]) for name in names]
 
 

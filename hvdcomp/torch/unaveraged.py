@@ -32,9 +32,9 @@ class Unaveraged:
     Args:
         model: the model whose gradients are averaged.
         averaged: the parameters whose gradients are averaged.
-        aside: the parameters of the model that may be trained without averaging.
+        aside: the parameters of the model whose gradients may stay different on different ranks.
         optimizer: the optimizer of the model; None if unknown.
-        advice: the format of the message, with a field for the names of parameters.
+        advice: the text of the message, with a field for the names of parameters.
     """
 
     _all: ClassVar[WeakSet[Unaveraged]] = WeakSet()  # all instances of this process

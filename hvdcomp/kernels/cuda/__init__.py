@@ -48,7 +48,7 @@ METHODS = {
     "arctopk",
     "powersgd",
 }
-"""Methods whose bucket forms have all their kernels here."""
+"""The methods for which this folder has all kernels."""
 
 MOST_ELEMENTS = 2**31 - 2**16
 """Most elements of a tensor. Kernels number elements in 32 bits, and count up to a block of a sparse payload
@@ -56,7 +56,8 @@ MOST_ELEMENTS = 2**31 - 2**16
 
 _COMPILED_AHEAD = "HVDCOMP_TRITON_CACHE"
 _OLDEST = 3, 6  # the oldest version of Triton that works
-_HIGHEST_RANK = 32  # of low-rank factors: the registers of one program must have room for all products of their columns
+# Highest rank of low-rank factors, because all products of their columns must fit into the registers of one program.
+_HIGHEST_RANK = 32
 _ALIGNMENT = 32  # number of elements that a device reads at once
 _serves_host = False
 _warn_once = functools.cache(warn_alone)

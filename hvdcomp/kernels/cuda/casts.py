@@ -36,8 +36,8 @@ INFINITE_BFLOAT16_BITS = tl.constexpr(limits.INFINITE_BITS["bfloat16"])
 
 @triton.jit
 def _to_wire_at_random(x, i, key, TYPE: tl.constexpr):
-    """Like `to_bits`, but rounds at random to one of the two neighbours. The result is infinite only if rounding to
-    nearest also gives infinity."""
+    """Casts numbers to 16 bits as `to_bits` does, but rounds at random to one of the two neighbours. The result is
+    infinite only if rounding to nearest also gives infinity."""
     exact = magnitude(x).to(tl.uint32)
     sign = (x.to(tl.uint32, bitcast=True) >> 16) & 0x8000
     if TYPE == HALF:
@@ -119,4 +119,4 @@ KERNELS = {
     "bfloat16_encode": lambda on, wire, nearest: _encode(on, wire, nearest, BFLOAT16.value),
     "bfloat16_decode": lambda on, first, ranks, row: _decode(on, first, ranks, row, BFLOAT16.value),
 }
-"""Launchers by kernel name."""
+"""For each operation, by name, the function that launches its kernels."""

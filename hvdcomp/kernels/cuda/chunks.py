@@ -2,9 +2,10 @@
 neighbouring elements.
 
 A full chunk sends `sent_of_chunk` elements, and a tensor sends `count` elements. `src/isa_sparse_chunked.c` describes
-the payload. Two arrays hold the values and the places of all tensors until they are packed; a tensor's part begins at
-`found`. Depending on the kernel, a program works on a run of chunks (a single chunk, unless chunks are short), on the
-means of one tensor, on a part of a tensor's values, or on a group of codes that are packed together.
+the payload. Until they are packed, the values and the places of all tensors are in two arrays. The field `found` of a
+tensor is the index at which its part of these arrays begins. Depending on the kernel, a program works on a run of
+chunks (a single chunk, unless chunks are short), on the means of one tensor, on a part of a tensor's values, or on a
+group of codes that are packed together.
 """
 
 import numpy as np
@@ -41,7 +42,7 @@ IN_HALF = tl.constexpr(tables.IN_HALF)
 IN_SIGN = tl.constexpr(tables.IN_SIGN)
 
 SHORT = 256
-"""Most elements of chunks of which a program has a run."""
+"""If chunks have at most this number of elements, a program works on several chunks."""
 
 
 @triton.jit
@@ -411,4 +412,4 @@ def _decode(on, chunk, how, first, ranks, row):
 
 
 KERNELS = {"chunks_encode": _encode, "chunks_decode": _decode}
-"""Launchers by kernel name."""
+"""For each operation, by name, the function that launches its kernels."""

@@ -303,4 +303,4 @@ KERNELS = {
     "narrow_results": lambda on: on.pieces(narrow_results, KEEPS=on.keeps > 0, TYPE=on.narrow),
     "settle": _settle,
 }
-"""Launchers by kernel name."""
+"""For each operation, by name, the function that launches its kernels."""

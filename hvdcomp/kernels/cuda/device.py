@@ -34,7 +34,7 @@ from hvdcomp.kernels.cuda.x import FIELDS, FLOAT, HALF, SOURCED
 from hvdcomp.kernels.tables import SEGMENT, Table
 
 PIECE = 8192
-"""Elements of a program: a multiple of `packing.GROUP`."""
+"""Number of elements that one program of a kernel processes; a multiple of `packing.GROUP`."""
 
 _BLOCK = 1024  # number of elements that a program works on at a time
 _FLAGS = 64  # number of flags in one tensor; few steps need more than one tensor of flags
@@ -167,7 +167,7 @@ class DeviceKernels:
         self._flags_used = 0
 
     def zeros(self, count: int, dtype: str) -> torch.Tensor:
-        """A vector on the device."""
+        """Creates a vector of zeros on the device."""
         return torch.zeros(count, dtype=getattr(torch, dtype), device=self.device)
 
     def scratch(self, name: str, count: int, dtype: str) -> torch.Tensor:
@@ -239,8 +239,8 @@ class DeviceKernels:
         return {"KEEPS": self.keeps, "MOMENTUM": self.moves, "NESTEROV": nesterov, "FROM": origin}
 
     def constants_of_made(self) -> dict[str, int]:
-        """The constants of `made`. Origins that `made` reads from the same memory get the same constants, so that
-        Triton compiles fewer kernels."""
+        """The compile-time constants of the kernel function `made`. If `made` reads x from the same memory for two
+        origins, the constants are the same, so that Triton compiles fewer kernels."""
         keeps = self.keeps > 0
         is_gradient = keeps or not self.narrow
         origin = SOURCED if self.origin == SOURCED.value else FLOAT if is_gradient else HALF

@@ -204,4 +204,4 @@ KERNELS = {
     "lowrank_decode": lambda on, p, q: on.pieces(lowrank_decode, p, q, KEEPS=on.keeps > 0),
     "lowrank_keep": keep,
 }
-"""Launchers by kernel name."""
+"""For each operation, by name, the function that launches its kernels."""

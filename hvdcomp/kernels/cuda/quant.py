@@ -251,8 +251,8 @@ def plane_decode(
     table, segments, tasks, flag, payloads, ranks, row: tl.int64, share, length,
     PLANE: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Like `codes_decode`, but for codes with a single plane of width PLANE. This kernel works byte by byte and
-    computes less."""
+    """Decodes codes as `codes_decode` does, but only codes with a single plane of width PLANE. This kernel works byte
+    by byte and computes less."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     size = size_of(table, segments, segment)
     place = entry(table, segments, segment, CODES)
@@ -368,4 +368,4 @@ KERNELS = {
     "multiples_decode": lambda on, length, first, ranks, row: _decode_codes(on, length, 0, first, ranks, row),
     "float8_decode": _decode_codes,
 }
-"""Launchers by kernel name."""
+"""For each operation, by name, the function that launches its kernels."""

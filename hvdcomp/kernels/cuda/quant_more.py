@@ -222,4 +222,4 @@ KERNELS = {
     ),
     "globalqsgd_decode": lambda on, scales, ranks, words: on.pieces(global_decode, scales, ranks, words),
 }
-"""Launchers by kernel name."""
+"""For each operation, by name, the function that launches its kernels."""

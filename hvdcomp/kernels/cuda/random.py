@@ -170,4 +170,5 @@ KERNELS = {
     "random_put": _decode,
     "random_take_off": lambda on, sent, masking: _launch(on, random_keep, sent, MASKING=bool(masking)),
 }
-"""Launchers by kernel name. The kernels in C keep places and therefore have other arguments."""
+"""For each operation, by name, the function that launches its kernels. The kernels in C store the places of sent
+elements, so they have other arguments."""

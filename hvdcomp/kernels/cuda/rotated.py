@@ -191,4 +191,4 @@ def _decode(on, levels, block, first, ranks, row):
 
 
 KERNELS = {"eden_encode": _encode, "eden_decode": _decode}
-"""Launchers by kernel name."""
+"""For each operation, by name, the function that launches its kernels."""

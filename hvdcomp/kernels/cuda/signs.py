@@ -135,8 +135,8 @@ def two_values_decode(
     report(flag, largest)
 
 
-# Votes. A tensor is a matrix of `count` columns. Each row votes or does not vote. In a payload, one bit for each row
-# begins at `row_votes`. In scratch memory, one byte for each row begins at `votes`.
+# Votes. A tensor is a matrix with `count` columns. Each row votes or does not vote. A payload has one bit for each row,
+# from the offset `row_votes` on. Scratch memory has one byte for each row, from the offset `votes` on.
 
 
 @triton.jit
@@ -247,4 +247,4 @@ KERNELS = {
     "votes_decode": lambda on, first, ranks, row: on.pieces(votes_decode, first, ranks, row),
     "votes_keep": lambda on, payload: on.pieces(votes_keep, payload),
 }
-"""Launchers by kernel name."""
+"""For each operation, by name, the function that launches its kernels."""

@@ -248,11 +248,12 @@ def pack_chosen(
 
 
 def _choices(on, selection):
-    """The parameters of each tensor, in the rows that `sparse_select` numbers.
+    """The parameters of the selection for each tensor, in the rows that `sparse_select` numbers.
 
-    Two of them are the number of lines in the floor's sample, and the rank of the floor in the sample. This rank is
-    several standard deviations above the expected rank, so that the floor hardly ever lets too few elements pass. A
-    tensor has no sample if it is small, or if nearly all its elements are sent.
+    The selection first finds a floor: a magnitude below which no element is a candidate. The floor is found in a random
+    sample of the elements. Two parameters are the number of lines in this sample, and the place of the floor in the
+    sorted sample. This place is several standard deviations beyond the expected one, so that the floor hardly ever
+    leaves too few candidates. A tensor has no sample if it is small, or if nearly all its elements are sent.
     """
     sizes = on.segments["size"]
     lines = np.where(sizes > _SMALL, np.minimum(_SAMPLE, sizes // 4) // LINE.value, 0)

@@ -129,4 +129,4 @@ def _decode(on, first, ranks, row, type):
 
 
 KERNELS = {"sparse_decode": _decode}
-"""Launchers by kernel name."""
+"""For each operation, by name, the function that launches its kernels."""

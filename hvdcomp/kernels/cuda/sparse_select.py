@@ -88,10 +88,10 @@ def draw_floors(
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     SAMPLE: tl.constexpr,
 ):  # fmt: skip
-    """Draws the floor of each tensor and sets its counters to zero.
+    """Finds the floor of each tensor in a sample, and sets the tensor's counters to zero.
 
-    The tensor is divided into equal parts, and the sample has one line of each part. The places of the lines do not
-    repeat with rows or channels.
+    The tensor is divided into equal parts, and the sample has one cache line of each part. The places of these lines
+    are chosen so that the sample does not always have the same rows or channels of the tensor.
     """
     segment = tl.program_id(0)
     counts = pointer(histograms, tl.int32) + segment.to(tl.int64) * (QUERIES * 4 * BINS)
@@ -319,7 +319,7 @@ def decide(table, segments, choices, state, histograms, sums, largest, rounds, M
         peak = top.to(tl.float32, bitcast=True).to(tl.float64)
         size = size_of(table, segments, segment)
         beyond = digits_of(state, histograms, segment, 0, False, 1, 4)
-        # then there are never too many elements
+        # If `most` is at least the size of the tensor, the number of elements is never too large.
         beyond = tl.where(entry(choices, segments, segment, MOST) >= size, -1, beyond)
         low = tl.zeros((), tl.float64)
         high = low + float("inf")

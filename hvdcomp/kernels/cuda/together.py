@@ -170,4 +170,4 @@ KERNELS = {
     "together_encode": _encode,
     "together_decode": _decode,
 }
-"""Launchers by kernel name. The kernels in C have other arguments."""
+"""For each operation, by name, the function that launches its kernels. The kernels in C have other arguments."""

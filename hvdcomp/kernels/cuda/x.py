@@ -33,9 +33,14 @@ FIELDS = (
     "narrowed",
     "rounded",
 )
-"""Fields of `hvd_segment` in `src/bucket.h`, a union by the name of its first member. `kept_sent`, the address of three
-float32 numbers, which are the rule by which `kept` was sent and the values sent above and below; `x_sent`, the address
-for those of x; `first_task` and `tasks`, the first and the number of the tensor's pieces."""
+"""The names of the fields of a table's row. They are the fields of `hvd_segment` in `src/bucket.h`, where a union has
+the name of its first member, and these:
+
+- `kept_sent`: the address of three float32 numbers, which say what was sent of the kept x: the rule by which elements
+  were chosen, and the values that were sent for elements above and below.
+- `x_sent`: the address of the same three numbers for the current x.
+- `first_task`, `tasks`: the number of the tensor's first piece, and the number of its pieces.
+"""
 
 SIZE = tl.constexpr(0)
 GRADIENT = tl.constexpr(1)

@@ -28,8 +28,8 @@ class AutoTraining(Training):
         carrier: the library that exchanges the gradients.
         compressor: the spec of a compressor that the policy may choose, in addition to dense and fp16.
         calibration: a file that rank 0 can read.
-        log: the file for the decisions of rank 0.
-        model_name, batch_size, seed: arguments of `Training`.
+        log: the file to which rank 0 writes its decisions.
+        model_name, batch_size, seed: the arguments of `Training`.
         more_compressors: specs of further compressors.
     """
 

@@ -57,12 +57,12 @@ def calibrate(
 
     Args:
         carrier: the library that exchanges the gradients.
-        models: the models, named as for `hvdcomp.tools.bench.workload.build`.
-        compressors: the compressors to measure.
+        models: names of the models, as for `hvdcomp.tools.bench.workload.build`.
+        compressors: specs of the compressors to measure.
         name: name of the calibration.
-        batch_size: batch size of a rank.
-        seed: seed of weights and data.
-        seconds: approximate time to measure.
+        batch_size: batch size of one rank.
+        seed: seed of the weights and the data.
+        seconds: approximate duration of the measurements.
         device: device of the model and of the sent tensors.
         known_network: a calibration. The network of this calibration is used, and the network is not measured. This
             calibration is required if there is only one rank.
@@ -127,8 +127,8 @@ def network_for(
     """Measures the network. Sizes go up to the largest collective that these models have with these compressors.
 
     Args:
-        models: the tensors of each model.
-        carrier, levels, device, seconds, show: arguments of `probe_network`.
+        models: the tensors of each model, by name.
+        carrier, levels, device, seconds, show: the arguments of `probe_network`.
         known: a calibration whose network is used; None to measure the network.
     """
     if known is not None:
@@ -151,8 +151,8 @@ def put_together(
     Args:
         name: name of the calibration.
         source: the command that measured.
-        network, models: the results.
-        readings: the measurements of the models, by name.
+        network, models: the measured network, and the measured models by name.
+        readings: for each model, by name, its measurements with their spread.
         carrier, device: the library and the device of the measurements.
     """
     all_readings = {f"network, {part}": reading for part, reading in network.readings.items()} | dict(readings)
@@ -208,8 +208,8 @@ def largest_collectives(
     ways to exchange are considered, because `advise` shows all of them.
 
     Args:
-        models: the tensors of each model.
-        ranks_per_node: the number of ranks of a node; None if there are not two levels.
+        models: the tensors of each model, by name.
+        ranks_per_node: number of ranks per node; None if no two-level exchange is possible.
     """
     largest: dict[Kind, float] = {(kind, "all"): 0.0 for kind in ALGORITHMS}
     ways: list[Compressor] = [NoCompression(), *(way for compressor in compressors for way in in_each_way(compressor))]

@@ -18,20 +18,20 @@ from hvdcomp.tools.train.ranks import Ranks
 from hvdcomp.torch import all_ranks
 
 Ready = tuple[tuple[float, float], ...]
-"""Pairs as of `hvdcomp.perfmodel.Compute.ready`."""
+"""When gradients are ready: pairs as in `hvdcomp.perfmodel.Compute.ready`."""
 
 _LEARNING_RATE = 1e-4
 
 
 @dataclass(frozen=True)
 class Distributed:
-    """A training with a method of exchange.
+    """A training, with the functions that run its steps and exchange its gradients.
 
     Attributes:
-        loss: runs the forward pass on a batch and returns the loss, a scalar.
-        optimizer: waits for the end of the exchange of gradients, and then makes the step.
-        exchange: waits for the end of the exchange, so that the time of the exchange can be separated from the
-            optimizer's step.
+        loss: function that runs the forward pass on a batch, and returns the loss, a scalar.
+        optimizer: function that waits for the end of the gradients' exchange, and then makes the step.
+        exchange: function that waits for the end of the exchange, so that the time of the exchange can be separated
+            from the optimizer's step.
         compression: the `hvdcomp.Compression`; None if the training does not use hvdcomp.
     """
 
@@ -42,12 +42,12 @@ class Distributed:
 
 
 def sgd(workload: Workload) -> torch.optim.SGD:
-    """The optimizer of all measured trainings."""
+    """Creates the optimizer that all measured trainings use."""
     return torch.optim.SGD(workload.model.parameters(), lr=_LEARNING_RATE, momentum=0.9)
 
 
 def alone(workload: Workload) -> Distributed:
-    """A training without an exchange of gradients."""
+    """Creates a training without an exchange of gradients."""
     return Distributed(workload.loss, sgd(workload))
 
 
@@ -55,7 +55,7 @@ class Carrier(ABC):
     """A library that exchanges gradients. `hvdcomp.tools.bench.carriers.carrier_on` makes one.
 
     Args:
-        ranks: all ranks, connected through this library.
+        ranks: the communicator of all ranks, which this library connects.
 
     Class attributes:
         title: the name of the library.
@@ -63,8 +63,7 @@ class Carrier(ABC):
         warm_up: the number of first steps of a training that differ from later steps.
 
     Attributes:
-        start_s: the seconds after which the idle library starts a collective. These seconds do not depend on the number
-            of ranks.
+        start_s: seconds after which the idle library starts a collective. They do not depend on the number of ranks.
         bucket_bytes: the largest buffer that the library sends at a time. Only a single larger gradient may exceed it.
         early_bytes: the smallest bucket of gradients that hvdcomp sends during the backward pass.
         shares_buckets: whether hvdcomp uses the library's buckets. The size of the buckets is then an option of the
@@ -103,10 +102,10 @@ class Carrier(ABC):
 
     @abstractmethod
     def with_stock(self, workload: Workload, method: str, name: str) -> Distributed:
-        """A training with the library's own method.
+        """Creates a training whose gradients the library exchanges with one of its own methods.
 
         Args:
-            method: one of `stock`.
+            method: name of one of the library's own methods (`stock`).
             name: name of the training, unique in this process.
         """
 
@@ -123,7 +122,7 @@ class Carrier(ABC):
     def compressed(
         self, workload: Workload, spec: str, name: str, *, bucket_bytes: int | None = None, **options: Any
     ) -> Distributed:
-        """A training with hvdcomp.
+        """Creates a training whose gradients hvdcomp compresses.
 
         Args:
             spec: spec of a compressor.

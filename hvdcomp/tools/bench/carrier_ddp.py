@@ -21,7 +21,7 @@ FIRST_BUCKET_BYTES, BUCKET_BYTES = _MIB, 25 * _MIB  # DistributedDataParallel's 
 
 
 class DDPCarrier(Carrier):
-    """See `Carrier`.
+    """A `Carrier` whose library is DistributedDataParallel.
 
     As in `hvdcomp train`, each rank keeps its own statistics of normalization layers, so only gradients are sent.
     """

@@ -18,7 +18,7 @@ from hvdcomp.tools.train.ranks import Ranks
 
 
 class HorovodCarrier(Carrier):
-    """See `Carrier`."""
+    """A `Carrier` whose library is Horovod."""
 
     title = network = "Horovod"
     warm_up = 1

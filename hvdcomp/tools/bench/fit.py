@@ -19,7 +19,7 @@ class Reading:
     """One measured time.
 
     Attributes:
-        seconds: the median of all samples.
+        seconds: median of all measured times, in seconds.
         spread: the largest difference between the medians of the repetitions, relative to `seconds`.
     """
 
@@ -36,7 +36,7 @@ def reading(repetitions: Sequence[Sequence[float]]) -> Reading:
     """The median of all samples of several repetitions, and the spread between the repetitions.
 
     Args:
-        repetitions: a list of seconds for each repetition. At least one list must not be empty.
+        repetitions: for each repetition, a list of measured seconds. At least one list must not be empty.
     """
     medians = [float(np.median(repetition)) for repetition in repetitions if len(repetition)]
     middle = float(np.median(np.concatenate([np.asarray(repetition, float) for repetition in repetitions])))
@@ -44,8 +44,8 @@ def reading(repetitions: Sequence[Sequence[float]]) -> Reading:
 
 
 def halves(samples: Sequence[float]) -> Reading:
-    """The reading of samples that are in the order of time. The earlier and the later half count as its two
-    repetitions."""
+    """Computes the median and the spread of measured seconds, which are in the order in which they were measured. The
+    first half and the second half count as two repetitions."""
     middle = len(samples) // 2
     return reading([samples[:middle], samples[middle:]])
 
@@ -62,12 +62,12 @@ def fit_collective(
     do not change it.
 
     Args:
-        kind, algorithm: keys of `ALGORITHMS`.
+        kind, algorithm: kind of collective, a key of `ALGORITHMS`, and name of its algorithm.
         ranks: the number of ranks, 2 or more.
         sizes: the bytes that each rank sends, in ascending order. The first size must be so small that its transfer
             takes no time.
-        seconds: the time for each size.
-        cycle_s: Horovod's cycle time.
+        seconds: the measured seconds for each size.
+        cycle_s: Horovod's cycle time, in seconds.
     """
     traffic = ALGORITHMS[kind][algorithm](np.asarray(sizes, float), float(ranks))
     rising = pool_adjacent_violators(seconds)

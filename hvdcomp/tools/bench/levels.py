@@ -11,12 +11,12 @@ from hvdcomp.errors import SpecError, UnevenNodesError
 
 @dataclass(frozen=True)
 class Levels:
-    """The levels of a run.
+    """How the ranks of a run are distributed over nodes, for two-level exchanges.
 
     Attributes:
-        ranks: the communicator of all ranks. The method `part` of the communicator gives the groups of ranks.
-        ranks_per_node: the number of ranks of a node; None if there are not two levels.
-        why_not: the reason why there are no two levels; empty with two levels.
+        ranks: the communicator of all ranks. Its method `part` returns the communicators of groups of ranks.
+        ranks_per_node: number of ranks per node; None if no two-level exchange is possible.
+        why_not: the reason why no two-level exchange is possible; empty if it is possible.
     """
 
     ranks: Communicator

@@ -8,7 +8,7 @@ TIMED = IMAGE_MODELS + TEXT_MODELS
 """The models of `hvdcomp train` that take images or text; signals, clicks and numbers to sort have no random data."""
 
 IMAGES = {"cifar10": (3, 32, 10), "cifar100": (3, 32, 100), "digits": (1, 8, 10)}
-"""Channels, size and classes of the images of a data set."""
+"""For each data set, the number of channels, the size in pixels, and the number of classes of its images."""
 
 
 def split_model(model: str) -> tuple[str, str]:
@@ -16,7 +16,7 @@ def split_model(model: str) -> tuple[str, str]:
     set. The second name is empty if the text has none.
 
     Args:
-        model: a text such as "lstm", "resnet20" or "cnn@digits".
+        model: name of a model, which may contain the name of its data, such as "lstm", "resnet20" or "cnn@digits".
 
     Raises:
         SetupError: if the model is unknown, or the data set does not suit the model.

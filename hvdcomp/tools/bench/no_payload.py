@@ -15,7 +15,7 @@ class NoPayload(Communicator):
     different bytes). The results are computed from this rank's own data, as if all ranks had sent the same.
 
     Args:
-        method: the prefix of the names of its collectives.
+        method: beginning of the names of the collectives.
         ranks: the communicator that runs the collectives.
     """
 

@@ -52,8 +52,8 @@ def encode_time(
     the payloads.
 
     Args:
-        measured: the seconds of a step for encoding and decoding. The seconds include the time in which ranks wait for
-            each other.
+        measured: the measured seconds of encoding and of decoding in a step. They include the time in which ranks wait
+            for each other.
     """
     ranks, inside = all_ranks.size, exchange.ranks_per_node
     first, then = _alone(compressor, workload, all_ranks, ranks, inside)

@@ -75,11 +75,11 @@ def probe_model(
     Every rank must call it, with the same arguments.
 
     Args:
-        model: the model, named as for `hvdcomp.tools.bench.workload.build`.
+        model: name of the model, as for `hvdcomp.tools.bench.workload.build`.
         specs: the compressors whose encoding and decoding are timed.
-        network: the costs of collectives.
+        network: the costs of collectives that were measured before.
         carrier: the library that exchanges the gradients.
-        levels: whether the ranks are grouped by node, and how.
+        levels: how the ranks are distributed over nodes.
         device: the device on which to train.
         batch_size: the batch size of one rank.
         seed: the seed of the weights and the data.
@@ -171,8 +171,8 @@ def unpredicted_time(
     would seem too slow.
 
     Args:
-        exchange: the library's own exchange.
-        step_s: the measured time of a step.
+        exchange: the collectives of the library's own exchange.
+        step_s: measured time of a step, in seconds.
     """
     predicted = predict(network, compute, exchange, bucket_bytes, Setting(ranks))
     return EncodeTime(max(0.0, step_s - float(predicted.total)), source=SOURCE)

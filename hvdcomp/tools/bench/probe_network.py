@@ -52,17 +52,17 @@ _FITTED = {"allreduce": "ring", "allgather": "ring", "alltoall": "pairwise", "re
 _FEWEST, _MOST = 3, 20  # the fewest and the most samples of a size in a pass
 # bounds of the time of a size; the times of larger sizes are computed from the bandwidth
 _SHORTEST_S, _LONGEST_S = 0.05, 1.5
-# The fewest samples of all sizes of a kind take as much time as this number of collectives of the largest size.
+# The fewest samples of all sizes of a kind together take the time of this number of collectives of the largest size.
 _RUNS = (2 + _FEWEST) * _PASSES * _GROWTH / (_GROWTH - 1)
 
 
 @dataclass(frozen=True)
 class NetworkProbe:
-    """The results of the measurement of the network.
+    """The results of measuring the network.
 
     Attributes:
-        network: the costs for the performance model.
-        readings: all times, by name, from which the costs were computed.
+        network: the costs of collectives, for the performance model.
+        readings: all measured times, by name. The costs were computed from these times.
         source: the source of the numbers if nothing was measured; empty if they were measured.
     """
 
@@ -79,12 +79,13 @@ def probe_network(
     Every rank must call it, with the same arguments.
 
     Args:
-        largest: for each kind, in the order of measurement, the bytes that a rank sends in the largest collective that
-            is needed. `largest` has each kind among all ranks and, in two levels, `IN_LEVELS`.
+        largest: for each kind of collective, in the order of measurement, the bytes that a rank sends in the largest
+            collective that is needed. It has each kind among all ranks and, if a two-level exchange is possible, the
+            kinds `IN_LEVELS`.
         carrier: the library that exchanges the gradients.
-        levels: the nodes of the ranks.
-        device: device of the arrays that are sent.
-        seconds: approximate duration.
+        levels: how the ranks are distributed over nodes.
+        device: device of the arrays that the collectives send.
+        seconds: approximate duration of the measurements.
         show: function that is called with the name of the next measurement.
     """
     sizes = {kind: _sizes(most) for kind, most in largest.items()}
@@ -140,9 +141,9 @@ class _Measuring:
 
     Args:
         carrier: the library that runs the collectives.
-        levels: the nodes of the ranks.
-        device: device of the arrays that are sent.
-        seconds: the mean duration for each kind and size.
+        levels: how the ranks are distributed over nodes.
+        device: device of the arrays that the collectives send.
+        seconds: mean duration of the measurements for each kind and size of collective.
         longest: the longest duration of a collective, in seconds. Sizes that would take longer are left out, except the
             smallest.
         show: function that is called with the name of the next measurement.
@@ -208,7 +209,7 @@ class _Measuring:
         exchange of gradients.
 
         Args:
-            ranks: the communicator.
+            ranks: the communicator that runs the collective.
             kind: one of `ALGORITHMS`; or "float32", "float16" or "fused" (several tensors) for an allreduce.
             size: approximate bytes that a rank sends.
         """

@@ -28,7 +28,7 @@ class OverlapTrial:
     """A training that runs in two ways, with and without overlap.
 
     Attributes:
-        compressor: the compressor of both trainings.
+        compressor: spec of the compressor of both trainings, with overlap and without.
         early_bytes: the size in bytes of the smallest bucket of gradients that is sent during the backward pass.
         ranks: number of ranks.
     """
@@ -54,13 +54,13 @@ class OverlapTrial:
         at_end: Reading,
         early: Reading,
     ) -> tuple[float | None, str]:
-        """`Compute.hides`, or None if it cannot be measured here. The second result is a text with the reason.
+        """Computes `Compute.hides`; None if it cannot be measured here. The second result is a text with the reason.
 
         Args:
-            network, compute: the measurements. The measurements include the encode time of the compressor, and the time
-                at which each gradient is ready.
+            network, compute: the measured costs of collectives, and the measured times of the model. They include the
+                encode time of the compressor, and the time at which each gradient is ready.
             tensors: the tensors of the model.
-            at_end, early: the measured steps of both ways.
+            at_end, early: the measured steps without overlap and with overlap.
         """
         exchange = exchange_of(self.compressor, tensors, self.ranks)
         encode, setting = compute.encode[str(self.compressor)], Setting(self.ranks)

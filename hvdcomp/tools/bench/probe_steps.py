@@ -28,7 +28,7 @@ class Training:
 
     Args:
         workload: the model and its loss.
-        distributed: exchanges the gradients.
+        distributed: the object that exchanges the gradients.
         after: a function that is called between the exchange and the optimizer's step.
     """
 

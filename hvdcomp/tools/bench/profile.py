@@ -44,14 +44,14 @@ _TRIED = 3  # number of methods whose exchanges are really made
 
 @dataclass(frozen=True)
 class Profiled:
-    """A profile.
+    """The results of profiling a user's training.
 
     Attributes:
-        calibrated: the calibration for `hvdcomp advise`, and the measurements that are too noisy.
-        step: the time of a step of the training without hvdcomp, on the slowest rank.
-        waits: the seconds of a step in which ranks only wait for gradients.
-        tried: the measured seconds of an exchange of all gradients after the backward pass, by spec; empty if there is
-            only one rank.
+        calibrated: the calibration for `hvdcomp advise`, together with the list of measurements that are too noisy.
+        step: times of the parts of a step of the training without hvdcomp, on the slowest rank.
+        waits: seconds of a step in which a rank only waits for gradients.
+        tried: for each spec, the measured seconds of an exchange of all gradients after the backward pass; empty if
+            there is only one rank.
     """
 
     calibrated: Calibrated
@@ -75,9 +75,9 @@ def profile(
     Args:
         watched: the times of the training's steps on this rank.
         carrier: the library that exchanges the gradients.
-        compressors: the compressors to time.
+        compressors: specs of the compressors to measure.
         name: name of the calibration.
-        seconds: approximate duration.
+        seconds: approximate duration of the measurements.
         known_network: a calibration. The network of this calibration is used, and the network is not measured. This
             calibration is required if there is only one rank.
         show: function that is called with the name of the next measurement.

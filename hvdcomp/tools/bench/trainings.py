@@ -27,14 +27,15 @@ _SETTLING_STEPS = 2
 
 @dataclass
 class Times:
-    """The results of one method.
+    """The measured times of one method.
 
     Attributes:
         overlap_bytes: the size of the smallest bucket of gradients that is sent during the backward pass; 0 if no
             bucket is sent then; None for hvdcomp's default.
         step_ms: for each round, the milliseconds that the slowest rank needed for each step.
         bytes_per_step: the bytes that one rank passes to the collectives in a step.
-        encode_ms, communicate_ms, decode_ms: the means per step on rank 0; None if hvdcomp's engine is not used.
+        encode_ms, communicate_ms, decode_ms: mean milliseconds per step on rank 0 of encoding, of waiting for
+            collectives, and of decoding; None if hvdcomp's engine is not used.
     """
 
     method: str
@@ -65,10 +66,11 @@ class Training:
 
     Args:
         carrier: the library that exchanges the gradients.
-        method: one of the carrier's `stock`, `COMPUTE`, or the spec of a compressor.
-        model_name, batch_size, seed: arguments of `hvdcomp.tools.bench.workload.build`.
-        overlap_bytes: as in `Times`.
-        device: device of the model, as text.
+        method: one of the library's own methods (`Carrier.stock`), `COMPUTE` for training without communication, or the
+            spec of a compressor.
+        model_name, batch_size, seed: the arguments of `hvdcomp.tools.bench.workload.build`.
+        overlap_bytes: size of the smallest bucket that is sent during the backward pass, as in `Times`.
+        device: name of the model's device.
     """
 
     def __init__(
@@ -176,11 +178,11 @@ class Turns:
 
     Args:
         carrier: the library that exchanges the gradients.
-        trainings: the trainings. The earlier results of these trainings are dropped.
+        trainings: the trainings that take turns. Their earlier results are dropped.
         show: a function that is called on every rank with the name of the next measurement.
 
     Attributes:
-        rounds: number of rounds so far.
+        rounds: number of rounds so far. In a round, each training has one turn.
     """
 
     def __init__(self, carrier: Carrier, trainings: Sequence[Training], show: Callable[[str], None]) -> None:
@@ -224,7 +226,7 @@ def trainings_of(
             none, one training with hvdcomp's default. If the model is so small that hvdcomp sends all gradients at the
             end by default, there is only one training for each compressor. There is also one training without
             communication, and one for each of the library's own methods.
-        device: device of the models, as text.
+        device: name of the models' device.
     """
     compute = Training(carrier, COMPUTE, model, batch_size, seed, device=device)
     if None in overlaps and 4 * compute.numel <= carrier.early_bytes:

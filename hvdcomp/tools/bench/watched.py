@@ -32,9 +32,9 @@ class Watched:
 
     Attributes:
         workload: the model, with the gradients of the last step.
-        optimizer: the kind of the optimizer, as in `hvdcomp.compressors.evidence`; None if this file does not list the
-            kind.
-        parts: the seconds of the parts of each step, (steps, 4).
+        optimizer: kind of the optimizer, as in `hvdcomp.compressors.evidence`; None if hvdcomp's own trainings do not
+            have this kind.
+        parts: the seconds of the four parts of each step, (steps, 4).
         ready: the time at which the gradient of each parameter was computed, as a share of the backward pass, (steps,
             parameters).
         backward_passes: the number of backward passes in a step. All passes except the last count as FORWARD.

@@ -39,8 +39,8 @@ class _Pass:
     Attributes:
         graph: the graph that contains the pass; None if it was run eagerly.
         begin: the time at which the pass began.
-        gradients, ready: the gradient of each variable, and the time at which the gradient was computed. The keys are
-            the identities of variables.
+        gradients, ready: the gradient of each variable, and the time at which it was computed. The keys are the
+            identities (`id`) of the variables.
     """
 
     graph: Any
@@ -53,11 +53,11 @@ class KerasWatch:
     """Times the steps of the first optimizer that makes a step.
 
     Args:
-        steps, warm_up, then: arguments of `hvdcomp.tools.bench.watched.Watch`. `then` may be called in a thread of
+        steps, warm_up, then: the arguments of `hvdcomp.tools.bench.watched.Watch`. `then` may be called in a thread of
             TensorFlow.
 
     Attributes:
-        seen, done: attributes of `hvdcomp.tools.bench.watched.Watch`.
+        seen, done: attributes that `hvdcomp.tools.bench.watched.Watch` describes.
         ended: the exception that a step has raised; None if there is none. The exception is stored because TensorFlow
             turns it into an error of its own.
     """

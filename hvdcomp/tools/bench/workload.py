@@ -29,7 +29,7 @@ class Workload:
 
     Attributes:
         model: the model to train.
-        loss: runs the forward pass on a batch and returns the loss, a scalar.
+        loss: function that runs the forward pass on a batch, and returns the loss, a scalar.
     """
 
     model: torch.nn.Module
@@ -83,9 +83,9 @@ def build(model: str, batch_size: int, seed: int, rank: int, device: torch.devic
             the model's loss on a batch. The function is called several times, and must create a new model each time.
             During the call, `device` is the default device.
         batch_size: the batch size of one rank.
-        seed: seed of weights and data.
-        rank: rank of this process.
-        device: device of model and batch.
+        seed: seed of the weights and the data.
+        rank: number of this rank. The data differ between ranks.
+        device: device of the model and of its batch.
 
     Raises:
         SetupError: if the model is unknown, or the function does not return what is required.

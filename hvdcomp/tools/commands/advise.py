@@ -393,8 +393,8 @@ def to_begin_with(adviser: Adviser, advice: Advice) -> list[str]:
     hvdcomp's own trainings.
 
     Args:
-        adviser: the adviser. The adviser knows the compressors and the optimizer of the training.
-        advice: the advice of this adviser for several ranks.
+        adviser: the adviser, which knows the compressors and the optimizer of the training.
+        advice: the advice of this adviser for a training with several ranks.
     """
     optimizer = None if adviser.facts.optimizer == OTHER else adviser.facts.optimizer
     harmless = [
@@ -498,9 +498,9 @@ def lines_to_type(spec: str | None, backend: str | None) -> dict[str, str]:
     needs no line.
 
     Args:
-        spec: the compressor.
-        backend: the library of the calibration. None if the library is unknown; the lines are then for the libraries
-            that keep the whole model on each rank.
+        spec: spec of the compressor.
+        backend: name of the library that the calibration was made with. None if it is unknown; the lines are then for
+            the libraries that keep the whole model on each rank.
     """
     if spec in (None, UNCOMPRESSED):
         return {}
@@ -622,7 +622,7 @@ def _print(report: dict[str, Any], shows_all: bool, answers: Sequence[str]) -> N
     """Prints the verdict, and then either a few lines for the most important methods, or everything.
 
     Args:
-        report: the advice.
+        report: the advice, as in the JSON output of the command.
         shows_all: whether to print the table and all notes.
         answers: the notes that are always printed.
     """

@@ -209,7 +209,7 @@ def check_network(size: int, known: Calibration | None, start: str) -> None:
     """Checks that there is a network to measure, or a known network.
 
     Args:
-        size: number of ranks.
+        size: number of ranks of this job.
         known: the calibration with the known network; None if there is none.
         start: the commands that start several ranks, for the message.
 

@@ -17,7 +17,7 @@ def declared_options(kind: Any, unset: str) -> Callable[[Any], Any]:
     """A decorator that adds all options of a dataclass to a command, in the order of its fields.
 
     Args:
-        kind: the dataclass.
+        kind: the dataclass that declares the options.
         unset: the text that the help shows for a default of None, unless the option has its own text.
     """
     return _decorator(kind, lambda option, hint, default: _attributes(option, hint, default, unset))

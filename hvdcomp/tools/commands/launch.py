@@ -123,7 +123,7 @@ backend_option = click.option(
     type=click.Choice(["horovod", "torch"]),
     help="Library that averages gradients: Horovod or torch.distributed. [default: horovod]",
 )
-"""The option of every scheduler for the library."""
+"""The option --backend, which the commands of every scheduler have."""
 
 
 @click.group(cls=LazyGroup, lazy=_SCHEDULERS)

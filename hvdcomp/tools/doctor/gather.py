@@ -249,7 +249,7 @@ def find_infiniband(devices: Path = Path("/sys/class/infiniband")) -> InfiniBand
     cards.
 
     Args:
-        devices: the folder of the kernel's list.
+        devices: the folder in which the kernel lists InfiniBand devices.
     """
     states = sorted(devices.glob("*/ports/*/state"))
     cards = dict.fromkeys(state.parts[-4] for state in states if "ACTIVE" in state.read_text())

@@ -19,7 +19,7 @@ def load_extension(framework: str) -> None:
     """Imports Horovod for a framework, and resolves all symbols of its extension. This check needs no GPU.
 
     Args:
-        framework: "torch" or "tensorflow".
+        framework: name of the framework: "torch" or "tensorflow".
 
     Raises:
         BuildError: if the import failed. The message has the C++ name of a missing symbol.
@@ -49,8 +49,8 @@ def run_two_ranks(framework: str, controller: str) -> None:
     """Runs an allreduce and an all-gather on two ranks.
 
     Args:
-        framework: "torch" or "tensorflow".
-        controller: "mpi" or "gloo".
+        framework: name of the framework: "torch" or "tensorflow".
+        controller: the library for Horovod's own messages: "mpi" or "gloo".
 
     Raises:
         BuildError: if the ranks failed, had different results, or did not end within three minutes.

@@ -95,8 +95,8 @@ def run_logged(
 
     Args:
         command: the tool and its arguments.
-        env: the tool's variables; None for `scripts_first`.
-        timeout: in seconds; None for no limit.
+        env: the environment variables of the tool; None for `scripts_first`.
+        timeout: seconds after which the tool is ended; None for no limit.
 
     Raises:
         OSError: if the tool cannot be started.

@@ -41,7 +41,7 @@ _IGNORED = ("HOROVOD_GPU", "HOROVOD_WITH", "HOROVOD_ALLOW_MIXED_GPU_IMPL", "HORO
 
 @dataclass(frozen=True)
 class Options:
-    """The user's options."""
+    """The options with which a user builds Horovod."""
 
     gpu: bool = False
     cuda_arch: tuple[int, ...] = ()  # compute capabilities as 70, 80, ...; empty for Horovod's default
@@ -80,7 +80,7 @@ class Plan:
 
 
 def wheel_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """The folder of cached wheels."""
+    """The folder that contains the wheels of earlier builds."""
     return cache_folder(environ) / "horovod"
 
 

@@ -55,9 +55,9 @@ def build_wheel(cache: Path, plan: Plan, jobs: int, report: Callable[[Progress],
     """Builds the wheel, and puts it into the cache. The cache changes only if the build succeeds.
 
     Args:
-        cache: folder of the cache; created if it does not exist.
-        plan: how to build.
-        jobs: parallel compilations.
+        cache: folder of the cache. It is created if it does not exist.
+        plan: what to build, and how.
+        jobs: number of compilations that run at a time.
         report: function that is called with each step of the build.
 
     Raises:

@@ -43,7 +43,7 @@ class Job:
     Attributes:
         name: a name that `check_name` allows. A scheduler may allow fewer names.
         command: the program of each rank, and its arguments. No shell interprets the program and its arguments.
-        ranks: the number of processes. `hvd.size()` or `torch.distributed.get_world_size()` must be equal to it.
+        ranks: number of ranks. It is also the result of `hvd.size()` or `torch.distributed.get_world_size()`.
         environment: the environment variables of every rank.
         backend: the library that averages gradients: Horovod, or PyTorch's torch.distributed.
 
@@ -113,8 +113,8 @@ class MissingSettingsError(ConfigurationError):
     """Required settings are missing.
 
     Attributes:
-        names: the names of the settings.
-        way_out: how to give these settings.
+        names: names of the settings that are missing.
+        way_out: words that say how to give these settings.
     """
 
     def __init__(self, names: Sequence[str], way_out: str) -> None:
@@ -136,11 +136,11 @@ def read_settings(
     contains the other fields of `kind`. A field without a default is required. Tables of other schedulers are ignored.
 
     Args:
-        path: the file; None if the flags give all settings.
-        section: the name of the scheduler's table.
+        path: path of the settings file; None if the flags give all settings.
+        section: name of the scheduler's table in the file.
         kind: the class of the settings. The types of the fields of this class must be types that `typed` knows.
-        flags: values by field name, for fields of Job or of `kind`. None means "not given". Flags override the file.
-            For a mapping, flags override single entries.
+        flags: the values of command-line flags by field name, for fields of Job or of `kind`. None means "not given".
+            Flags override the file. For a mapping, flags override single entries.
         ranks_of: a function that computes the number of ranks from the given fields of `kind`, if `ranks` is not given.
             The function returns None if these fields do not determine the number.
 

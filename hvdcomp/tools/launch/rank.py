@@ -26,7 +26,7 @@ def to_variable(command: Sequence[str]) -> str:
 
 
 def from_variable(value: str) -> list[str]:
-    """The command in a value of HVDCOMP_COMMAND.
+    """Reads the command from a value of the environment variable HVDCOMP_COMMAND.
 
     Raises:
         ConfigurationError: if the value is not a JSON list of at least one string.

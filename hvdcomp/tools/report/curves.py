@@ -21,7 +21,7 @@ from hvdcomp.tools.train.target import Target
 LEGEND: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "labelcolor": INK}
 _PHASE_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#b9b9b9")
 HALF_WIDTH = 5.4  # width in inches of a figure that takes half of the page, or fills a phone
-_LEGEND_WIDTH = 64  # number of characters of a legend at this width
+_LEGEND_WIDTH = 64  # number of characters that fit into a line of the legend of such a figure
 _PERCENT = "accuracy"  # the only metric that is a percentage, and cannot diverge
 _SEVERAL = " Line: mean over the seeds, at the steps that all finished runs have. Band: lowest to highest value."
 

@@ -35,18 +35,20 @@ class Decisions:
     policies contain only NaN.
 
     Attributes:
-        policy, compressor: the spec strings in the last start line.
+        policy, compressor: the spec strings of the policy and of the compressor in the last start line.
         tensors: names of the compressed tensors.
         count: the number of logged decisions; None if it is not known.
         steps: for each decision, the first step, counted from 0, that uses it.
         end: the number of completed steps at the last line.
-        levels, factors: the level or the compression factor of each tensor, by name.
-        minimum, candidate, sent: the compression factors of the whole model. 1 means dense.
-        accumulation: the number of batches that are accumulated for one update.
-        critical: the share of tensors whose regime is critical, 0 to 1.
-        gains, throughput: the smoothed gain, and samples/s times gain, by compression factor.
-        chosen, predicted, measured: by candidate of `auto`: whether it was used (1 or 0), and the predicted and
-            measured seconds of a step.
+        levels, factors: for each tensor, by name, its level or its compression factor after each decision.
+        minimum, candidate, sent: GraVAC's two compression factors and the factor of the result that is sent, after each
+            decision, for the whole model. 1 means dense.
+        accumulation: after each decision, the number of batches that are accumulated for one update.
+        critical: after each decision, the share of tensors whose regime is critical, 0 to 1.
+        gains, throughput: by compression factor, the smoothed gain, and the samples per second times the gain, after
+            each decision.
+        chosen, predicted, measured: by candidate of `auto`, and after each decision: whether the candidate is used (1
+            or 0), and the predicted and the measured seconds of a step.
         left_out: the reason why the decisions are unknown (for example, the policy was removed); empty if they are
             known.
     """

@@ -25,8 +25,9 @@ class Part:
     """A value that differs between the log and the replay, as JSON.
 
     Attributes:
-        place: the keys that lead to the value. The first key is "decision" or "state".
-        logged, recomputed: the two values. `ABSENT` stands for a missing value.
+        place: the keys that lead to the value in the line. The first key is "decision" or "state".
+        logged, recomputed: the value in the log, and the value that the replay computed. `ABSENT` means that a value is
+            missing.
     """
 
     place: tuple[str, ...]
@@ -57,7 +58,7 @@ class Replay:
     """The result of a replay.
 
     Attributes:
-        policies: the policies of the start lines, without duplicates.
+        policies: spec strings of the policies in the start lines, each once.
         starts: the number of start lines. Start lines that only begin a further file are not counted.
         decisions: the number of repeated decisions. A decision that differs is not counted.
         first_step, last_step: the first and the last step of these decisions; None if there are no decisions.
@@ -76,8 +77,8 @@ def replay(path: Path) -> Replay:
     """Repeats all decisions of a log, up to the first difference.
 
     Args:
-        path: as in `read_decisions`. If the first files are missing, the replay begins with the state at the start of
-            the next file.
+        path: path of the newest file of the log, as in `read_decisions`. If the first files are missing, the replay
+            begins with the state at the start of the next file.
 
     Raises:
         DecisionLogError: if the file is not a decision log, or a line is damaged or names an unknown policy.

@@ -27,7 +27,7 @@ RUN_FILES = ("steps.jsonl", "evaluations.jsonl", "epochs.jsonl", "decisions.json
 REPORT_FILES = ("report.html", "report.json", "report.csv")  # `page` writes these files; they are never read as runs
 SERIES_FILE = "series.csv"  # this file is next to them, except in reports of earlier versions
 HEADINGS = {"accuracy": "Accuracy %", "perplexity": "Perplexity", "rmse": "RMSE", None: "Quality"}
-"""What a column of a metric is called; None: before the first evaluation."""
+"""The heading of the column of each metric. None means a run without an evaluation so far."""
 PARTS = ("test", "validation")  # the parts of the data for evaluations
 PHASES = ("encode", "communicate", "decode")
 _HINT = "remove the file to read the run as unfinished"

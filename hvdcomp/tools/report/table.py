@@ -176,7 +176,7 @@ def make_sections(runs: Iterable[Run], baseline: str | None = None, turns: Turns
     """Groups the runs, finds the baseline of each group, and sorts the groups into sections.
 
     Args:
-        runs: runs of any models and data.
+        runs: the runs to compare, of any models and data.
         baseline: the name or the spec of the run with which the speed of the others is compared. Default: the spec
             "none".
         turns: steps that were measured alternately. These steps replace the step times of matching runs.
@@ -318,9 +318,10 @@ def cells(row: dict[str, Any], in_turns: bool = False, on_links: Mapping[str, li
     """The texts of a row, in the order of `Section.headings`. A missing value is a dash.
 
     Args:
-        row: an element of `Section.rows`.
-        in_turns: `in_turns` of the section. If True, times of separate trainings are marked.
-        on_links: `on_links` of the section. Each kind of times has a cell.
+        row: a row of the section, an element of `Section.rows`.
+        in_turns: whether the section has steps that were measured in turns. If True, times of separate trainings are
+            marked.
+        on_links: whether the section has times on several links. Each kind of times has a cell.
     """
 
     def number(key: str, show: Callable[[float], str]) -> str:

@@ -42,17 +42,17 @@ class Turns:
 
     Attributes:
         model, data, world_size, batch_size: the training to which the steps belong.
-        ms: the measured median step time, by spec.
-        predicted_ms: the reliable predictions, by spec and then by key of RATES. The predictions are medians over all
-            calibrations.
-        calibrations: the number of successive calibrations.
+        ms: the measured median step time of each method, in milliseconds, by spec.
+        predicted_ms: the reliable predictions of step times, in milliseconds, by spec and then by key of RATES. The
+            predictions are medians over all calibrations.
+        calibrations: number of calibrations that were made one after the other.
         noise: the relative error of the reliable predictions. Smaller differences have no meaning.
         doubt: relative error of the least reliable prediction.
         noisy: the relative difference between the repetitions of each noisy measurement. The most important measurement
             is first.
         link: a key of RATES, if the ranks were on emulated hosts with such links; None if they used the connections of
             this machine.
-        measured_ms: `ms` on links with this rate, by key of RATES.
+        measured_ms: for links with emulated rates, the measured step times as in `ms`, by key of RATES.
     """
 
     model: str
@@ -170,7 +170,7 @@ def _doubt(steps_s: Sequence[float], noise: float, noisy: Mapping[str, Mapping[s
     """The relative error of a prediction: the spread of several calibrations, or the noise of a single calibration.
 
     Args:
-        steps_s: the prediction of each calibration.
+        steps_s: the step time that each calibration predicts, in seconds.
         noise, noisy: the noise and the noisy measurements of a single calibration.
     """
     if len(steps_s) > 1:

@@ -23,9 +23,9 @@ def choose(
     """Chooses the backend. "auto" chooses the backend that fits the launcher.
 
     Args:
-        backend: one of `options.BACKENDS`.
-        framework: one of `options.FRAMEWORKS`.
-        environment: variables of the process.
+        backend: name of the library that connects the ranks, one of `options.BACKENDS`.
+        framework: name of the framework, one of `options.FRAMEWORKS`.
+        environment: the environment variables of the process.
         elastic: whether the number of ranks may change during the training.
         timeout: the seconds that a rank waits for another rank; None for PyTorch's default.
 
@@ -68,7 +68,7 @@ def reach(backend: str, framework: str, timeout: float | None = None) -> Ranks:
     """Connects to all ranks. Every rank must call it.
 
     Args:
-        backend, framework, timeout: arguments of `choose`.
+        backend, framework, timeout: the arguments of `choose`.
 
     Raises:
         SetupError: if `choose` raises this error.

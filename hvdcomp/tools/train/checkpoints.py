@@ -80,10 +80,10 @@ class Warnings:
 
 
 class Checkpoints:
-    """The checkpoints of a run.
+    """Saves the checkpoints of a run, and finds the newest one.
 
     Args:
-        options: the options. The options name the folder, which all hosts must share.
+        options: the options of the run. They name the folder of the checkpoints, which all hosts must share.
         facts: values, as JSON data, that must be the same in a resumed run and in the saved run.
         ranks: the ranks of the run.
 
@@ -107,7 +107,7 @@ class Checkpoints:
         self.old_ranks = ranks.size
 
     def due(self, step: int) -> bool:
-        """Whether to save after this step."""
+        """Whether a checkpoint must be saved after this step."""
         return self._every is not None and step % self._every == 0
 
     @property
@@ -293,7 +293,7 @@ class Checkpoints:
         If this step is already saved, it is not saved again.
 
         Args:
-            step: completed steps.
+            step: number of completed steps.
             learner: the learner of this rank.
             run: a function that returns this rank's position, as JSON data. `find` returns this position later. The
                 function is called after the learner was saved.
@@ -352,7 +352,8 @@ class Checkpoints:
                 _remove(self.folder / name)
 
     def _on_all(self, do: Callable[[], Result]) -> list[Result]:
-        """Like `Ranks.together`, for errors in the middle of a run. Returns the results of all ranks."""
+        """Raises an error of one rank on all ranks, as `Ranks.together` does, for errors in the middle of a run.
+        Returns the results of all ranks."""
         result: Any = None
         problem = None
         try:

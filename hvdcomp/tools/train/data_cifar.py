@@ -70,8 +70,8 @@ def load(folder: Path | None, name: str) -> DataSet:
     """Read CIFAR from its unpacked archive, or from the folder that contains it.
 
     Args:
-        folder: the value of --data-dir.
-        name: "cifar10" or "cifar100" (its 100 fine labels).
+        folder: the folder with the data, from the option --data-dir.
+        name: name of the data set: "cifar10" or "cifar100" (its 100 fine labels).
 
     Raises:
         SetupError: if a file is missing or damaged.

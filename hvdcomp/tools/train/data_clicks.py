@@ -30,7 +30,7 @@ def load(rows: int) -> DataSet:
     1.
 
     Args:
-        rows: number of rows of each table.
+        rows: number of rows of each embedding table.
     """
     size = DLRM_SIZE
     draws, count = np.random.default_rng(_SEED), TRAIN + VALIDATION + TEST

@@ -35,8 +35,8 @@ def load(folder: Path | None, rows: int, samples: int | None) -> DataSet:
     used alternately for validation and for testing.
 
     Args:
-        folder: the value of --data-dir.
-        rows: number of rows of each table.
+        folder: the folder with the data, from the option --data-dir.
+        rows: number of rows of each embedding table.
         samples: the number of lines to train on; None for all. The function reads only these lines, and a sixth as many
             lines that are held back from the training.
 

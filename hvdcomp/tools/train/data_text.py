@@ -44,7 +44,7 @@ def load(folder: Path | None, name: str, length: int | None) -> DataSet:
 
     Args:
         folder: the value of --data-dir: the folder of the files, or the folder of their unpacked archive.
-        name: "wikitext2" or "ptb".
+        name: name of the data set: "wikitext2" or "ptb".
         length: the number of tokens of a sequence.
 
     Raises:

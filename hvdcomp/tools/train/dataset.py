@@ -31,7 +31,7 @@ class DataSet:
         table_rows: the number of rows of each table of a click model. The ids of the rows are part of the features. 0
             for other data.
         validation: the samples with which settings are chosen and runs are ended; None if no samples are held back.
-        mean, std: per channel, in the units of the stored images; None for tokens.
+        mean, std: mean and standard deviation of each channel, in the units of the stored images; None for tokens.
         augment: whether training images are flipped and shifted.
     """
 

@@ -20,7 +20,7 @@ OWN_BUFFERS: dict[str, Any] = {_LEAVES_BUFFERS: False}
 
 
 class DDPLearner(TorchLearner):
-    """See `Learner`."""
+    """A `Learner` that trains with DistributedDataParallel."""
 
     def broadcast(self) -> None:
         # As with Horovod, each rank keeps its own statistics of normalization layers until the end of an epoch.

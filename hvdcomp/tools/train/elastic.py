@@ -18,8 +18,8 @@ from hvdcomp.tools.train.trainer import train
 
 
 def train_elastic(options: TrainingOptions) -> tuple[dict[str, Any], Ranks]:
-    """Like `trainer.train`, but the number of ranks may change. Every rank must call it, including a rank that joins
-    later.
+    """Trains as `trainer.train` does, but the number of ranks may change. Every rank must call it, including a rank
+    that joins later.
 
     Returns:
         The summary, and the ranks at the end.

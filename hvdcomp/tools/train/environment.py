@@ -80,7 +80,7 @@ def use_device(device: str, local_rank: int) -> Any:
     """The PyTorch device of this rank. Each rank of a host uses a different CUDA device.
 
     Args:
-        device: "cpu", "cuda", or "auto" for CUDA if there is a device.
+        device: name of the device: "cpu", "cuda", or "auto" for CUDA if there is a CUDA device.
         local_rank: the number of this rank among the ranks of its host.
 
     Raises:

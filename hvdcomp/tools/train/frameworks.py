@@ -12,8 +12,8 @@ def learner_class(framework: str, backend: str = "horovod", fsdp: bool = False) 
     """The learner class for a framework and a backend. The framework and the backend are imported only here.
 
     Args:
-        framework: one of `options.FRAMEWORKS`.
-        backend: "horovod", "ddp" or "simulated", as in `Ranks.backend`.
+        framework: name of the framework, one of `options.FRAMEWORKS`.
+        backend: kind of ranks: "horovod", "ddp" or "simulated", as in `Ranks.backend`.
         fsdp: whether, with "ddp", the ranks have shards of the model.
 
     Raises:
@@ -48,10 +48,10 @@ def build_model(name: str, *, channels: int, size: int, classes: int, framework:
     """Creates a model for data of this shape. The model is a `torch.nn.Module` or a `tf_keras.Model`.
 
     Args:
-        name: one of `options.MODELS`. Models in `options.TORCH_MODELS` exist only in PyTorch.
+        name: name of the model, one of `options.MODELS`. Models in `options.TORCH_MODELS` exist only in PyTorch.
         channels, size: the shape of the images, which are `size` pixels high and wide. Language models ignore both.
         classes: the number of different labels, or of tokens in the vocabulary.
-        framework: one of `options.FRAMEWORKS`.
+        framework: name of the framework, one of `options.FRAMEWORKS`.
 
     Raises:
         SetupError: if the images are too small for the pooling of the network.

@@ -21,8 +21,8 @@ from hvdcomp.tools.train.torch_learner import OWN, OWN_ENTRIES, TorchLearner, as
 
 
 class FSDPLearner(TorchLearner):
-    """See `Learner`. Each block of a transformer is sharded separately over all ranks, and the rest of the model
-    together.
+    """A `Learner` that trains with FSDP2. Each block of a transformer is sharded separately over all ranks, and the
+    rest of the model together.
 
     Some methods must be called on all ranks together: `parameters`, `save`, `restore`, and the first `evaluate` after a
     step.

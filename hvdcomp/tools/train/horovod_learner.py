@@ -11,7 +11,7 @@ from hvdcomp.tools.train.torch_learner import TorchLearner, loss_of
 
 
 class HorovodLearner(TorchLearner):
-    """See `Learner`."""
+    """A `Learner` that trains with Horovod and PyTorch."""
 
     def broadcast(self) -> None:
         # hvd.broadcast_optimizer_state is not called. The optimizer has no state yet, and Horovod would make a step to

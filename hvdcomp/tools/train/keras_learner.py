@@ -32,7 +32,7 @@ _ADAM_EPSILON = 1e-8  # the value in PyTorch
 
 
 class KerasLearner(Learner):
-    """See `Learner`. If there are GPUs, each rank of a host uses a different GPU.
+    """A `Learner` that trains Keras models. If there are GPUs, each rank of a host uses a different GPU.
 
     This learner differs from the learner for PyTorch in two ways. Keras's SGD multiplies gradients by the learning rate
     before momentum accumulates them. So after a change of the rate, earlier gradients keep their old rate. And if a
@@ -182,7 +182,7 @@ def _read_state(path: str) -> dict[str, Any]:
 
 
 def _loss(outputs: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
-    """See `torch_learner.loss_of`."""
+    """The loss of a batch, as `torch_learner.loss_of` computes it."""
     if targets.dtype.is_floating:
         return tf.reduce_mean((outputs[:, 0] - targets) ** 2)
     return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=targets, logits=outputs))

@@ -61,8 +61,8 @@ class Learner(ABC):
     The order of calls is `prepare`, the constructor, `broadcast`, `compression`, `distribute`, and then steps.
 
     Args:
-        options: resolved options.
-        data: the data. The model depends on the shapes of the data.
+        options: the options of the run, as `TrainingOptions.resolved` returns them.
+        data: the data set. The model depends on the shapes of its samples.
         ranks: the ranks of the run. Random choices of the model (dropout) differ between ranks.
 
     Raises:
@@ -156,7 +156,7 @@ class Learner(ABC):
         """Loads the files of `save`, with any number of ranks. Call it after `distribute`, and before the first step.
 
         Args:
-            folder: folder of the files.
+            folder: folder of the checkpoint's files.
             sources: the saved ranks whose files this rank loads. From the first, the rank loads all state. From the
                 others, the rank loads only the residuals.
             ranks: the current number of ranks.

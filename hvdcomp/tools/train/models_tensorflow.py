@@ -23,7 +23,7 @@ _HE = {"scale": 2.0, "mode": "fan_out", "distribution": "untruncated_normal"}
 
 
 def build_model(name: str, *, channels: int, size: int, classes: int) -> tf_keras.Model:
-    """See `frameworks.build_model`."""
+    """Creates a model of TensorFlow, as `frameworks.build_model` describes."""
     check_image_size(name, size)
     if name == "lstm":
         tokens = layers.Input((None,), dtype="int64")

@@ -26,7 +26,7 @@ from hvdcomp.tools.train.models import (
 
 
 def build_model(name: str, *, channels: int, size: int, classes: int) -> nn.Module:
-    """See `frameworks.build_model`."""
+    """Creates a model of PyTorch, as `frameworks.build_model` describes."""
     check_image_size(name, size)
     if name == "lstm":
         return LSTM(classes, LSTMSize.for_tokens(classes))
@@ -206,7 +206,7 @@ class _TransformerBlock(nn.Module):
     """Attention, and then two linear layers. Each of the two parts begins with a layer norm and has a shortcut.
 
     Args:
-        size: the size of the transformer.
+        size: the width and the other sizes of the transformer.
         causal: whether a token attends only to itself and to earlier tokens.
     """
 

@@ -98,7 +98,7 @@ class RunWriter:
         tensorboard: whether to write TensorBoard's files.
         sizes: None for a new run. Otherwise the sizes of the files after `steps_done` steps. The files are cut to these
             sizes.
-        steps_done: completed steps of a resumed run.
+        steps_done: number of completed steps of a resumed run; 0 for a new run.
 
     Attributes:
         problem: the first error of writing; None if there was no error.
@@ -136,7 +136,7 @@ class RunWriter:
         """Adds a line to steps.jsonl. The `step` of the record is also the step in TensorBoard.
 
         Args:
-            record: the values of the step.
+            record: the values of the step, by column.
             cost: the bytes and times of the step, for the line.
             metrics: a function that returns the bytes and times of the step, for TensorBoard.
         """

@@ -24,10 +24,10 @@ class Ranks(ABC):
     """All ranks of a run, connected by a library. `hvdcomp.tools.train.backends.reach` creates this object.
 
     Attributes:
-        backend: "horovod" or "ddp".
+        backend: name of the library that connects the ranks: "horovod" or "ddp".
         rank, size: the number of this process, and the number of ranks.
         local_rank, local_size: number of this process on its host, and number of ranks on this host.
-        controller: how the library sends its own messages: "mpi" or "gloo".
+        controller: the library by which ranks send each other messages about the exchange: "mpi" or "gloo".
         restarts: how often the launcher has restarted these ranks after a failure.
         elastic: whether the run continues after a change of the ranks.
         note: a remark about these ranks for readers of the results, or None.
@@ -50,7 +50,7 @@ class Ranks(ABC):
         """The values of all ranks, in rank order. A value can be any object that can be pickled.
 
         Args:
-            name: a name that is the same on every rank, and that no other call uses at the same time.
+            name: a name for this call. It is the same on every rank, and no other call uses it at the same time.
         """
 
     @abstractmethod

@@ -48,8 +48,8 @@ class HorovodRanks(Ranks):
     """All ranks, connected by Horovod for a framework. Horovod is initialized if necessary.
 
     Args:
-        framework: "torch" or "tensorflow".
-        changes: receives the notices in an elastic job; otherwise None.
+        framework: name of the framework: "torch" or "tensorflow".
+        changes: the object that receives Horovod's notices of changes in an elastic job; None in other jobs.
 
     Raises:
         ImportError: if Horovod was not built for this framework.

@@ -19,8 +19,8 @@ from hvdcomp.tools.train.simulation import SimulatedRanks
 
 
 class SimulatedKerasLearner(KerasLearner):
-    """See `Learner`. A step consists of two TensorFlow functions. The exchange happens between the two functions, in
-    Python."""
+    """A `Learner` for simulated ranks with Keras. A step consists of two TensorFlow functions. The exchange happens
+    between the two functions, in Python."""
 
     def __init__(self, options: TrainingOptions, data: DataSet, ranks: Ranks) -> None:
         super().__init__(options, data, ranks)

@@ -17,7 +17,7 @@ from hvdcomp.torch import serve_simulated
 
 
 class SimulatedLearner(TorchLearner):
-    """See `Learner`. If there is a GPU, all ranks share it."""
+    """A `Learner` for simulated ranks with PyTorch. If there is a GPU, all ranks share it."""
 
     def __init__(self, options: TrainingOptions, data: DataSet, ranks: Ranks) -> None:
         super().__init__(options, data, ranks)

@@ -22,7 +22,7 @@ from hvdcomp.tools.train.ranks import Ranks
 
 
 class TensorFlowLearner(KerasLearner):
-    """See `Learner`."""
+    """A `Learner` that trains with Horovod and TensorFlow."""
 
     def __init__(self, options: TrainingOptions, data: DataSet, ranks: Ranks) -> None:
         super().__init__(options, data, ranks)

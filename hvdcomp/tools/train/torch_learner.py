@@ -37,7 +37,8 @@ OWN_ENTRIES = ("buffers", "random", "cuda_random")  # the keys of `_own_state`
 
 
 class TorchLearner(Learner):
-    """See `Learner`. If there are GPUs, each rank of a host uses a different GPU."""
+    """The base class of a `Learner` that trains with PyTorch. If there are GPUs, each rank of a host uses a different
+    GPU."""
 
     def __init__(self, options: TrainingOptions, data: DataSet, ranks: Ranks) -> None:
         if options.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
@@ -251,7 +252,7 @@ class TorchLearner(Learner):
             return content
 
     def _shared_state(self) -> dict[str, Any]:
-        """The weights and the optimizer's state."""
+        """The part of the state that is the same on all ranks: the weights and the optimizer's state."""
         return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
 
     def _load_shared(self, state: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ def train(options: TrainingOptions, ranks: Ranks | None = None, warnings: Warnin
     """Trains with these options. Call it on every rank.
 
     Args:
-        options: options of the run.
+        options: the options of the run.
         ranks: the ranks from `backends.reach`; None to connect here.
         warnings: the object that records signals to stop. None to record signals here, if the options name a folder for
             checkpoints.
@@ -121,7 +121,7 @@ def _compression(options: TrainingOptions, learner: Learner, steps: int) -> Comp
 
 
 def _metrics(options: TrainingOptions, ranks: Ranks, compression: Compression) -> AbstractContextManager[object]:
-    """The server for Prometheus, on rank 0."""
+    """Starts the server for Prometheus on rank 0, if the options ask for it."""
     if options.metrics_port is None or ranks.rank != 0:
         return nullcontext()
     try:

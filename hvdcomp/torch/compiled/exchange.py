@@ -41,11 +41,11 @@ _INSTEAD = "Use hvdcomp.ddp.register or hvdcomp.fsdp.register"
 
 @functools.cache
 def method_of(spec: str, residuals: bool) -> Compressor:
-    """The method of a node.
+    """Creates the compressor that a node of the graph uses, from its spec.
 
     Args:
         spec: spec string of a compressor.
-        residuals: whether the node gets residuals.
+        residuals: whether the node of the graph gets residuals.
 
     Raises:
         SpecError: if the spec is invalid, or a node cannot run the method.
@@ -79,8 +79,8 @@ def require_reduce_scatter(method: Compressor, tensor: TensorInfo) -> Compressor
     """The method of a tensor in a reduce-scatter.
 
     Args:
-        method: a result of `method_of`.
-        tensor: the whole tensor.
+        method: the compressor that `method_of` returned.
+        tensor: the whole tensor, before it is cut.
 
     Raises:
         SpecError: if the method cannot average a tensor of which each rank gets only a part.
@@ -191,7 +191,7 @@ def _uncast(tensor: torch.Tensor) -> Iterator[None]:
 
 
 def group_of(name: str) -> dist.ProcessGroup:
-    """The process group of this name.
+    """The process group with this name.
 
     Raises:
         ConfigurationError: if torch.distributed has no process group of this name.
@@ -209,14 +209,14 @@ def group_of(name: str) -> dist.ProcessGroup:
 
 
 class _Node:
-    """A node of a graph.
+    """A node of a graph that exchanges tensors, with its communicator and its settings.
 
     Attributes:
-        group: the process group.
+        group: the process group of the ranks that exchange.
         signature: element types, shapes and device of the tensors.
-        communicator: the ranks of the process group.
-        infos: descriptions of the tensors.
-        method: the method of all tensors.
+        communicator: the communicator of the process group.
+        infos: names, shapes and element types of the tensors.
+        method: the compressor of all tensors.
         seed: seed of the random numbers.
     """
 
@@ -227,7 +227,8 @@ class _Node:
         self.signature = _signature(tensors)
         self.communicator, like = TorchDistributedCommunicator(group), next(iter(tensors.values()))
         self.infos = [info_of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
-        with refused_on_every_rank(self.communicator, like):  # of ranks with other specs, some may wait
+        # If ranks have different specs, some may already wait here.
+        with refused_on_every_rank(self.communicator, like):
             self.method = self.checked(method_of(spec, residuals))
         facts = {
             "method": str(self.method),
@@ -239,10 +240,10 @@ class _Node:
         require_agreement(self.communicator, facts, like)
 
     def checked(self, method: Compressor) -> Compressor:
-        """The method that this node uses.
+        """Checks that this kind of node can run the method, and returns the method.
 
         Raises:
-            SpecError: if the node cannot use it.
+            SpecError: if this kind of node cannot run the method.
         """
         return method
 
@@ -322,7 +323,7 @@ def _check_number(step: int) -> None:
 
 
 _N = TypeVar("_N", bound=_Node)
-_nodes: dict[tuple[Any, ...], Any] = {}  # by what tells nodes apart
+_nodes: dict[tuple[Any, ...], Any] = {}  # all nodes so far, by the values that distinguish them
 
 
 def _node(

@@ -41,11 +41,12 @@ class _Reduction:
     """The reduction of one tensor in a graph.
 
     Attributes:
-        start: the node that begins it, maybe with others.
-        begun: the node whose result is waited for: `start`, or the node that picks this tensor's from several.
-        divides: whether `summand` divides by the number of ranks.
+        start: the node that begins the reduction, perhaps together with other reductions.
+        begun: the node whose result is waited for. It is `start`, or the node that picks the result of this tensor from
+            several results.
+        divides: whether the node `summand`, whose value is reduced, is a division by the number of ranks.
         result: the node whose value is replaced.
-        factor: the mean times this number is the value of `result`.
+        factor: the number by which the mean must be multiplied to give the value of `result`.
         name: the name of the tensor.
     """
 
@@ -153,10 +154,11 @@ def _may_replace(start: Node, begun: Node, least: int, size: int) -> bool:
 
 
 def _reduction(start: Node, begun: Node, name: str, size: int, results: Set[Node]) -> _Reduction:
-    """The reduction of a tensor.
+    """Describes the reduction of one tensor in the graph.
 
     Args:
-        results: the results of other all-reduces. Such a node may be the division of another sum.
+        results: the results of all-reduces that were found before. If `summand` is one of them, its division belongs to
+            that all-reduce.
     """
     (wait,), summand = begun.users, _summand(start, begun)
     if start.args[1] == "avg":

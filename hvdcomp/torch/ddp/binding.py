@@ -47,13 +47,13 @@ _DRIFTING = (
 
 
 class _DDPBucket(NamedTuple):
-    """A DDP bucket in the current step.
+    """A DDP bucket of the current step, with its gradients.
 
     Attributes:
-        names: the names of its parameters.
-        buffer: the storage of its gradients, and later of their means.
-        gradients: views of the buffer, by name; empty if the gradient is sparse.
-        future: the future of the means.
+        names: names of the parameters in the DDP bucket.
+        buffer: the storage of the DDP bucket's gradients, and later of their means.
+        gradients: the gradients as views of the buffer, by name; empty if the gradient is sparse.
+        future: the future that DDP waits for. Its value is the means.
         whole: whether the bucket is allreduced in place.
     """
 
@@ -68,9 +68,10 @@ class DDPBinding(TorchTraining):
     """Ties one `Compression` to one model in DistributedDataParallel.
 
     Args:
-        setup: the user's settings and objects. `setup.optimizer` is the optimizer of the model; None if unknown.
-        model: the model in DDP. The binding has no strong reference to the model, because DDP has a reference to the
-            hook.
+        setup: the `Compression`, and what the user passed to it. `setup.optimizer` is the optimizer of the model; None
+            if unknown.
+        model: the model that is wrapped in DDP. The binding has no strong reference to the model, because DDP has a
+            reference to the hook.
     """
 
     overlaps_with_policy = True
@@ -370,7 +371,7 @@ def _trained(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
 
 
 def _ignored(model: DistributedDataParallel) -> Iterator[torch.nn.Parameter]:
-    """The parameters that DDP ignores."""
+    """Yields the parameters of the model that DDP ignores."""
     for name, parameter in model.module.named_parameters():
         if name in model.parameters_to_ignore:
             yield parameter

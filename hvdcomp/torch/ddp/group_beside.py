@@ -29,9 +29,10 @@ class GroupBeside:
     when the object that used it is freed.
 
     Attributes:
-        ranks: the communicator of the process group.
-        under_way: whether its user has unfinished collectives. If the user is freed with unfinished collectives, the
-            process group is not used again, because ranks may have started different numbers of collectives.
+        ranks: the communicator of the additional process group.
+        under_way: whether the user of the process group has unfinished collectives. If the user is freed with
+            unfinished collectives, the process group is not used again, because ranks may have started different
+            numbers of collectives.
     """
 
     def __init__(self, ranks: TorchDistributedCommunicator, user: Any) -> None:
@@ -44,7 +45,7 @@ class GroupBeside:
         """A process group that no other object uses on any rank. All ranks must call this at the same point.
 
         Args:
-            ranks: the communicator of the user's process group.
+            ranks: the communicator of the process group that the user of hvdcomp chose.
             user: the object that will use the process group. The process group is free again when this object is freed.
         """
         made = _made.setdefault(ranks.group, [])

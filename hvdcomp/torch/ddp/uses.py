@@ -17,10 +17,10 @@ class UsedParameters:
 
     Args:
         model: the model. The hooks are removed when the model is freed.
-        parameters: the parameters, by name.
+        parameters: the parameters of the model, by name.
 
     Attributes:
-        names: the names of the used parameters. Clear this set after an exchange.
+        names: names of the parameters that had a gradient. Clear this set after an exchange.
     """
 
     def __init__(self, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:

@@ -47,7 +47,7 @@ class FSDPBinding(TorchTraining):
     """Ties one `Compression` to the shards of one model.
 
     Args:
-        setup: the user's settings and objects.
+        setup: the `Compression`, and what the user passed to it.
         model: a model sharded by `fully_shard`, or replicated by `replicate`.
         group: the process group of the ranks that have the same shards, one rank of each replica.
     """
@@ -263,8 +263,8 @@ class FSDPBinding(TorchTraining):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Compression.load_state_dict`. If the mesh has changed, `hvdcomp.dcp.load` passes the states of all
-        ranks."""
+        """Restores a state as `Compression.load_state_dict` does. If the mesh has changed, `hvdcomp.dcp.load` passes
+        the states of all ranks."""
         _, own = parts_of(state)
         rank, ranks, boxes, saved = self._replicas.rank, self._replicas.world_size, self._boxes, boxes_in(own)
         common = [(saved[name], boxes[name]) for name in saved.keys() & boxes.keys()]

@@ -22,8 +22,9 @@ class Cut(NamedTuple):
     """How one dimension of the mesh cuts a parameter.
 
     Attributes:
-        place: the number of the piece that this rank has.
-        pieces: the number of pieces; 1 if the dimension does not cut the parameter.
+        place: number of the piece that this rank has, from 0.
+        pieces: number of pieces into which a dimension of the mesh cuts the parameter; 1 if it does not cut the
+            parameter.
     """
 
     place: int
@@ -35,8 +36,8 @@ class Box(NamedTuple):
 
     Attributes:
         whole: the shape of the parameter.
-        start: the index of the first element, in each dimension.
-        shape: the number of elements, in each dimension.
+        start: in each dimension, the index of the first element that this rank has.
+        shape: in each dimension, the number of elements that this rank has.
     """
 
     whole: tuple[int, ...]
@@ -98,7 +99,7 @@ def on_other_mesh(
 
     Args:
         states: the states that all ranks saved, read one by one.
-        own: the own part of any of these states. The counts in this part continue.
+        own: the own part of any of these states. The counts in this part, such as the number of steps, continue.
         boxes: the boxes that this rank has now, by parameter name.
         rank, ranks: this rank's number among the replicas, and the number of replicas.
 

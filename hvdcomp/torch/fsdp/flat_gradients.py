@@ -20,7 +20,7 @@ from hvdcomp.torch.parameters import plain_names
 
 
 class _Parameter(NamedTuple):
-    """A parameter of a flat gradient.
+    """One parameter that is a part of a flat gradient.
 
     Attributes:
         owner, attribute: the module and its attribute that contain the parameter. During a pass, the attribute contains

@@ -26,7 +26,7 @@ from hvdcomp.torch.fsdp.checks import all_parameter_groups
 
 REGISTER = "hvdcomp.fsdp.register"
 LOCAL_STEPS = "LocalSteps"
-"""The two that FSDP leaves replicas to, by their names in messages."""
+"""The two functions to which FSDP can leave the exchange between replicas, by their names in messages."""
 
 _PLACES_BYTES = 64  # bytes of the text in which a rank says which boxes it has
 

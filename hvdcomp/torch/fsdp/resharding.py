@@ -28,7 +28,7 @@ class OwnedRows(NamedTuple):
 
     Attributes:
         owners: the ranks that own the rows, in order.
-        ranks, nodes: numbers of ranks and nodes of a replica.
+        ranks, nodes: number of ranks of a replica, and number of nodes of a replica.
         replica, replicas: the number of the replica, and the number of replicas.
     """
 
@@ -57,8 +57,8 @@ def resharded(
 
     Args:
         states: the states of all old ranks, read one by one.
-        layouts: the layouts of the flat gradients, by name.
-        new: the rows of the new rank.
+        layouts: the present layout of each flat gradient, by name.
+        new: the rows that the new rank owns.
 
     Raises:
         ConfigurationError: if the states belong to other flat gradients.

@@ -51,15 +51,15 @@ class ShardsBinding:
     """Ties one `Compression` to the reduce-scatters of one model. All ranks must create it at the same point.
 
     Args:
-        setup: the user's settings and objects.
+        setup: the `Compression`, and what the user passed to it.
         model: a model sharded by `fully_shard`.
         weights: the compressor of changes of weights; None for FSDP's own all-gather.
-        group: the ranks over which each replica is sharded; None for all ranks.
+        group: the process group over which each replica is sharded; None for all ranks.
         replica, replicas: the number of this rank's replica, from 0, and the number of replicas.
 
     Attributes:
-        engine: the `ShardReducer` that compresses.
-        coordinator, accumulation: as in a `Binding` without a policy.
+        engine: the object that compresses and reduces flat gradients, a `ShardReducer`.
+        coordinator, accumulation: None and 1, as in a `Binding` without a policy.
     """
 
     coordinator = None
@@ -145,7 +145,7 @@ class ShardsBinding:
         """Computes this rank's row of the mean, of the sum, or of the sum divided by a factor, and writes it to `row`.
 
         Args:
-            flat: the flat gradient.
+            flat: the flat gradient that FSDP wants to reduce.
             row, rows, group, op: the arguments of FSDP's own reduce-scatter.
             factor: the factor of `set_gradient_divide_factor`; None for the mean.
         """
@@ -235,19 +235,19 @@ class ShardsBinding:
 
     @property
     def level(self) -> Level | None:
-        """See `Compression.level`."""
+        """The level of the next step, as in `Compression.level`."""
         return self.engine.compressor.level
 
     def set_level(self, level: Level) -> None:
-        """See `Compression.set_level`."""
+        """Sets the level from the next step on, as in `Compression.set_level`."""
         self.engine.set_level(level)
 
     def begin_from(self, state: Mapping[str, Any]) -> None:
-        """See `load_state_dict`."""
+        """Loads a state when the binding is created, as `load_state_dict` does."""
         self.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Compression.state_dict`."""
+        """The state for a checkpoint, as in `Compression.state_dict`."""
         engine, memory = self.engine, str(self.engine.memory)
         residuals = {
             name: {"memory": memory, "arrays": [array.to(torch.float32, copy=True) for array in arrays]}
@@ -294,7 +294,7 @@ class ShardsBinding:
         return f"{self.engine.communicator.world_size} ranks on {self.engine.levels.across.size} nodes"
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Compression.load_state_dict`.
+        """Restores a state before the first step, as in `Compression.load_state_dict`.
 
         If the number of ranks or nodes has changed, `hvdcomp.dcp.load` passes the states of all ranks.
 
@@ -434,7 +434,7 @@ def _trained(model: torch.nn.Module, ranks: list[int], in_replica: bool) -> dict
     """The trained parameters, by name.
 
     Args:
-        ranks: the ranks over which the model is sharded.
+        ranks: the communicator of the ranks over which the model is sharded.
         in_replica: whether these are the ranks of one replica, found by `group_of_shards`.
 
     Raises:

@@ -31,7 +31,7 @@ class WeightChanges:
 
     Args:
         reducer: the `ShardReducer` of the same ranks. The reducer has the seed, the step and the ledger.
-        compressor: the compressor for changes: a `Gathering`, or a lossless compressor.
+        compressor: the compressor of the changes of weights: a `Gathering`, or a lossless compressor.
         name: name of the module.
         min_numel: modules with fewer elements are gathered uncompressed.
     """

@@ -38,9 +38,9 @@ class TorchBinding(TorchTraining):
     """Ties one `Compression` to one Horovod optimizer.
 
     Args:
-        setup: the user's settings and objects. `setup.parameters` is a mapping by name, or a function that returns
-            pairs; None for the parameters of Horovod's optimizer. `setup.optimizer` is Horovod's optimizer; None if it
-            is the caller of `compress`.
+        setup: the `Compression`, and what the user passed to it. `setup.parameters` is a mapping by name, or a function
+            that returns pairs; None for the parameters of Horovod's optimizer. `setup.optimizer` is Horovod's
+            optimizer; None if it is the caller of `compress`.
     """
 
     overlaps_with_policy = True

@@ -15,7 +15,7 @@ class ParameterNames:
     """Finds the name of a gradient's parameter.
 
     Args:
-        parameters: the parameters by name.
+        parameters: the parameters of the model, by name.
     """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:

@@ -33,7 +33,7 @@ class CompressionHandler(StateHandler):
     """Saves and restores one `hvdcomp.Compression` for Horovod's TorchState.
 
     Args:
-        value: the compression.
+        value: the `Compression` in the elastic state.
     """
 
     def __init__(self, value: Any) -> None:
@@ -60,7 +60,7 @@ class OptimizerHandler(OptimizerStateHandler):
     would then change the weights of this rank, which may already be those of rank 0.
 
     Args:
-        value: the optimizer.
+        value: the optimizer in the elastic state.
     """
 
     def sync(self) -> None:
@@ -77,7 +77,7 @@ class LocalStepsHandler(StateHandler):
     weights, the outer momentum, the state of the inner optimizer, and the number of steps since the exchange.
 
     Args:
-        value: the optimizer.
+        value: the `LocalSteps` optimizer in the elastic state.
     """
 
     def __init__(self, value: LocalSteps) -> None:

@@ -22,7 +22,7 @@ class Ticket(NamedTuple):
     Attributes:
         name: the name of the tensor; "" if it was not looked up.
         cast: whether Horovod itself allreduces the gradient.
-        gradient: the gradient; None if the result of Horovod needs no cast.
+        gradient: the original gradient; None if the result of Horovod needs no cast.
     """
 
     name: str
@@ -38,10 +38,11 @@ class Passthrough:
 
     Args:
         engine: the engine. The plan of the engine says how each gradient is cast.
-        parameters: the parameters by name.
-        names: finds the names of gradients.
-        optimizer: Horovod's optimizer; None for another caller.
-        observe: a function that gets a source, as in `Policy.source`, and gradients by name.
+        parameters: the parameters of the model, by name.
+        names: the object that finds the names of gradients.
+        optimizer: Horovod's optimizer; None if another function of Horovod is the caller.
+        observe: function that passes gradients to the policy. It gets the source of the gradients, as in
+            `Policy.source`, and the gradients by name.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ class AutoRounds(Described):
     too far. From one round to the next, H at most doubles and at most halves.
 
     Attributes:
-        start: the number of steps of each of the first three rounds.
+        start: number of steps of each of the first three rounds.
         share: the largest share of a round's time that the exchange may take.
     """
 
@@ -71,7 +71,7 @@ class RoundLength:
         """Adds the measurements of a round, and decides the next length.
 
         Args:
-            rule: the settings.
+            rule: the settings of the rule.
             steps: the number of steps of the round.
             drift: the drift S at the end of the round.
             rate: the learning rate at the end of the round. A round with rate 0 is ignored.
@@ -105,7 +105,7 @@ def sketch(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     Matias and Szegedy 1996; for local steps Theologitis et al. 2024, arXiv:2405.20988, section 3).
 
     Args:
-        tensors: the tensors that form the vector. The tensors may have any shapes.
+        tensors: the tensors that together form the vector. They may have any shapes.
     """
     total = torch.zeros(WIDTH, dtype=torch.float64)
     for place, tensor in enumerate(tensors):

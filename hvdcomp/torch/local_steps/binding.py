@@ -36,13 +36,13 @@ class LocalStepsBinding(TorchTraining):
     """Ties one `Compression` to the parameters of one `LocalSteps`.
 
     Args:
-        setup: the user's settings and objects. `setup.optimizer` is the outer optimizer.
+        setup: the `Compression`, and what the user passed to it. `setup.optimizer` is the outer optimizer.
         inner: the optimizer that makes local steps.
         anchors: the weights at the latest exchange, one for each parameter, in the order of the parameter groups.
         settings: further settings that must be the same on all ranks, in addition to the settings of the compression.
             These settings are read in the first step.
-        every: the number of steps between exchanges, or the spec of the rule that decides this number.
-        communicator: the communicator.
+        every: number of steps from one exchange to the next, or the spec of the rule that decides this number.
+        communicator: the communicator of the ranks that exchange.
     """
 
     overlaps_with_policy = False
@@ -141,8 +141,8 @@ class LocalStepsBinding(TorchTraining):
         """Begins an exchange of pseudo-gradients, which `receive` ends.
 
         Args:
-            places: the places of the parameters.
-            moved: the pseudo-gradients.
+            places: the indices of the parameters that are sent.
+            moved: the pseudo-gradients of these parameters.
             background: whether local steps are made before `receive`. If True, do not change `moved` before `receive`.
             earlier: if the exchange is begun again after a restart, the number of steps since it was first begun.
         """
@@ -215,7 +215,8 @@ def local_part(tensor: Any) -> torch.Tensor:
 
 FEW = 0.1  # a method sends few elements if it sends less than this share
 MUCH = 0.9  # an outer momentum is large from this value on
-"""Where trainings with both were unstable (docs/local-steps.md)."""
+"""Trainings with a method that sends few elements, and with a large outer momentum, were unstable
+(docs/local-steps.md)."""
 
 
 def _warn_of_momentum(engine: Engine, momentum: float) -> None:

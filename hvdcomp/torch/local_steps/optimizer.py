@@ -74,9 +74,9 @@ class LocalSteps(torch.optim.Optimizer):
             weights in each step instead of the gradient, and all ranks have the same weights after every step. With
             "auto", or for example "auto:share=0.05,start=10", rank 0 decides the number after each exchange, with the
             rule of `hvdcomp.torch.AutoRounds`. "auto" does not work with `fragments`, `delay` or `local_share`.
-        compression: a compression that only this optimizer uses. Default: no compression, in float32. Rules by name and
-            checkpoints use the names in its `named_parameters`. If there are no such names, rules and checkpoints use
-            the names in the inner optimizer (PyTorch 2.6), or otherwise numbers.
+        compression: a `Compression` that only this optimizer uses. Default: no compression, in float32. Rules by name
+            and checkpoints use the names in its `named_parameters`. If there are no such names, rules and checkpoints
+            use the names in the inner optimizer (PyTorch 2.6), or otherwise numbers.
         fragments: the number of fragments. A fragment is a set of whole parameters. All fragments have about the same
             size. Each fragment is exchanged once in `every` steps.
         delay: the number of steps between sending a fragment and applying its mean; less than `every / fragments`. In
@@ -153,7 +153,7 @@ class LocalSteps(torch.optim.Optimizer):
             compression = _compression_of(NoCompression())
         require_compression(compression, "hvdcomp.torch.LocalSteps")
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._step_supports_amp_scaling = True  # so that a GradScaler always calls `step`, which counts the step
+        self._step_supports_amp_scaling = True  # a GradScaler then always calls `step`, which counts the step
         self.inner, self.compression = optimizer, compression
         self._share_groups()
         optimizer.register_load_state_dict_post_hook(lambda _: self._share_groups())
@@ -183,7 +183,7 @@ class LocalSteps(torch.optim.Optimizer):
 
         Args:
             optimizer: the inner optimizer, AdamW in the paper.
-            every, options: as in the class. Any compressor is allowed.
+            every, options: the arguments of the class `LocalSteps`. Any compressor is allowed.
         """
         return cls(optimizer, every, **options)
 
@@ -196,8 +196,8 @@ class LocalSteps(torch.optim.Optimizer):
 
         Args:
             optimizer: the inner optimizer, AdamW with betas (0.9, 0.95) in the paper.
-            named_parameters: as in `Compression`.
-            every, options: as in the class, without `compression`.
+            named_parameters: pairs of name and parameter, as in `Compression`.
+            every, options: the arguments of the class `LocalSteps`, without `compression`.
         """
         sparse = _compression_of(ChunkedTopK(), memory=ErrorFeedback(decay=0.95), named_parameters=named_parameters)
         return cls(optimizer, every, **{"outer_lr": 1.0, "outer_momentum": 0.0, **options}, compression=sparse)
@@ -225,9 +225,9 @@ class LocalSteps(torch.optim.Optimizer):
         Args:
             optimizer: the inner optimizer. The best choice is Muon, such as `MuonWithAdamW`.
             every: the number of steps between exchanges. With 1, all ranks have the same weights after every step.
-            compressor: the compressor of all other tensors. Default: `EFSignSGD()`.
-            named_parameters: as in `Compression`.
-            options: as in the class, without `compression`.
+            compressor: the compressor of all tensors that are not small. Default: `EFSignSGD()`.
+            named_parameters: pairs of name and parameter, as in `Compression`.
+            options: the arguments of the class `LocalSteps`, without `compression`.
         """
         compressor = EFSignSGD() if compressor is None else compressor
         compression = _compression_of(
@@ -333,8 +333,8 @@ class LocalSteps(torch.optim.Optimizer):
         anchors, parameters = self._anchors(), self._own()
         outer = self.outer.param_groups[0]
         if self._binding.is_exact_alone and (outer["lr"], outer["momentum"]) == (1, 0):
-            # The mean is this rank's own change. The anchor minus this change would differ from the weights by a
-            # rounding error.
+            # This rank exchanges with no other rank, so the mean is its own change of the weights. The weights stay as
+            # they are, because subtracting the change from the anchor would add a rounding error.
             put((anchors[place] for place in places), (parameters[place] for place in places))
             return
         for place, mean in zip(places, means, strict=True):
@@ -395,7 +395,7 @@ class LocalSteps(torch.optim.Optimizer):
     # Methods of an optimizer.
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """See `zero_grad` of the inner optimizer."""
+        """Sets the gradients to zero, as `zero_grad` of the inner optimizer does."""
         self.inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

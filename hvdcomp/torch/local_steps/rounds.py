@@ -17,9 +17,9 @@ class Rounds(NamedTuple):
     most one exchange is running.
 
     Attributes:
-        every: the number of steps between two exchanges of the same parameter.
+        every: number of steps from one exchange of a parameter to the next exchange of the same parameter.
         fragments: the number of fragments. A fragment is a set of parameters.
-        delay: the number of steps between sending a fragment and applying its mean.
+        delay: number of steps from sending a fragment to applying its mean.
         local_share: the share of a rank's own weights after an exchange, from 0 to below 1.
     """
 
@@ -85,8 +85,8 @@ class Sent(NamedTuple):
     """A fragment that was sent, and whose mean is not yet applied.
 
     Attributes:
-        places: the places of its parameters.
-        at: the number of steps after which it was sent.
+        places: the indices of the parameters that were sent.
+        at: number of steps that this rank had made when it sent the parameters.
         moved: this rank's pseudo-gradients, with which the exchange can be started again.
     """
 

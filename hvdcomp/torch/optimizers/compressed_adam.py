@@ -23,7 +23,7 @@ class Momentum:
 
     Attributes:
         mean: m, the first moment before this step. The mean is the same on all ranks.
-        weight: b1 / (1 - b1).
+        weight: the factor by which `mean` is multiplied when it is added to the gradient: b1 / (1 - b1).
 
     Class attributes:
         sent_always: whether the momentum is added even if the exchange is lossless.
@@ -34,11 +34,11 @@ class Momentum:
     sent_always: ClassVar[bool] = False
 
     def add_to(self, gradient: torch.Tensor, scale: float) -> None:
-        """Adds the momentum to a gradient, in place. scale: the factor by which the gradient is already multiplied."""
+        """Adds the momentum to a gradient before the exchange."""
         gradient.add_(self.mean, alpha=self.weight * scale)
 
     def take_from(self, mean: torch.Tensor, scale: float) -> None:
-        """Subtracts the momentum from the ranks' mean, in place."""
+        """Subtracts the momentum from the mean after the exchange."""
         mean.sub_(self.mean, alpha=self.weight * scale)
 
 
@@ -49,10 +49,10 @@ class LocalMomenta:
     over the ranks.
 
     Attributes:
-        mean: m of this rank before this step.
-        weight: b1 / (1 - b1).
-        moved: the sum of rate times m over the earlier steps since the last exchange.
-        share: the share of this step in the sum of rates.
+        mean: m, this rank's first moment before this step.
+        weight: the factor by which `mean` is multiplied: b1 / (1 - b1).
+        moved: the sum over the earlier steps since the last exchange of the learning rate times m.
+        share: the learning rate of this step, as a share of the sum of the learning rates since the last exchange.
         of_moved: the factor by which `moved` is multiplied.
     """
 
@@ -64,12 +64,12 @@ class LocalMomenta:
     sent_always: ClassVar[bool] = True
 
     def add_to(self, gradient: torch.Tensor, scale: float) -> None:
-        """See `Momentum`."""
+        """Turns a gradient into the mean momentum since the last exchange, in place."""
         gradient.mul_(self.share).add_(self.mean, alpha=self.weight * self.share * scale)
         gradient.add_(self.moved, alpha=self.of_moved * scale)
 
     def take_from(self, mean: torch.Tensor, scale: float) -> None:
-        """See `Momentum`."""
+        """Does nothing, because the optimizer gets the mean momentum itself."""
 
 
 # The options of a parameter group in addition to those of AdamW.
@@ -105,7 +105,7 @@ class CompressedAdam(torch.optim.AdamW):
     of embeddings have had a gradient.
 
     Args:
-        params, lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
+        params, lr, betas, eps, weight_decay: the arguments of `torch.optim.AdamW`.
         freeze_after: the number of steps of a parameter after which its second moment is frozen. Use 15 to 25 % of the
             training. If you load a state of `torch.optim.AdamW`, its steps count.
         warm_up: the spec of the compressor that is used before freezing. Use a compressor with which AdamW trains well,
@@ -160,7 +160,7 @@ class CompressedAdam(torch.optim.AdamW):
         self._complete_states(parameter for group in self.param_groups for parameter in group["params"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in `torch.optim.Optimizer`."""
+        """Adds a parameter group, as `torch.optim.Optimizer` does."""
         super().add_param_group(param_group)
         if "freeze_after" in self.defaults:  # it is missing during __init__
             self._complete()
@@ -216,7 +216,7 @@ class CompressedAdam(torch.optim.AdamW):
 
     @property
     def local_steps(self) -> int:
-        """The setting `local_steps`."""
+        """The value of the setting `local_steps`."""
         return int(self.param_groups[0]["local_steps"])
 
     @property
@@ -292,7 +292,7 @@ class CompressedAdam(torch.optim.AdamW):
     @not_compiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """See `torch.optim.AdamW`."""
+        """Makes a step of the optimizer, as `torch.optim.AdamW` does."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

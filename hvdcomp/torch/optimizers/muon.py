@@ -132,14 +132,16 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self._share()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See `torch.optim.Optimizer`. If the optimizer was created with a model, the parameters also need names."""
+        """Adds a parameter group, as `torch.optim.Optimizer` does. If the optimizer was created with a model, the
+        parameters also need names."""
         for option, default in self._options[bool(param_group.get("use_muon"))].items():
             param_group.setdefault(option, default)
         super().add_param_group(param_group)
         self._share()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `torch.optim.Optimizer`. The parameter groups of the state must use the same optimizers."""
+        """Restores a state, as `torch.optim.Optimizer` does. The parameter groups of the state must use the same
+        optimizers."""
         own, loaded = (
             [bool(group.get("use_muon")) for group in groups]
             for groups in (self.param_groups, state_dict["param_groups"])
@@ -165,7 +167,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     @not_compiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """See `torch.optim.Optimizer`."""
+        """Makes a step of the optimizer, as `torch.optim.Optimizer` does."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -14,7 +14,7 @@ from hvdcomp.errors import RankMismatchError
 from hvdcomp.exchange.rows import Rows
 
 END = object()
-"""Stands for a batch at the end of the loader."""
+"""The value in place of a batch after the last batch of the loader."""
 _ENDED, _REFUSED = -1, -2  # sent in place of a number of rows
 
 
@@ -44,8 +44,8 @@ class ReadBatch:
 
     Attributes:
         batch: the batch, or `END` after the last batch.
-        own: the keys of this rank.
-        sent: the number of bytes sent.
+        own: the keys of the rows that this rank looks up in the batch.
+        sent: number of bytes that this rank sent to exchange keys.
     """
 
     def __init__(self, ranks: Ranks, batch: Any, own: torch.Tensor, refused: str | None, name: str) -> None:

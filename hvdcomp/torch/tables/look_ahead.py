@@ -73,7 +73,7 @@ class LookAhead:
             late. With 1, a step waits for the ids of the next batch.
 
     Attributes:
-        loader, rows, optimizer, batches: the arguments. `rows.ledger` has the bytes of each step.
+        loader, rows, optimizer, batches: the arguments of the constructor. `rows.ledger` has the bytes of each step.
 
     Raises:
         ConfigurationError: on every rank, if the optimizer or a table is not suitable. During training: if `step` is
@@ -356,8 +356,8 @@ class _WholeTables:
     """The exchange for tables that every rank has as a whole.
 
     Attributes:
-        starts: the first key of each table, and the end of all keys.
-        reach: the number of coming batches that `plan` gets.
+        starts: for each table, the key of its first row; and at the end, the end of all keys.
+        reach: number of coming batches that the method `plan` gets.
         caches: whether lookups read a cache instead of the tables' weights.
     """
 
@@ -407,7 +407,8 @@ class _WholeTables:
         being named."""
 
     def lent(self) -> torch.Tensor:
-        """The keys of rows that other ranks will fetch from this rank. There are none."""
+        """The keys of rows that other ranks will fetch from this rank. The result is empty, because each rank has the
+        whole tables."""
         return self.starts[:0]
 
     def prefetch(self, ranks: Ranks, name: str) -> None:

@@ -25,8 +25,8 @@ class RowWiseAdagrad(torch.optim.Optimizer):
     Args:
         params: the weights of the tables (rows, columns), or parameter groups of them.
         lr: the learning rate.
-        eps: a number above 0, as in the rule.
-        initial_accumulator_value: the first value of all sums.
+        eps: a number above 0 that is added to the divisor, as in the rule above.
+        initial_accumulator_value: the value of all accumulated sums at the start.
 
     Raises:
         ConfigurationError: if a parameter is not a matrix, or an option is too small.
@@ -44,7 +44,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         super().__init__(params, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See `torch.optim.Optimizer`. The constructor of this base class also calls it."""
+        """Adds a parameter group, as `torch.optim.Optimizer` does. The constructor of this base class also calls it."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for table in group["params"]:
@@ -58,7 +58,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `torch.optim.Optimizer`. Unlike there, the sums keep their element type."""
+        """Restores a state, as `torch.optim.Optimizer` does, but the sums keep their element type."""
         super().load_state_dict(state_dict)
         tables = (table for group in self.param_groups for table in group["params"])
         numbers = (number for group in state_dict["param_groups"] for number in group["params"])

@@ -40,9 +40,7 @@ class RowExchange:
 
     Args:
         model: the model with the tables, not yet wrapped.
-        tables: the names of weights of `nn.Embedding` or `nn.EmbeddingBag`, (rows, columns) each. Pass "all" for all of
-            them, except weights that another kind of module shares. (The gradients of shared weights have no zero
-            rows.) Default: all tables with sparse=True.
+        tables: the modules of the tables, by the names of their weights.
         wire_dtype: the element type in which rows and means are sent: torch.bfloat16, torch.float16 or torch.int8. With
             torch.int8, the largest magnitude of each row is also sent, and the error of an element is at most 1/254 of
             this magnitude. The mean is rounded in the same way a second time. Rounding errors are not kept. Default:
@@ -57,10 +55,11 @@ class RowExchange:
 
     Attributes:
         tables: the modules, by the names of their weights.
-        ranks: the communicator.
+        ranks: the communicator of the ranks that exchange rows.
         means: the object that exchanges rows and computes their means.
         ahead: the latest `LookAhead` for these tables; None if there is none.
-        ledger: the bytes of each step, as in `Compression.ledger`, but without times. Dense bytes count whole tables.
+        ledger: the ledger, with the bytes of each step as in `Compression.ledger`, but without times. Dense bytes count
+            whole tables.
 
     Raises:
         ConfigurationError: on every rank, if a name is not a table, if a table is sharded or has max_norm, or if no

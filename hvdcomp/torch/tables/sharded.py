@@ -41,10 +41,11 @@ class ShardedTables:
         tables: the names of weights of `nn.Embedding` or `nn.EmbeddingBag` with sparse=True. Default: all of them.
         fill: a function that gets the name of a weight and ids (n,), and returns the rows (n, columns). Use it for
             tables that were created with device="meta", which no rank has as a whole.
-        communicator: the communicator, as in `RowExchange`.
+        communicator: the communicator of the ranks, as in `RowExchange`.
 
     Attributes:
-        tables, ranks, ahead, ledger: as in `RowExchange`. The bytes include the rows that were fetched.
+        tables, ranks, ahead, ledger: attributes that `RowExchange` describes. The bytes include the rows that were
+            fetched.
         means: the object that exchanges rows and computes their means.
 
     Raises:
@@ -113,7 +114,7 @@ class ShardedTables:
         """Starts to fetch rows from their owners. Call it on every rank.
 
         Args:
-            by_rank: the ids that each rank wants of each table.
+            by_rank: for each rank and table, the ids of the rows that the rank wants.
             owned: the arrays of each table, such as its weight. An array has an entry, of any shape, for each row that
                 this rank owns.
 

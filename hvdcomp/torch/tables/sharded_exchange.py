@@ -45,12 +45,13 @@ class _Cache(NamedTuple):
 
 
 class ShardedExchange:
-    """Like `_WholeTables` of `look_ahead.py`, but for tables of which each rank owns a part.
+    """Exchanges rows for `LookAhead`, like `_WholeTables` of `look_ahead.py`, but for tables whose rows are distributed
+    over the ranks.
 
     Attributes:
-        starts: the first key of each table, and the end of all keys. All are multiples of the number of ranks, so that
-            the owner of a key is the owner of its id.
-        reach: the number of coming batches that `plan` gets.
+        starts: for each table, the key of its first row; and at the end, the end of all keys. All are multiples of the
+            number of ranks, so that the owner of a key is the owner of its id.
+        reach: number of coming batches that the method `plan` gets.
         caches: whether lookups read a cache instead of the tables' weights.
     """
 

@@ -23,7 +23,7 @@ _STORE_PORTS = range(29500, 32768)
 
 
 def _horovod(hosts: int, slots: int) -> list[dict[str, str]]:
-    """The variables of horovodrun, with Gloo.
+    """The environment variables that horovodrun would set on each rank, with Gloo.
 
     Raises:
         ClusterError: Horovod is not installed.
@@ -71,7 +71,7 @@ BACKENDS: dict[str, Callable[[int, int], list[dict[str, str]]]] = {"horovod": _h
 
 
 def _free_port() -> int:
-    """A free port of this host.
+    """The number of a port of this host that is free.
 
     Raises:
         ClusterError: if no port is free.

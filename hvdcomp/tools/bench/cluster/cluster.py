@@ -30,10 +30,10 @@ class Cluster:
     thread of a program). If the process is killed, the next cluster removes the remains.
 
     Args:
-        hosts: the number of hosts, 2 to 64.
+        hosts: number of emulated hosts, 2 to 64.
         rate: the rate of each host's link, in both directions, in the notation of `tc`: "100mbit", "1gbit".
-        standing: whether to keep the hosts after the block, for `Cluster.standing()`, until `remove` is called. A
-            machine can have one standing cluster.
+        standing: whether the hosts continue to exist after the block, until `remove` is called. `Cluster.standing()`
+            finds them. A machine can have one such cluster.
 
     Raises:
         ClusterError: if a value is wrong, the user is not root, or a required program is missing. When the block
@@ -112,13 +112,13 @@ class Cluster:
         """Runs a command under Horovod or torch.distributed and waits for it.
 
         Args:
-            command: program and arguments, run by every rank.
+            command: the program and its arguments. Every rank runs it.
             ranks: the number of ranks, a multiple of the number of hosts. Default: one rank on each host.
             backend: the library that connects the ranks: "horovod" or "torch" (torch.distributed).
             env: variables to add to the environment of this process.
             output: a function that is called, in another thread, with each line of stdout and stderr (including the
                 line end). Default: the lines go to the stdout and stderr of this process.
-            timeout: the seconds after which all ranks are ended.
+            timeout: seconds after which all ranks are ended; None for no limit.
 
         Returns:
             The exit code of the rank that failed first, or 0.

@@ -32,7 +32,7 @@ class Row:
         measurement: the measurement of a method.
         ratio_to_peer: the median time of a step / the median time of PyTorch's PowerSGD hook with the same number of
             threads; None if the hook was not measured.
-        steady: whether no other work has disturbed the measurement (`steady`).
+        steady: whether the measurement was undisturbed by other work of the machine.
         before_ms: the median time of a step for the same request in an earlier comparison; None if it was not measured.
     """
 
@@ -42,7 +42,7 @@ class Row:
     before_ms: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The row as plain data without nesting."""
+        """The row as a dictionary of numbers and texts, without nesting."""
         data = asdict(self.measurement)
         data = {**data.pop("request"), **data}
         for name in ("step_ms", "copy_ms", "ratio_to_copy", "cpu_ms", "device_ms", "device_copy_ms"):
@@ -137,7 +137,7 @@ def _same_copies(measurements: Sequence[Measurement]) -> list[list[int]]:
 
 
 def unsteady(measurements: Sequence[Measurement]) -> list[int]:
-    """The places of all other measurements."""
+    """The indices of the measurements that other work of the machine has disturbed."""
     return sorted(set(range(len(measurements))) - steady(measurements))
 
 

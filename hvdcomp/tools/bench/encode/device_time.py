@@ -35,7 +35,7 @@ class Stopwatch:
     """Measures the time of the work that is launched on the current device within a block.
 
     Attributes:
-        ms: the milliseconds, available after the block.
+        ms: measured milliseconds; available after the block.
 
     Example:
         >>> with Stopwatch() as stopwatch:  # doctest: +SKIP

@@ -25,7 +25,7 @@ class Gradients(ABC):
     """The gradients of one model. The gradients are normally distributed, and have the same values in each framework.
 
     Attributes:
-        arrays: the gradients that a step gets, by tensor name. A step may write to them.
+        arrays: the gradients of a step, by tensor name. The step may write to them.
     """
 
     arrays: dict[str, Any]

@@ -44,11 +44,11 @@ class Request:
     """A description of a measurement, as plain data that can be sent to another process.
 
     Attributes:
-        method: the spec of a compressor, or one of `PEERS`.
-        repeats: the least number of pairs of a copy and a step.
-        seconds: the least duration of all pairs together.
+        method: spec of a compressor, or a name in `PEERS`.
+        repeats: least number of times that a copy and a step are measured, as a pair.
+        seconds: least duration of all measurements together, in seconds.
         ranks: the number of ranks whose payloads are decoded.
-        threads: the number of threads of the framework, and of the libraries that it calls.
+        threads: number of threads of the framework and of the libraries that it calls.
         dtype: element type of the gradients.
         memory: the spec of the memory; None for the default memory of each method.
     """
@@ -91,17 +91,18 @@ class Measurement:
     """The results of one method on one model.
 
     Attributes:
-        turns: the number of timed pairs of a copy and a step.
-        step_ms, copy_ms: the times of steps and copies.
-        ratio_to_copy: step / copy, for each pair.
+        turns: number of times that a copy and a step were measured, as a pair.
+        step_ms, copy_ms: the times of steps, and of copies of all gradients, in milliseconds.
+        ratio_to_copy: for each pair, the time of the step divided by the time of the copy.
         cpu_ms: the processor time of all threads of the process in a step. The processor time is more reliable than
             `step_ms` if other programs use the cores.
-        encode_ms, decode_ms: the median times of compressors and memories; None for a peer.
+        encode_ms, decode_ms: median milliseconds of encoding and of decoding, including the memory; None for a method
+            of PyTorch.
         peak_mb: the peak memory of the process in MiB, minus the memory of the process with the gradients and two
             copies of them.
-        kept_bytes: the bytes of state for each parameter, on the device of the gradients (residuals, velocities and
-            warm starts); None for a peer.
-        bytes_sent: the bytes that one rank sends in a step; None for a peer.
+        kept_bytes: bytes of state per parameter on the device of the gradients (residuals, velocities and warm starts);
+            None for a method of PyTorch.
+        bytes_sent: bytes that one rank sends in a step; None for a method of PyTorch.
         operations: the number of operations of the framework in one step; None if they cannot be counted.
         kernel_launches: number of kernel launches on the accelerator in one step; None on a CPU.
         device_ms, device_copy_ms: the time that an accelerator needs for a step and for a copy if the host has launched
@@ -225,7 +226,7 @@ def measure_here(request: Request) -> Measurement:
 
 
 def _kept_bytes(engine: Engine) -> float:
-    """The bytes of state for each parameter."""
+    """The bytes of state that a method keeps per parameter."""
     unbucketed = sum(state.own_bytes for state in engine.states.values())
     return (engine.buckets.kept_bytes + unbucketed) / sum(tensor.size for tensor in engine.tensors.values())
 

@@ -17,7 +17,7 @@ BEFORE = ("before, ms", "times as fast")
 
 
 def title(options: Mapping[str, Any]) -> str:
-    """The line above a table."""
+    """The line that is printed above a table."""
     memory = "" if options["memory"] is None else f"memory {options['memory']}, "
     return (
         f"One step without a network: {options['model']}, {options['framework']}, {options['device']}, "

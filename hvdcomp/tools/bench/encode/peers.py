@@ -40,8 +40,8 @@ def peer(name: str, gradients: TorchGradients, device: str) -> Callable[[], Any]
     hook has error feedback and warm start, which are its defaults.
 
     Args:
-        name: one of `PEERS`.
-        gradients: the gradients. The gradients become parts of one bucket.
+        name: name of a method of PyTorch, one of `PEERS`.
+        gradients: the gradients of the measurement. They become parts of one bucket.
     """
     import torch.distributed as dist
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook

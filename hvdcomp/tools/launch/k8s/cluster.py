@@ -18,7 +18,7 @@ from hvdcomp.tools.launch.k8s.kubeconfig import connect
 from hvdcomp.tools.launch.k8s.manifest import GROUP, JOB_LABEL, KIND, PLURAL, ROLE_LABEL, VERSION
 
 ANSWER_WITHIN = (10.0, 30.0)
-"""Seconds to connect, and to wait for an answer."""
+"""Two timeouts of requests, in seconds: to connect to the server, and to wait for its answer."""
 
 WATCH_FOR = 240
 """Seconds after which the server ends a watch, and a new watch begins."""
@@ -37,7 +37,7 @@ class Cluster:
 
     Args:
         namespace: the namespace; None for the namespace of the kubeconfig, or "default" if it names none.
-        context: context of the kubeconfig; None for its current context.
+        context: name of the context in the kubeconfig; None for its current context.
 
     Raises:
         KubernetesError: if the client is not installed, or no cluster is configured.

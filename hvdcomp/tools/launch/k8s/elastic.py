@@ -39,7 +39,7 @@ _FOR_PYTHON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 
 
 class _Workers:
-    """The running workers."""
+    """The worker pods of an elastic job that are running."""
 
     def __init__(self, port: str, program: str) -> None:
         self._port, self._program = port, program

@@ -16,8 +16,8 @@ def connect(kubernetes: Any, context: str | None) -> tuple[Any, str]:
     """A client, and the default namespace. Nothing is sent yet.
 
     Args:
-        kubernetes: the module.
-        context: context of the kubeconfig; None for its current context.
+        kubernetes: the Python module `kubernetes`.
+        context: name of the context in the kubeconfig; None for its current context.
 
     Raises:
         KubernetesError: if no cluster is configured, or its configuration cannot be used.

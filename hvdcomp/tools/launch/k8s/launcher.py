@@ -42,7 +42,7 @@ def hosts() -> list[str]:
 
 
 def answers(host: str, port: int) -> bool:
-    """Whether something answers on a host's port."""
+    """Whether a program accepts connections on a port of a host."""
     try:
         with socket.create_connection((host, port), timeout=5):
             return True

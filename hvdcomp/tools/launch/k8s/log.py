@@ -30,7 +30,7 @@ class Log:
         patience: seconds for which the request of a denied log is repeated.
 
     Attributes:
-        thread: the reading thread; None while there is nothing to read.
+        thread: the thread that reads the log; None while there is nothing to read.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Log:
         """Waits until all lines of the attempt have been written. Call it after the end of the attempt.
 
         Args:
-            seconds: the longest time to wait, in case the attempt has not ended; None for no limit.
+            seconds: longest time to wait until the log was read completely, in seconds; None for no limit.
         """
         self._ended.set()
         if self.thread is not None:

@@ -9,7 +9,7 @@ from typing import Any
 from hvdcomp.errors import ConfigurationError
 
 _FIXED = (("apiVersion",), ("kind",), ("metadata", "name"), ("metadata", "namespace"))
-"""Fields that identify the job."""
+"""The fields that a patch must not change, because they identify the job."""
 
 
 def read_patch(path: Path) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def read_patch(path: Path) -> dict[str, Any]:
 
 
 def merged(base: Any, patch: Any) -> Any:
-    """The base, merged with the patch.
+    """Merges a patch into a manifest, and returns the result.
 
     Tables are merged field by field, and null removes a field. Lists whose items have a `name` (such as containers,
     volumes and variables) are merged item by item, and new items are added at the end. Mounts are matched by

@@ -25,10 +25,10 @@ class MPIJob:
 
 
 class Kubernetes(Scheduler[KubernetesSettings, MPIJob]):
-    """The jobs in one namespace.
+    """Submits, follows and ends the jobs in one namespace of a Kubernetes cluster.
 
     Args:
-        namespace, context: arguments of `Cluster`.
+        namespace, context: the namespace and the kubeconfig's context, as in `Cluster`.
     """
 
     def __init__(self, namespace: str | None = None, context: str | None = None) -> None:

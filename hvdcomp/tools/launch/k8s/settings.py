@@ -36,7 +36,7 @@ _LABEL_VALUE = re.compile(rf"(?:{_LABEL_NAME})?")
 _DNS_NAME = re.compile(r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?")
 _PATH = re.compile(r"/[\w./+-]*", re.ASCII)
 TOLERATION = re.compile(rf"({_LABEL_KEY.pattern})(?:=({_LABEL_NAME}))?(?::(NoSchedule|PreferNoSchedule|NoExecute))?")
-"""A taint in kubectl's form: key, value, effect."""
+"""A taint in the notation of kubectl. The groups of the pattern are the key, the value and the effect."""
 
 SSH_PORT = 2222
 """The port of sshd in the workers. Ports below 1024 need root."""
@@ -52,7 +52,7 @@ class KubernetesSettings:
     """The settings of an MPIJob. Each worker pod runs `slots_per_worker` ranks. The launcher pod runs only `mpirun`.
 
     Attributes:
-        job: the program. The number of its ranks must be a multiple of slots_per_worker.
+        job: the job: its program, and the number of its ranks, which must be a multiple of slots_per_worker.
         image: the image of launcher and workers. The image must contain the program, Horovod or PyTorch, Open MPI 4.1
             and sshd.
         slots_per_worker: the number of ranks in each worker pod.
@@ -64,8 +64,8 @@ class KubernetesSettings:
         cpu_limit: whether workers are limited to the cores that they requested.
         shared_memory: the size of /dev/shm, through which the ranks of a pod exchange data. This memory counts as
             memory of the pod.
-        launcher_cpu, launcher_memory: CPU and memory of the launcher pod.
-        checkpoint_claim: an existing PersistentVolumeClaim, mounted in every worker.
+        launcher_cpu, launcher_memory: the CPU and the memory that the launcher pod requests.
+        checkpoint_claim: name of an existing PersistentVolumeClaim, which is mounted in every worker.
         checkpoint_path: the folder where this claim is mounted.
         home: the home folder of user 1000 in the image. The operator's ssh key is mounted in its `.ssh`.
         node_selector: labels that the workers' nodes must have.
@@ -85,11 +85,11 @@ class KubernetesSettings:
         forward: the names of variables of the image that ranks need. Sessions of sshd do not inherit these variables.
         labels, annotations: labels and annotations of the MPIJob, such as a queue of Kueue.
         pod_labels, pod_annotations: labels and annotations of the pods of launcher and workers.
-        queue: queue of a gang scheduler.
-        priority_class: priority class of launcher and workers.
+        queue: name of a queue of a gang scheduler.
+        priority_class: name of the priority class of launcher and workers.
         tolerations: the taints that launcher and workers tolerate, as "KEY=VALUE:EFFECT". VALUE and EFFECT may be left
             out.
-        service_account: service account of launcher and workers. The token of this account is not mounted.
+        service_account: name of the service account of launcher and workers. Its token is not mounted.
         secrets: variables of every rank whose values come from Secrets, each as "SECRET/KEY".
         volumes: existing PersistentVolumeClaims. The key is the folder of every worker where a claim is mounted.
             "CLAIM:ro" is read-only.

@@ -66,8 +66,8 @@ class SlurmJobState:
     Attributes:
         state: Slurm's word for the state, such as PENDING, RUNNING or COMPLETED.
         reason: why the job is pending, or why it ended in this state; "None" if there is no reason.
-        nodes: the job's nodes; "" before it starts.
-        restarts: the number of requeues.
+        nodes: names of the nodes on which the job runs; empty before it starts.
+        restarts: number of times that Slurm has requeued the job.
         code, signal: the exit code of the script, and the number of the signal that ended it.
         output: the file of the job's output; None if Slurm does not know the file.
     """
@@ -201,7 +201,7 @@ def _accounted(job_id: int) -> SlurmJobState:
 
 
 def _run(command: list[str], text: str | None = None, variables: dict[str, str] | None = None) -> str:
-    """The output of a command of Slurm."""
+    """Runs a command of Slurm, and returns its output."""
     name = command[0]
     try:
         process = subprocess.run(
