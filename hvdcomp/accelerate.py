@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 from weakref import finalize, ref
 
+import torch.distributed.checkpoint
 from torch.nn.parallel import DistributedDataParallel
 
-from hvdcomp import ddp
+from hvdcomp import dcp, ddp, fsdp
 from hvdcomp.bindings.setup import UsedCompression
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.torch import trainers
+from hvdcomp.torch.fsdp.checks import modules_of
 
 try:
     from accelerate import Accelerator
@@ -22,7 +24,13 @@ except ModuleNotFoundError as error:
 __all__ = ["register"]
 
 
-def register(accelerator: Accelerator, model: Any, compression: UsedCompression, optimizer: Any = None) -> None:
+def register(
+    accelerator: Accelerator,
+    model: Any,
+    compression: UsedCompression,
+    optimizer: Any = None,
+    shards: UsedCompression | None = None,
+) -> None:
     """Makes a model that accelerate has prepared exchange compressed gradients.
 
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -34,15 +42,19 @@ def register(accelerator: Accelerator, model: Any, compression: UsedCompression,
     `load_state` after `register` and before the first step. If the number of ranks has changed, the new ranks share the
     residuals of all old ranks. With float16, hvdcomp finds the GradScaler by itself.
 
+    A model in FSDP2 is registered as by `hvdcomp.fsdp.register`. The states of all ranks are then in the folder
+    `compression` of the checkpoint, in the format of `torch.distributed.checkpoint`.
+
     Args:
         accelerator: the accelerator. It must have two or more processes.
-        model: the model that `prepare` returned, wrapped in DistributedDataParallel.
+        model: the model that `prepare` returned, wrapped in DistributedDataParallel, or sharded by FSDP2.
         compression: a `Compression` that no other model uses.
         optimizer: the optimizer that `prepare` returned. Policies that follow the learning rate need it.
+        shards: a second compression, as in `hvdcomp.fsdp.register`. Only for FSDP2 with replicas.
 
     Raises:
-        ConfigurationError: if accelerate has not wrapped the model in DistributedDataParallel, or if another model uses
-            this `Compression`.
+        ConfigurationError: if accelerate has neither wrapped the model in DistributedDataParallel nor sharded it by
+            FSDP2, or if another model uses this `Compression`. For FSDP2, also as in `hvdcomp.fsdp.register`.
         RankMismatchError: on every rank, if some ranks raised an error.
     """
     if not isinstance(accelerator, Accelerator):
@@ -50,17 +62,27 @@ def register(accelerator: Accelerator, model: Any, compression: UsedCompression,
             f"hvdcomp.accelerate.register was given a {type(accelerator).__name__} as accelerator; pass the "
             "accelerate.Accelerator first, then the model, the compression and the optimizer"
         )
-    if not isinstance(_inner(model), DistributedDataParallel):
+    in_fsdp = bool(modules_of(_inner(model)))
+    if not isinstance(_inner(model), DistributedDataParallel) and not in_fsdp:
         raise ConfigurationError(
-            f"hvdcomp.accelerate.register was given a {type(model).__name__} that is not wrapped in "
-            f"DistributedDataParallel (accelerate: num_processes={accelerator.num_processes}, "
+            f"hvdcomp.accelerate.register was given a {type(model).__name__} that is neither wrapped in "
+            f"DistributedDataParallel nor sharded by FSDP2 (accelerate: num_processes={accelerator.num_processes}, "
             f"distributed_type={accelerator.distributed_type.value}). Pass the model that accelerator.prepare(model) "
-            "returned, and start two or more processes, with torchrun or accelerate launch --multi_gpu. For FSDP2, use "
-            "hvdcomp.fsdp.register"
+            "returned, and start two or more processes, with torchrun or accelerate launch --multi_gpu"
         )
     if isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
-    ddp.register(model, compression, optimizer, accelerator.scaler)
+    if in_fsdp:
+        _register_in_fsdp(accelerator, model, compression, optimizer, shards)
+    elif shards is not None:
+        raise ConfigurationError(
+            "hvdcomp.accelerate.register was given shards for a model in DistributedDataParallel, which is not "
+            "sharded. Leave shards out, or let accelerate shard the model by FSDP2, with "
+            "ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)"
+        )
+    else:
+        ddp.register(model, compression, optimizer, accelerator.scaler)
+    compressions = {"compression": compression} if shards is None else {"compression": compression, "shards": shards}
     # The accelerator keeps the hooks below. If they referred to the model, it could not be freed.
     prepared = ref(_inner(model))
 
@@ -75,11 +97,24 @@ def register(accelerator: Accelerator, model: Any, compression: UsedCompression,
         return "compression" if number == 0 else f"compression_{number}_"
 
     def save(models: list[Any], weights: list[Any], folder: str) -> None:
-        if (name := names_of(models)) is not None:
+        name = names_of(models)
+        if name is not None and in_fsdp:
+            states = {key: dcp.by_rank(one) for key, one in compressions.items()}
+            torch.distributed.checkpoint.save(states, checkpoint_id=Path(folder, name))
+        elif name is not None:
             trainers.save(compression, Path(folder, f"{name}{accelerator.process_index}.pt"))
 
     def load(models: list[Any], folder: str) -> None:
-        if (name := names_of(models)) is not None:
+        if in_fsdp:  # accelerate has loaded these models already, and passes none
+            models = accelerator._models  # noqa: SLF001  # it has no public name for them
+        name = names_of(models)
+        if name is not None and in_fsdp:
+            if not Path(folder, name).is_dir():
+                trainers.warn_of_no_state(folder, accelerator.process_index)
+                return
+            for key, one in compressions.items():
+                dcp.load(one, Path(folder, name), key)
+        elif name is not None:
             trainers.restore(
                 compression,
                 lambda rank: trainers.read(Path(folder, f"{name}{rank}.pt")),
@@ -90,6 +125,22 @@ def register(accelerator: Accelerator, model: Any, compression: UsedCompression,
 
     for hook in (accelerator.register_save_state_pre_hook(save), accelerator.register_load_state_pre_hook(load)):
         finalize(_inner(model), hook.remove)
+
+
+def _register_in_fsdp(
+    accelerator: Accelerator,
+    model: Any,
+    compression: UsedCompression,
+    optimizer: Any,
+    shards: UsedCompression | None,
+) -> None:
+    if accelerator.scaler is not None and accelerator.scaler.is_enabled():
+        raise ConfigurationError(
+            "a torch.amp.GradScaler does not work with shards: if the gradients of one shard overflow, the step is "
+            "skipped, and the other shards lose the gradients that they have sent. Use "
+            'Accelerator(mixed_precision="bf16"), which needs no scaler'
+        )
+    fsdp.register(model, compression, optimizer=optimizer, shards=shards)
 
 
 def _inner(model: Any) -> Any:

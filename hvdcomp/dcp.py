@@ -16,15 +16,15 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint
 
+from hvdcomp.bindings.setup import UsedCompression
 from hvdcomp.bindings.world import check_residuals, state_for
-from hvdcomp.compression import Compression
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.torch.training import packed, unpacked
 
 __all__ = ["by_rank", "load"]
 
 
-def by_rank(compression: Compression) -> dict[str, bytes]:
+def by_rank(compression: UsedCompression) -> dict[str, bytes]:
     """The state of this rank, under a name that only this rank uses. Call this function on every rank.
 
     If all ranks used the same name, `torch.distributed.checkpoint` would keep the state of only one rank.
@@ -37,7 +37,7 @@ def by_rank(compression: Compression) -> dict[str, bytes]:
 
 
 def load(
-    compression: Compression,
+    compression: UsedCompression,
     saved: str | os.PathLike[str] | torch.distributed.checkpoint.StorageReader,
     key: str = "compression",
     optimizer: Any = None,

@@ -57,6 +57,16 @@ def read(file: Path) -> dict[str, Any] | None:
     return torch.load(file, map_location="cpu", weights_only=True) if file.exists() else None
 
 
+def warn_of_no_state(checkpoint: object, rank: int) -> None:
+    """Warns on rank 0 that a checkpoint has no state of the compression."""
+    if rank == 0:
+        warn_alone(
+            f"the checkpoint {str(checkpoint)!r} has no state of hvdcomp: either the training that saved it did not "
+            "compress, or files are missing. The residuals (the parts of gradients that were not sent yet) start at "
+            "zero"
+        )
+
+
 def restore(
     compression: UsedCompression,
     read_state: Callable[[int], dict[str, Any] | None],
@@ -81,12 +91,8 @@ def restore(
     """
     own = read_state(rank)
     known = read_state(0) if own is None else own
-    if known is None and rank == 0:
-        warn_alone(
-            f"the checkpoint {str(checkpoint)!r} has no state of hvdcomp: either the training that saved it did not "
-            "compress, or files are missing. The residuals (the parts of gradients that were not sent yet) start at "
-            "zero"
-        )
+    if known is None:
+        warn_of_no_state(checkpoint, rank)
     if not known:  # there is no state, or only the state of a training that has made no step
         return
     size = parts_of(known)[1]["size"]

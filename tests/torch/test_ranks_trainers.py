@@ -17,7 +17,7 @@ if not any(map(find_spec, _LIBRARIES)):
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
 
 # In a start of their own: these libraries keep state for the whole process.
-_MODULES = {"cases_trainers": ((2, "torchrun"),)}
+_MODULES = {"cases_trainers": ((2, "torchrun"),), "cases_trainers_meshes": ((4, "torchrun"),)}
 
 
 @pytest.mark.parametrize(("module", "case", "count", "controller"), cases(_MODULES))

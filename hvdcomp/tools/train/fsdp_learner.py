@@ -11,39 +11,82 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import hvdcomp
+from hvdcomp.communicators import asked_ranks_per_node
 from hvdcomp.compression import Compression
 from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.tools.train.dataset import DataSet
 from hvdcomp.tools.train.learner import Arrays, UnreadableError, reading
+from hvdcomp.tools.train.options import SetupError, TrainingOptions
+from hvdcomp.tools.train.ranks import Ranks
 from hvdcomp.tools.train.torch_learner import OWN, OWN_ENTRIES, TorchLearner, as_array, loss_of, write_content
+
+_SHARDS = "shards"  # the key of `shard_compression` in a checkpoint
 
 
 class FSDPLearner(TorchLearner):
-    """A `Learner` that trains with FSDP2. Each block of a transformer is sharded separately over all ranks, and the
-    rest of the model together.
+    """A `Learner` that trains with FSDP2. Each block of a transformer is sharded separately, and the rest of the model
+    together: over all ranks, or over the `shard_ranks` ranks of each replica.
 
     Some methods must be called on all ranks together: `parameters`, `save`, `restore`, and the first `evaluate` after a
     step.
     """
 
+    def __init__(self, options: TrainingOptions, data: DataSet, ranks: Ranks) -> None:
+        super().__init__(options, data, ranks)
+        self._size = ranks.size
+        self._within: Compression | None = None  # of the reduce-scatter within each replica
+        self._spans_nodes = False  # whether a replica is on several nodes
+        if options.shard_ranks is not None:
+            self._check_replicas(options.shard_ranks, asked_ranks_per_node() or ranks.local_size)
+
+    def _check_replicas(self, shard_ranks: int, ranks_per_node: int) -> None:
+        divisors = [str(number) for number in range(2, self._size) if self._size % number == 0]
+        if str(shard_ranks) not in divisors:
+            way = f"use {' or '.join(divisors)}" if divisors else "start 4, 6, 8 or more ranks"
+            raise SetupError(
+                f"--shard-ranks {shard_ranks} does not divide the {self._size} ranks of this run into several replicas "
+                f"of the same size; {way}, or leave --shard-ranks out to shard the model over all ranks"
+            )
+        self._spans_nodes = ranks_per_node % shard_ranks != 0
+        if not self._spans_nodes and self._options.shard_compression != TrainingOptions.shard_compression:
+            raise SetupError(
+                f"--shard-compression {self._options.shard_compression} would compress nothing, because all "
+                f"{shard_ranks} ranks of a replica are on one node; leave out --shard-compression, give a larger "
+                "--shard-ranks, or set HVDCOMP_RANKS_PER_NODE=1 to count each rank as a node"
+            )
+
     def broadcast(self) -> None:
         # All ranks have the same weights because of the seed. Weights are not resharded between the forward and the
         # backward pass. They are also not resharded between the batches of an evaluation, because ranks may have
         # different numbers of batches.
+        mesh, ranks = None, self._options.shard_ranks
+        if ranks is not None:
+            shape = self._size // ranks, ranks
+            mesh = init_device_mesh(self._device.type, shape, mesh_dim_names=("replicate", "shard"))
         for module in (*self._model.get_submodule("blocks").children(), self._model):
-            fully_shard(module, reshard_after_forward=False)
+            fully_shard(module, mesh=mesh, reshard_after_forward=False)
         self._begin()
 
     def compression(self, spec: str, **options: Any) -> Compression:
-        weights = self._options.fsdp_weights
-        self._weights = None if weights is None else parse_compressor(weights)
+        own = self._options
+        self._weights = None if own.fsdp_weights is None else parse_compressor(own.fsdp_weights)
+        if self._spans_nodes:  # with the method none, it counts the bytes between the nodes
+            self._within = Compression.from_spec(own.shard_compression, seed=own.seed)
         return Compression.from_spec(spec, **options)
 
     def distribute(self, compression: Compression) -> None:
         self._compression = compression
-        hvdcomp.fsdp.register(self._model, compression, optimizer=self._optimizer, weights=self._weights)
+        hvdcomp.fsdp.register(
+            self._model, compression, optimizer=self._optimizer, weights=self._weights, shards=self._within
+        )
+
+    @property
+    def shard_ledger(self) -> Any:
+        return None if self._within is None else self._within.ledger
 
     def _backward(self, inputs: Tensor, targets: Tensor, passes: int, last: bool) -> Tensor:
         assert isinstance(self._model, FSDPModule)
@@ -63,6 +106,8 @@ class FSDPLearner(TorchLearner):
         model, optimizer = get_state_dict(self._model, self._optimizer)
         with _as_os_error():
             sharded = {"model": model, "optimizer": optimizer, "compression": hvdcomp.dcp.by_rank(self._compression)}
+            if self._within is not None:
+                sharded[_SHARDS] = hvdcomp.dcp.by_rank(self._within)
             dcp.save(sharded, checkpoint_id=folder)
         write_content(own := folder / OWN.format(self._rank), self._own_state())
         return [own, *folder.glob(f"__{self._rank}_*"), *([folder / ".metadata"] if self._rank == 0 else [])]
@@ -74,6 +119,10 @@ class FSDPLearner(TorchLearner):
             dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
         try:
             hvdcomp.dcp.load(self._compression, folder, residuals=self._options.residuals)
+            # A run whose replicas were on one node each has not saved it.
+            names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+            if self._within is not None and any(name.startswith(f"{_SHARDS}.") for name in names):
+                hvdcomp.dcp.load(self._within, folder, _SHARDS, residuals=self._options.residuals)
         except CheckpointException as error:  # some rank could not read
             raise UnreadableError(_cause_of(error)) from error
         set_state_dict(self._model, self._optimizer, model_state_dict=model, optim_state_dict=optimizer)

@@ -99,6 +99,11 @@ class Learner(ABC):
         tables."""
         return None
 
+    @property
+    def shard_ledger(self) -> Any:
+        """The ledger of the reduce-scatter within each replica, if it leaves a node; None if there is none."""
+        return None
+
     @abstractmethod
     def set_learning_rate(self, rate: float) -> None:
         """Set the learning rate of the next step."""

@@ -139,6 +139,17 @@ class TrainingOptions:
         None, "With --fsdp: quantize the changes of the weights that ranks send, with int8 or int4.",
         metavar="SPEC", shown="weights are sent as they are",
     )
+    shard_ranks: int | None = option(
+        None, "With --fsdp: number of ranks that share one replica of the model. There are then several replicas, and "
+        "--compression compresses the gradients that they exchange.",
+        at_least(2, "at least 2 ranks; if each rank has a whole replica, leave out --fsdp"),
+        metavar="N", shown="all ranks, without replicas",
+    )
+    shard_compression: str = option(
+        "none", "With --shard-ranks: compressor of the reduce-scatter within a replica, such as int8, if each replica "
+        "is on several nodes.",
+        metavar="SPEC",
+    )
     model: str = option("cnn", "Model to train; vit, dlrm and encoder only in PyTorch.", choices=MODELS)
     data: str = option("digits", "Data to train on.", choices=DATA)
     data_dir: Path | None = option(None, "Folder with the published files of CIFAR, Criteo, WikiText-2 or PTB.")
@@ -585,11 +596,16 @@ class TrainingOptions:
         ]
 
     def _checks_of_fsdp(self) -> list[tuple[bool, str]]:
+        replicas = self.shard_ranks is not None
         if not self.fsdp:
-            weights = (
-                f"--fsdp-weights {self.fsdp_weights} works only with --fsdp: add --fsdp, or leave --fsdp-weights out"
-            )
-            return [(self.fsdp_weights is None, weights)]
+            return [
+                (
+                    getattr(self, name) == getattr(TrainingOptions, name),
+                    f"{flag_of(name)} {getattr(self, name)} works only with --fsdp: add --fsdp, or leave "
+                    f"{flag_of(name)} out",
+                )
+                for name in ("fsdp_weights", "shard_ranks", "shard_compression")
+            ]
         return [
             (
                 self.framework == "torch" and self.backend in ("auto", "ddp") and self.simulate_ranks is None,
@@ -607,13 +623,24 @@ class TrainingOptions:
                 "because each rank has only shards; use --optimizer sgd or adamw, and no local steps",
             ),
             (
-                self.bucket_bytes is None and self.overlap != "on",
-                "--fsdp lets FSDP decide when gradients are sent; leave out --bucket-bytes and --overlap",
+                replicas or (self.bucket_bytes is None and self.overlap != "on"),
+                "--fsdp without replicas lets FSDP decide when gradients are sent; leave out --bucket-bytes and "
+                "--overlap, or make replicas with --shard-ranks N",
             ),
             (
-                self.policy is None,
-                f"--fsdp does not work with --policy {self.policy}, because FSDP averages gradients module by module; "
-                "leave --policy out",
+                replicas or self.policy is None,
+                f"--fsdp without replicas does not work with --policy {self.policy}, because FSDP averages gradients "
+                "module by module; leave --policy out, or make replicas with --shard-ranks N",
+            ),
+            (
+                replicas or self.shard_compression == TrainingOptions.shard_compression,
+                f"--shard-compression {self.shard_compression} needs --shard-ranks N; to quantize the reduce-scatter "
+                f"over all ranks, use --compression {self.shard_compression}",
+            ),
+            (
+                not replicas or self.fsdp_weights is None,
+                f"--fsdp-weights {self.fsdp_weights} works only without replicas; leave out --fsdp-weights, or leave "
+                f"out --shard-ranks {self.shard_ranks}",
             ),
         ]
 

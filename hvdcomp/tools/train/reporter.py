@@ -116,7 +116,8 @@ class Reporter:
             ("sent per rank and step", _bytes(summary["bytes_sent_per_step"])),
             *_within_nodes(summary["bytes_in_node_per_step"]),
             ("compression factor", _factor(summary)),
-            *_tables(summary),
+            *_part(summary, "tables", "for rows of tables"),
+            *_part(summary, "shards", "within replicas"),
             ("weights", "the same on every rank" if summary["identical"] else "DIFFERENT between ranks"),
         ]
         if summary["note"]:
@@ -147,13 +148,13 @@ def _within_nodes(sent: float | None) -> list[tuple[str, str]]:
     return [("of this within a node", _bytes(sent))] if sent else []
 
 
-def _tables(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """The row for tables whose rows were exchanged, if there are any."""
-    tables = summary["tables"]
-    if tables is None or not summary["steps"]:
+def _part(summary: dict[str, Any], key: str, what: str) -> list[tuple[str, str]]:
+    """The row for the bytes of tables or of shards, if there are any."""
+    part = summary[key]
+    if part is None or not summary["steps"]:
         return []
-    factor = _or_none(tables["compression_factor"], "{:.1f}")
-    return [("of this for rows of tables", f"{_bytes(tables['bytes_sent'] / summary['steps'])}, {factor} times fewer")]
+    factor = _or_none(part["compression_factor"], "{:.1f}")
+    return [(f"of this {what}", f"{_bytes(part['bytes_sent'] / summary['steps'])}, {factor} times fewer")]
 
 
 def _factor(summary: dict[str, Any]) -> str:

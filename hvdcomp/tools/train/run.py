@@ -432,7 +432,8 @@ class Run:
             "floats_sent": totals.floats_sent,
             "compression_factor": totals.compression_factor,
             "compression_factor_over": "dense bytes / sent bytes that may leave the node",
-            "tables": self._of_tables(),
+            "tables": _of_ledger(self._learner.row_ledger),
+            "shards": _of_ledger(self._learner.shard_ledger),
             "parameters": self._parameters,
             "weights_sha256": digests,
             "weights_sha256_over": "parameters by name, without buffers; one digest per rank",
@@ -444,17 +445,12 @@ class Run:
 
     @property
     def _totals(self) -> Any:
-        """The totals of the bytes that were sent so far, for layers and tables."""
-        totals, rows = replace(self._compression.ledger.totals), self._learner.row_ledger
-        if rows is not None:
-            totals.add(rows.totals)
+        """The totals of the bytes that were sent so far, for layers, tables, and reduce-scatters within replicas."""
+        totals = replace(self._compression.ledger.totals)
+        for ledger in (self._learner.row_ledger, self._learner.shard_ledger):
+            if ledger is not None:
+                totals.add(ledger.totals)
         return totals
-
-    def _of_tables(self) -> dict[str, Any] | None:
-        """The bytes of rows of tables; None without tables."""
-        rows = self._learner.row_ledger
-        names = ("bytes_sent", "dense_bytes", "compression_factor")
-        return None if rows is None else {name: getattr(rows.totals, name) for name in names}
 
     def _until(self) -> dict[str, Any] | None:
         """The target with its cost, or a note that it was not reached; None if there is no target."""
@@ -482,6 +478,12 @@ def _digest(parameters: Arrays) -> str:
         digest.update(name.encode())
         digest.update(parameter.tobytes())
     return digest.hexdigest()
+
+
+def _of_ledger(ledger: Any) -> dict[str, Any] | None:
+    """The bytes in a ledger that is separate from the compression; None without this ledger."""
+    names = ("bytes_sent", "dense_bytes", "compression_factor")
+    return None if ledger is None else {name: getattr(ledger.totals, name) for name in names}
 
 
 def _cost(spent: Any, last: Any) -> dict[str, float | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -59,16 +60,18 @@ command(prog_name="train")
 """
 
 
-def _said(output: Path, *options: str, program: Path | None = None, ranks: int = 2, fails: bool = False) -> str:
+def _said(
+    output: Path, *options: str, program: Path | None = None, ranks: int = 2, fails: bool = False, node: int = 1
+) -> str:
     words = ["-m", "hvdcomp", "train"] if program is None else [str(program)]
-    each_a_node = {"COLUMNS": "200", "HVDCOMP_RANKS_PER_NODE": "1"}
-    done = run_ranks(ranks, "torchrun", [*words, *_OPTIONS, *options, "--output", str(output)], each_a_node)
+    variables = {"COLUMNS": "200", "HVDCOMP_RANKS_PER_NODE": str(node)}
+    done = run_ranks(ranks, "torchrun", [*words, *_OPTIONS, *options, "--output", str(output)], variables)
     assert (done.returncode != 0) == fails, done.stdout[-4000:]
     return " ".join(done.stdout.split())
 
 
-def _train(output: Path, *options: str, program: Path | None = None) -> dict[str, Any]:
-    _said(output, *options, program=program)
+def _train(output: Path, *options: str, **how: Any) -> dict[str, Any]:
+    _said(output, *options, **how)
     return dict(_summary(output))
 
 
@@ -147,9 +150,89 @@ def test_a_full_disk_of_one_rank_ends_all(tmp_path: Path) -> None:
     assert not list(saved.iterdir())
 
 
-def test_quantized_weights_without_shards_are_refused() -> None:
-    with pytest.raises(SetupError, match="--fsdp-weights int8 works only with --fsdp: add"):
-        TrainingOptions(fsdp_weights="int8").resolved()
+@pytest.mark.alone
+@pytest.mark.thorough
+def test_replicas_train_as_whole_models_do_and_all_bytes_between_nodes_count(tmp_path: Path) -> None:
+    ddps = _train(tmp_path / "ddp", ranks=4)
+    dense = 6 * 4 * ddps["parameters"]  # bytes of all gradients; a rank's shard has half as many
+    for node, of_shards in ((1, dense), (2, 0)):
+        ours = _train(tmp_path / f"ours-{node}", "--fsdp", "--shard-ranks", "2", ranks=4, node=node)
+        assert (ours["identical"], ours["parameters"]) == (True, ddps["parameters"])
+        assert ours["loss"] == pytest.approx(ddps["loss"], rel=1e-4)
+        assert ours["dense_bytes"] == dense / 2 + of_shards
+        # Beside gradients, replicas send flags.
+        assert ours["dense_bytes"] < ours["bytes_sent"] < 1.01 * ours["dense_bytes"]
+        shards = {"bytes_sent": dense, "dense_bytes": dense, "compression_factor": 1}
+        assert ours["shards"] == (shards if of_shards else None)
+    options = ["--fsdp", "--shard-ranks", "2", "--compression", "int8"]
+    said = _said(tmp_path / "both", *options, "--shard-compression", "int4", ranks=4)
+    both = _summary(tmp_path / "both")
+    assert both["identical"]
+    assert (both["dense_bytes"], both["shards"]["dense_bytes"]) == (1.5 * dense, dense)
+    assert both["shards"]["bytes_sent"] == pytest.approx(0.53 / 4 * dense, rel=0.03)
+    assert both["bytes_sent"] - both["shards"]["bytes_sent"] == pytest.approx(0.26 * dense / 2, rel=0.1)
+    assert f"of this within replicas {both['shards']['bytes_sent'] / 6000:.2f} kB, 7." in said
+
+
+@pytest.mark.alone
+@pytest.mark.thorough
+def test_replicas_go_on_from_their_checkpoint(tmp_path: Path) -> None:
+    # Random numbers of the method depend on the step.
+    methods = ["--compression", "topk:ratio=0.1", "--shard-compression", "int4:rounding=stochastic"]
+    policy = ["--policy", "accordion:low=0.2,high=0.05,interval=1", "--overlap", "off"]
+    options = ["--fsdp", "--shard-ranks", "2", *methods, *policy, "--checkpoint-every", "3", "--checkpoint-folder"]
+    _train(tmp_path / "whole", *options, str(tmp_path / "one"), ranks=4)
+    stopped, folder = tmp_path / "stopped", tmp_path / "other"
+    _train(stopped, *options, str(folder), ranks=4)
+    shutil.rmtree(max(one for one in folder.iterdir() if one.is_dir()))
+    _train(stopped, *options, str(folder), ranks=4)
+    _check_same_run(tmp_path / "whole", stopped, resumed_at=[3])
+    assert _summary(stopped)["shards"] == _summary(tmp_path / "whole")["shards"]
+
+
+@pytest.mark.alone
+@pytest.mark.thorough
+def test_two_replicas_then_three_then_two_on_other_nodes(tmp_path: Path) -> None:
+    output, saved = tmp_path / "run", tmp_path / "saved"
+    folder = ["--compression", "topk:ratio=0.1", "--checkpoint-folder", str(saved)]
+    options = ["--fsdp", "--shard-ranks", "2", "--overlap", "on", "--bucket-bytes", "100000", *folder]
+    _said(output, *options, "--steps", "3", ranks=4, node=2)
+    said = _said(output, *options, "--steps", "4", ranks=6, node=1)
+    assert said.count("the checkpoint has 4 ranks, and this run has 6 ranks: the residuals are kept, and cut") == 1
+    said = _said(output, *options, "--steps", "5", ranks=4)
+    assert said.count("the checkpoint has 6 ranks, and this run has 4 ranks: the residuals are kept, and cut") == 1
+    summary = _summary(output)
+    assert (summary["resumed_at"], summary["steps"], summary["identical"]) == ([3, 4], 5, True)
+    # The reduce-scatters of the first three steps were within a node.
+    assert summary["shards"]["dense_bytes"] == 2 * 4 * summary["parameters"]
+    said = _said(output, *options, ranks=3, fails=True)
+    assert said.count("--shard-ranks 2 does not divide the 3 ranks of this run into several replicas") == 1, said
+    said = _said(output, "--fsdp", *folder, ranks=4, fails=True)
+    assert "was saved by a run with shard_ranks=2, but this run has None: use the same options" in said, said
+
+
+@pytest.mark.alone
+@pytest.mark.thorough
+def test_replicas_that_cannot_be_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    options = ["--fsdp", "--shard-compression", "int8", "--shard-ranks"]
+    for ranks, node, shards, wrong in (
+        (4, 1, 4, "--shard-ranks 4 does not divide the 4 ranks of this run .*; use 2, or leave --shard-ranks out"),
+        (3, 1, 2, "does not divide the 3 ranks of this run .*; start 4, 6, 8 or more ranks, or leave"),
+        (4, 2, 2, "--shard-compression int8 would compress nothing, .* set HVDCOMP_RANKS_PER_NODE=1"),
+    ):
+        said = _said(tmp_path, *options, str(shards), ranks=ranks, node=node, fails=True)
+        assert len(re.findall(f"Error: .*{wrong}", said)) == 1, said
+    said = _said(tmp_path, *options, "2", "--shard-compression", "topk:ratio=1", ranks=4, fails=True)
+    assert "topk:ratio=1.0 does not work in FSDP's reduce-scatter" in said, said
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("fsdp_weights", "int8"), ("shard_ranks", 2), ("shard_compression", "int8")]
+)
+def test_what_is_for_shards_alone_is_refused_without_them(name: str, value: Any) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    with pytest.raises(SetupError, match=f"{flag} {value} works only with --fsdp: add --fsdp, or leave {flag} out"):
+        TrainingOptions(**{name: value}).resolved()
 
 
 @pytest.mark.parametrize(
@@ -163,9 +246,17 @@ def test_quantized_weights_without_shards_are_refused() -> None:
         ({"local_steps": 2, "steps": 4, "evaluate_every": 2, "validation_samples": 9}, "--local-steps 2"),
         ({"bucket_bytes": 1000}, "--bucket-bytes"),
         ({"overlap": "on"}, "--overlap"),
-        ({"policy": "accordion:low=2,high=1"}, "--policy accordion"),
+        ({"policy": "accordion:low=2,high=1"}, "--policy accordion.*, or make replicas with --shard-ranks N"),
+        ({"shard_compression": "int8"}, "use --compression int8"),
     ],
 )
 def test_what_does_not_go_with_shards_is_refused(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(SetupError, match=f"--fsdp .*{said}"):
+    with pytest.raises(SetupError, match=f"--(fsdp|shard-compression) .*{said}"):
         TrainingOptions(**{"model": "vit", "fsdp": True, **given}).resolved()
+
+
+def test_what_does_not_go_with_replicas_is_refused() -> None:
+    with pytest.raises(SetupError, match="--fsdp-weights int8 works only without replicas; leave out"):
+        TrainingOptions(model="vit", fsdp=True, shard_ranks=2, fsdp_weights="int8").resolved()
+    with pytest.raises(SetupError, match="--shard-ranks 1 must be at least 2 ranks; if each rank has a whole replica"):
+        TrainingOptions(model="vit", fsdp=True, shard_ranks=1).resolved()

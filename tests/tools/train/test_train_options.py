@@ -51,7 +51,7 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
             "data_dir", "memory", "policy", "bucket_bytes", "output", "samples",
             "checkpoint_folder", "checkpoint_every", "metrics_port", "timeout", "steps", "until", "evaluate_every",
             "simulate_ranks", "link", "freeze_after", "refreshes_per_gap", "outer_lr", "outer_momentum",
-            "fsdp_weights",
+            "fsdp_weights", "shard_ranks",
         }  # fmt: skip
     else:
         with pytest.raises(SetupError, match=f"--model {model} cannot learn --data {data}; choose"):
@@ -310,7 +310,7 @@ def test_a_checkpoint_is_of_the_options_by_which_it_was_made() -> None:
         "image_size", "label_noise", "local_share", "local_steps", "lr", "memory", "milestones", "model",
         "momentum", "nesterov", "optimizer", "outer_lr", "outer_momentum", "output", "policy",
         "refreshes_per_gap", "samples", "schedule", "seed",
-        "sequence_length", "small_tensors",
+        "sequence_length", "shard_compression", "shard_ranks", "small_tensors",
         "table_rows", "text_size", "text_unit", "validation_samples", "warm_up", "weight_decay",
     }  # fmt: skip
 
