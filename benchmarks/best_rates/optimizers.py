@@ -49,7 +49,7 @@ def write_page(file: Path, runs: Path) -> None:
     records = [one for one in kept_records(runs).values() if _task_of(one["workload"])]
     commits = commits_in_words(record["commit"] for record in records) if records else "none"
     lines = [
-        "# Which method goes with which optimizer",
+        "# Methods for other optimizers",
         "",
         filled(
             "After this page you can choose a compression method for optimizers other than SGD and AdamW. Each method "
