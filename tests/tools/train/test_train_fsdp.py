@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hvdcomp.tools.train.options import SetupError, TrainingOptions
-from tests.launched import run_ranks
+from tests.launched import run_forked_ranks
 from tests.tools.train.test_train_checkpoints import _check_same_run, _summary
 
 pytest.importorskip("torch")
@@ -62,7 +62,7 @@ command(prog_name="train")
 def _said(output: Path, *options: str, program: Path | None = None, ranks: int = 2, fails: bool = False) -> str:
     words = ["-m", "hvdcomp", "train"] if program is None else [str(program)]
     each_a_node = {"COLUMNS": "200", "HVDCOMP_RANKS_PER_NODE": "1"}
-    done = run_ranks(ranks, "torchrun", [*words, *_OPTIONS, *options, "--output", str(output)], each_a_node)
+    done = run_forked_ranks(ranks, "torchrun", [*words, *_OPTIONS, *options, "--output", str(output)], each_a_node)
     assert (done.returncode != 0) == fails, done.stdout[-4000:]
     return " ".join(done.stdout.split())
 
