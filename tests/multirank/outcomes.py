@@ -16,9 +16,9 @@ from tests.launched import run_forked_ranks, run_ranks
 from tests.multirank.requests import first_difference
 from tests.multirank.worker import is_in_tensorflow, requests_of
 
-# The first of a module's settings is that of the quick tests. With PyTorch, what is sent is tested in every setting;
-# most other modules see each number of ranks and each controller once: a compressor knows of neither. Four ranks on two
-# cores took six times as long with Gloo.
+# The first of a module's settings is that of the quick tests. Collectives, and exchanges during the backward pass, are
+# tested in every setting. Other modules see each number of ranks and each controller once: what they test depends on
+# neither. Four ranks on two cores took six times as long with Gloo.
 EVERY_SETTING = ((2, "gloo"), (2, "mpi"), (4, "gloo"), (4, "mpi"))
 EACH_ONCE = ((2, "gloo"), (4, "mpi"))
 

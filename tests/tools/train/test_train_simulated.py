@@ -96,7 +96,7 @@ def _real(ranks: int, controller: str, folder: Path, *options: str) -> dict[str,
     ("kind", "ranks"),
     [
         ("topk", 2),
-        *(pytest.param(kind, ranks, marks=pytest.mark.thorough) for kind in _KINDS for ranks in (2, 4)),
+        *(pytest.param(kind, 4 - place % 2 * 2, marks=pytest.mark.thorough) for place, kind in enumerate(_KINDS)),
     ],
 )
 def test_simulated_ranks_end_with_the_weights_of_real_ones(kind: str, ranks: int, tmp_path: Path) -> None:
