@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import forked
+
 _BIN = Path(sys.executable).parent
 # `horovodrun`, but for its question whether Horovod was built with Gloo: to answer it, it imports TensorFlow each time.
 _HOROVODRUN = """
@@ -94,7 +96,7 @@ def run_ranks(
         pytest.skip(f"no launcher for {controller} ranks is installed")
     process = subprocess.Popen(
         launcher_command(count, controller, arguments, horovodrun, python, hosts),
-        env=launcher_variables(environment),
+        env={"PYTHON_EXEC": str(python), **launcher_variables(environment)},  # which torchrun gives its ranks
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -111,6 +113,17 @@ def run_ranks(
         output, _ = process.communicate()
         raise AssertionError(f"ranks still ran after {timeout} s:\n{output[-4000:]}") from None
     return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+
+def run_forked_ranks(
+    count: int,
+    controller: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 300,
+) -> subprocess.CompletedProcess[str]:
+    """`run_ranks`, of PyTorch, without the seconds that its imports take on each rank (`tests.forked`)."""
+    return run_ranks(count, controller, arguments, environment, timeout, python=forked.python())
 
 
 def _search_path() -> str:

@@ -27,10 +27,8 @@ from hvdcomp.errors import SpecError
 from hvdcomp.perfmodel import Calibration, CollectiveCost, Compute, EncodeTime, ModelFacts, Network, as_json
 from hvdcomp.tools.bench.compare_worker import able_to_take_turns
 from hvdcomp.tools.bench.trainings import OVERLAPS, Times, trainings_of
-from tests.launched import run_ranks
+from tests.launched import run_forked_ranks
 from tests.loaded import ROOT
-
-pytestmark = pytest.mark.alone
 
 SPECS = ["topk:ratio=0.01", "powersgd:rank=4"]
 MEASURED = {"none": 120.0, "hvd.fp16": 80.0, "topk:ratio=0.01": 40.0, "powersgd:rank=4": 50.0}
@@ -332,13 +330,14 @@ def test_each_library_has_casts_of_its_own() -> None:
 _WORKER_OPTIONS = ["--model", "mlp", "--batch-size", "4"]
 
 
+@pytest.mark.alone
 @pytest.mark.thorough
 def test_the_ranks_of_ddp_measure_what_is_compared(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     file = tmp_path / "x.json"
     words = [*_WORKER_OPTIONS, "--compressor", "topk:ratio=0.01", "--seconds", "1", "--attempts", "2"]
     program = ["-m", "hvdcomp.tools.bench.compare_worker", *words, "--output", str(file)]
-    done = run_ranks(2, "torchrun", program, timeout=300)
+    done = run_forked_ranks(2, "torchrun", program, timeout=300)
     assert done.returncode == 0, done.stdout
     run = {**json.loads(file.read_text()), "hosts": 1, "ranks_per_host": 2, "rate": "none", "model": "mlp"}
     assert run["calibration"]["machine"]["backend"] == "ddp"
@@ -356,13 +355,14 @@ def test_the_ranks_of_ddp_measure_what_is_compared(tmp_path: Path) -> None:
     assert auto.rounds >= 1
 
 
+@pytest.mark.alone
 @pytest.mark.thorough
 def test_steps_are_measured_under_torchrun(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     file = tmp_path / "steps.json"
     words = [*_WORKER_OPTIONS, "--rounds", "1", "--steps", "2", "--overlap", "0", "--overlap", "1500000"]
     program = ["-m", "benchmarks.steps.worker", *words, "--output", str(file)]
-    done = run_ranks(2, "torchrun", program, timeout=300)
+    done = run_forked_ranks(2, "torchrun", program, timeout=300)
     assert done.returncode == 0, done.stdout
     found = json.loads(file.read_text())
     assert (found["backend"], found["ranks"]) == ("ddp", 2)

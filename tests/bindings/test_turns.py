@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -50,9 +51,15 @@ def run(steps: int, backend: str, states: Any = None) -> list[tuple[Driven, Any]
     return list(run_ranks(4, work, ranks_per_node=2))
 
 
+@cache
+def never_stopped(backend: str) -> list[Driven]:
+    """The ranks of a whole training, which several tests look at."""
+    return [driven for driven, _ in run(STEPS, backend)]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_all_that_was_kept_is_sent_whatever_has_followed(backend: str) -> None:
-    ranks = [driven for driven, _ in run(STEPS, backend)]
+    ranks = never_stopped(backend)
     used = {plan["linear"] for plan in ranks[0].plans}
     assert used == {"none", OWN, *OTHERS}
     for other in ranks[1:]:
@@ -68,7 +75,7 @@ def test_all_that_was_kept_is_sent_whatever_has_followed(backend: str) -> None:
 
 @pytest.mark.parametrize("stop", [13, 29, 47])
 def test_resumed_in_the_middle_all_ranks_go_on_alike(stop: int) -> None:
-    whole, *_ = (driven for driven, _ in run(STEPS, "numpy"))
+    whole, *_ = never_stopped("numpy")
     first, states = zip(*run(stop, "numpy"), strict=True)
     resumed = [driven for driven, _ in run(STEPS - stop, "numpy", states)]
     assert {plan["linear"] for plan in resumed[0].plans} <= {"none", OWN, *OTHERS}

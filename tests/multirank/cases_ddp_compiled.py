@@ -59,13 +59,9 @@ def case_a_step_that_dynamo_traces() -> None:
     assert torch.equal(trained("topk:ratio=0.05", "step", by(backend="eager")), trained("topk:ratio=0.05"))
 
 
-def case_a_compiled_step() -> None:
-    """By Inductor, which rounds otherwise than PyTorch does without it, with and without hvdcomp."""
-    assert torch.equal(trained("none", "step", by()), trained(None, "step", by()))
-
-
 @thorough
 def case_whatever_is_compiled() -> None:
+    """By Inductor, which rounds otherwise than PyTorch does without it, with and without hvdcomp."""
     for mode in ("default", "reduce-overhead"):
         for what in COMPILED:
             compile = by(mode=mode)

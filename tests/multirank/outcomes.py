@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from tests.launched import run_ranks
+from tests.launched import run_forked_ranks, run_ranks
 from tests.multirank.requests import first_difference
-from tests.multirank.worker import requests_of
+from tests.multirank.worker import is_in_tensorflow, requests_of
 
-# The first of a module's settings is that of the quick tests. With PyTorch, what is sent is tested in every setting;
-# most other modules see each number of ranks and each controller once: a compressor knows of neither. Four ranks on two
-# cores took six times as long with Gloo.
+# The first of a module's settings is that of the quick tests. Collectives, and exchanges during the backward pass, are
+# tested in every setting. Other modules see each number of ranks and each controller once: what they test depends on
+# neither. Four ranks on two cores took six times as long with Gloo.
 EVERY_SETTING = ((2, "gloo"), (2, "mpi"), (4, "gloo"), (4, "mpi"))
 EACH_ONCE = ((2, "gloo"), (4, "mpi"))
 
@@ -120,7 +120,8 @@ def _start(
 ) -> tuple[list[dict[Case, str]], str, str]:
     """What each rank says of the cases that it came to, the launcher's output, and how the last requests differ."""
     folder = Path(mkdtemp(prefix="hvdcomp-ranks-"))
-    finished = run_ranks(
+    start = run_ranks if is_in_tensorflow(".".join(wanted[0])) else run_forked_ranks
+    finished = start(
         count,
         controller,
         ["-m", "tests.multirank.worker", str(folder), *(f"{module}.{case}" for module, case in wanted)],

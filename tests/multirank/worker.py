@@ -24,14 +24,18 @@ def thorough(case: Callable[[], None]) -> Callable[[], None]:
     return case
 
 
+def is_in_tensorflow(case: str) -> bool:
+    """Whether the framework of a case, or of its module, is TensorFlow."""
+    return any(word in case for word in ("tensorflow", "keras"))
+
+
 def _start(case: str) -> int:
     """Starts what the cases exchange with; this rank's number."""
     if "TORCHELASTIC_RUN_ID" in os.environ:  # of torchrun
         distributed = importlib.import_module("torch.distributed")
         distributed.init_process_group("gloo")
         return distributed.get_rank()
-    in_tensorflow = any(word in case for word in ("tensorflow", "keras"))
-    hvd = importlib.import_module("horovod.tensorflow" if in_tensorflow else "horovod.torch")
+    hvd = importlib.import_module("horovod.tensorflow" if is_in_tensorflow(case) else "horovod.torch")
     hvd.init()
     return hvd.rank()
 

@@ -38,12 +38,15 @@ TINY = {"matrix": (6, 8), "odd": (5, 7, 3), "vector": (77,)}
 
 
 def quick(*chosen: tuple[str, str]) -> list[Any]:
-    """Each form with each kind of numbers, of which those that are not named run in `make test-all` only."""
-    return [
-        pytest.param(spec, kind, marks=[pytest.mark.thorough] * ((spec, kind) not in chosen))
-        for spec in cases.FORMS
-        for kind in cases.NUMBERS
+    """Those that are named; in `make test-all` each form with every third kind of numbers too. `make gpu-check` runs
+    each form with each kind, on a GPU."""
+    others = [
+        pytest.param(spec, kind, marks=pytest.mark.thorough)
+        for place, spec in enumerate(cases.FORMS)
+        for number, kind in enumerate(cases.NUMBERS)
+        if (place + number) % 3 == 0 and (spec, kind) not in chosen
     ]
+    return [*chosen, *others]
 
 
 @pytest.mark.parametrize(

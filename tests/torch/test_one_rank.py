@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launched import run_ranks
+from tests.launched import run_forked_ranks
 
 pytest.importorskip("horovod", reason="Horovod is not built here: run `hvdcomp build-horovod`")
 
@@ -36,6 +36,6 @@ print("same weights")
 def test_one_rank_trains_as_without_compression(controller: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    finished = run_ranks(1, controller, [str(program)], {"PYTHONPATH": str(Path(__file__).parents[2])})
+    finished = run_forked_ranks(1, controller, [str(program)], {"PYTHONPATH": str(Path(__file__).parents[2])})
     assert finished.returncode == 0, finished.stdout[-3000:]
     assert "same weights" in finished.stdout

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launched import run_ranks
+from tests.launched import run_forked_ranks
 
 pytest.importorskip("horovod", reason="Horovod is not built here: run `hvdcomp build-horovod`")
 
@@ -34,7 +34,7 @@ def collectives_by_tensor(timeline: Path) -> Counter[str]:
 )
 def test_161_tensors_take_few_collectives(spec: str, expected: int, tmp_path: Path) -> None:
     timeline = tmp_path / "timeline.json"
-    finished = run_ranks(
+    finished = run_forked_ranks(
         2, "gloo", ["-m", "tests.multirank.timeline", spec], {"HOROVOD_TIMELINE": str(timeline)}, timeout=180
     )
     assert finished.returncode == 0, finished.stdout[-3000:]

@@ -18,13 +18,13 @@ pytestmark = [pytest.mark.alone, pytest.mark.timeout(3600)]
 _JOIN = "cases_join"
 _LOST = "Horovod has been shut down"
 _MODULES = {
-    "cases_torch": EVERY_SETTING,
-    "cases_horovod": ((2, "gloo"), (4, "mpi")),
+    "cases_torch": EACH_ONCE,
+    "cases_horovod": EACH_ONCE,
     "cases_mismatch": EACH_ONCE,
-    "cases_policies": ((2, "gloo"), (4, "gloo"), (4, "mpi")),
+    "cases_policies": EACH_ONCE,
     "cases_collectives": EVERY_SETTING,
     "cases_dgc": ((2, "gloo"),),
-    "cases_overlap": ((2, "gloo"), (4, "gloo"), (2, "mpi"), (4, "mpi")),
+    "cases_overlap": EVERY_SETTING,
     "cases_local_steps_streaming": EACH_ONCE,
     "cases_local_steps_elastic": EACH_ONCE,
     "cases_ddp_and_horovod": EACH_ONCE,

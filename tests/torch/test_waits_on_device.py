@@ -27,7 +27,13 @@ RANKS = 2
 CAST = ("none", "fp16")  # whose sums the library makes, without kernels
 QUICK = ("fp16", "topk:ratio=0.01", "powersgd:rank=4", "signsgd")
 CUT = "int4:exchange=scatter", "two_level(int4)", "two_level(powersgd:rank=2)"
-METHODS = [pytest.param(one, marks=[pytest.mark.thorough] * (one not in QUICK)) for one in (*SPECS, *CUT)]
+OTHERS = [one for one in (*SPECS, *CUT) if one not in QUICK]
+
+
+def methods(turn: int) -> list[Any]:
+    """In `make test-all`, each of the other methods with one of the bindings, in turns. Engines run all of them in
+    `tests.exchange.test_device_waits`."""
+    return [*QUICK, *(pytest.param(one, marks=pytest.mark.thorough) for one in OTHERS[turn::2])]
 
 
 def travels_on_host(tensor: Any) -> bool:
@@ -151,7 +157,7 @@ def with_horovod(spec: str, overlap: bool, waits: bool, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("spec", METHODS)
+@pytest.mark.parametrize("spec", methods(0))
 def test_with_horovod_the_host_asks_when_all_is_launched_and_waits_for_nothing(
     spec: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,7 +180,7 @@ def test_without_asynchronous_completion_it_waits_in_every_round(spec: str, monk
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("spec", METHODS)
+@pytest.mark.parametrize("spec", methods(1))
 def test_with_ddp_the_host_reads_nothing_but_the_presence(
     spec: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,7 +54,7 @@ from hvdcomp.tools.commands.advise import command as advise
 from hvdcomp.tools.commands.calibrate import TWO_LEVELS, _checked
 from hvdcomp.tools.commands.calibrate import command as calibrate
 from hvdcomp.tools.train.options import SetupError
-from tests.launched import run_ranks
+from tests.launched import run_forked_ranks
 
 pytestmark = pytest.mark.alone
 
@@ -578,7 +578,7 @@ def test_one_rank_calibrates_a_model_for_the_network_of_a_preset(tmp_path: Path)
     file = tmp_path / "one.json"
     options = ["--model", "own_model:small", "--compressor", "int4", "--seconds", "1", "--batch-size", "4"]
     arguments = ["-m", "hvdcomp", "calibrate", "--network", "h100x8", *options, "--output", str(file)]
-    done = run_ranks(1, "torchrun", arguments, beside(tmp_path), timeout=300)
+    done = run_forked_ranks(1, "torchrun", arguments, beside(tmp_path), timeout=300)
     assert done.returncode == 0, done.stdout
     assert "one, 1 rank\nThe network was not measured. These numbers are from h100x8:" in done.stdout
     assert f"Next: hvdcomp advise --calibration {file}\n" in done.stdout
@@ -616,7 +616,7 @@ def test_what_cannot_work_is_refused(model: str, spec: str, file: str, words: tu
 def test_what_rank_0_cannot_do_stops_all_ranks_before_measuring() -> None:
     pytest.importorskip("horovod.torch")
     arguments = [_COMMAND, "calibrate", "--output", "no-such-folder/calibration.json"]
-    done = run_ranks(2, "gloo", arguments, timeout=90)
+    done = run_forked_ranks(2, "gloo", arguments, timeout=90)
     assert done.returncode != 0
     assert done.stdout.count("Error: --output no-such-folder/calibration.json cannot be written") == 1
     assert "calibrate.py" not in done.stdout  # no traceback of ours
@@ -635,7 +635,7 @@ def test_two_ranks_calibrate_what_advise_reads(tmp_path: Path) -> None:
     specs = [word for spec in ("fp16", "topk:ratio=0.01", scattered) for word in ("--compressor", spec)]
     models = ["--model", "mlp", "--model", "own_model:small"]
     arguments = [_COMMAND, "calibrate", *models, *specs, "--seconds", "1", "--batch-size", "4", "--output", str(file)]
-    done = run_ranks(2, "gloo", arguments, beside(tmp_path), timeout=120)
+    done = run_forked_ranks(2, "gloo", arguments, beside(tmp_path), timeout=120)
     assert done.returncode == 0, done.stdout
     calibration = load(file)
     assert set(calibration.models) == {"mlp", "own_model:small"}
@@ -673,7 +673,7 @@ def test_two_ranks_of_torch_distributed_calibrate_what_advise_reads(tmp_path: Pa
     file = tmp_path / "two.json"
     specs = [word for spec in ("fp16", "topk:ratio=0.01") for word in ("--compressor", spec)]
     options = ["--model", "own_model:small", *specs, "--seconds", "1", "--batch-size", "4", "--output", str(file)]
-    done = run_ranks(2, "torchrun", ["-m", "hvdcomp", "calibrate", *options], beside(tmp_path), timeout=120)
+    done = run_forked_ranks(2, "torchrun", ["-m", "hvdcomp", "calibrate", *options], beside(tmp_path), timeout=120)
     assert done.returncode == 0, done.stdout
     assert "Two-level compressors were not measured, because all ranks are on one node" in done.stdout
     assert "orovod" not in done.stdout
@@ -698,7 +698,7 @@ def test_two_ranks_of_torch_distributed_calibrate_what_advise_reads(tmp_path: Pa
 def test_what_rank_0_of_torch_distributed_cannot_do_stops_all_ranks() -> None:
     pytest.importorskip("torch")
     arguments = ["-m", "hvdcomp", "calibrate", "--output", "no-such-folder/calibration.json"]
-    done = run_ranks(2, "torchrun", arguments, timeout=90)
+    done = run_forked_ranks(2, "torchrun", arguments, timeout=90)
     assert done.returncode != 0
     assert done.stdout.count("Error: --output no-such-folder/calibration.json cannot be written") == 1
     assert "calibrate.py" not in done.stdout  # no traceback of ours
@@ -727,7 +727,7 @@ def test_four_ranks_on_two_nodes_calibrate_both_links(controller: str, tmp_path:
     program = ["-m", "hvdcomp"] if controller == "torchrun" else [_COMMAND]
     arguments = [*program, "calibrate", "--model", "own_model:small", *specs, "--seconds", "1", "--batch-size", "4"]
     environment = {**beside(tmp_path), "HVDCOMP_RANKS_PER_NODE": "2"}
-    done = run_ranks(4, controller, [*arguments, "--output", str(file)], environment, timeout=240)
+    done = run_forked_ranks(4, controller, [*arguments, "--output", str(file)], environment, timeout=240)
     assert done.returncode == 0, done.stdout
     calibration = load(file)
     levels = calibration.network.levels

@@ -15,7 +15,7 @@ from hvdcomp.tools.train.checkpoints import KEPT, Checkpoints
 from hvdcomp.tools.train.options import TrainingOptions
 from hvdcomp.tools.train.ranks import Ranks, RunRefused
 from tests.decision_lines import whole_lines
-from tests.launched import run_ranks
+from tests.launched import run_forked_ranks, run_ranks
 from tests.tools.train.test_train_data import _write_cifar10
 
 pytest.importorskip("sklearn")
@@ -83,7 +83,9 @@ def _launch(
 ) -> subprocess.CompletedProcess[str]:
     program = tmp_path / "program.py"
     program.write_text(_PROGRAM)
-    return run_ranks(ranks, "mpi", [str(program), json.dumps(runs)], {"COLUMNS": "200"}, timeout)
+    in_tensorflow = any(run.get("framework") == "tensorflow" for run in runs)
+    start = run_ranks if in_tensorflow else run_forked_ranks
+    return start(ranks, "mpi", [str(program), json.dumps(runs)], {"COLUMNS": "200"}, timeout)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import pytest
 
 from hvdcomp.tools.train.backends import TORCHRUN, choose
 from hvdcomp.tools.train.options import SetupError
-from tests.launched import run_ranks
+from tests.launched import run_forked_ranks
 from tests.package_index import fresh_environment, pip_with_index, source_of_package
 from tests.project.test_import import run
 from tests.tools.train.test_train_checkpoints import _check_same_run, _summary
@@ -58,7 +58,7 @@ def _train(
     ranks: int, controller: str, output: Path, options: list[str], **more: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
     words = ["-m", "hvdcomp", "train", *options, "--output", str(output)]
-    return run_ranks(ranks, controller, words, {"COLUMNS": "200"} | more.get("environment", {}))
+    return run_forked_ranks(ranks, controller, words, {"COLUMNS": "200"} | more.get("environment", {}))
 
 
 @pytest.mark.alone
@@ -97,7 +97,7 @@ def test_a_killed_rank_comes_back(at: int, local: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(_KILLED.replace("{step}", str(at)))
     words = [*options, "--checkpoint-folder", str(tmp_path / "other"), "--output", str(killed)]
-    done = run_ranks(2, "torchrun", ["--max-restarts", "1", str(program), *words], {"COLUMNS": "200"})
+    done = run_forked_ranks(2, "torchrun", ["--max-restarts", "1", str(program), *words], {"COLUMNS": "200"})
     assert done.returncode == 0, done.stdout[-6000:]
     _check_same_run(whole, killed, resumed_at=[10] if at > 10 else [])
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hvdcomp.tools.train.options import SetupError, TrainingOptions
-from tests.launched import run_ranks
+from tests.launched import run_forked_ranks
 from tests.tools.train.test_train_checkpoints import _check_same_run, _summary
 
 pytest.importorskip("torch")
@@ -65,7 +65,7 @@ def _said(
 ) -> str:
     words = ["-m", "hvdcomp", "train"] if program is None else [str(program)]
     variables = {"COLUMNS": "200", "HVDCOMP_RANKS_PER_NODE": str(node)}
-    done = run_ranks(ranks, "torchrun", [*words, *_OPTIONS, *options, "--output", str(output)], variables)
+    done = run_forked_ranks(ranks, "torchrun", [*words, *_OPTIONS, *options, "--output", str(output)], variables)
     assert (done.returncode != 0) == fails, done.stdout[-4000:]
     return " ".join(done.stdout.split())
 

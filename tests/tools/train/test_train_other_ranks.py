@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hvdcomp.tools.report.replay import replay
-from tests.launched import run_ranks
+from tests.launched import run_forked_ranks, run_ranks
 from tests.tools.train.test_train_checkpoints import _lines, _summary
 
 pytest.importorskip("sklearn")
@@ -52,7 +52,8 @@ def _train(
     program.write_text(_PROGRAM)
     places = ["--output", str(tmp_path / "run"), "--checkpoint-folder", str(tmp_path / "saved")]
     arguments = [str(program), str(stop), *options, *places]
-    done = run_ranks(ranks, controller, arguments, {"COLUMNS": "200"}, timeout=400)
+    start = run_ranks if "tensorflow" in options else run_forked_ranks
+    done = start(ranks, controller, arguments, {"COLUMNS": "200"}, timeout=400)
     assert (done.returncode == 0) == (ends == "finished"), done.stdout[-6000:]
     summary = _summary(tmp_path / "run")
     assert (summary["status"], summary["identical"], summary["world_size"]) == (ends, True, ranks)
@@ -121,8 +122,10 @@ def test_two_ranks_then_three_between_two_exchanges(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("controller", ["gloo", "torchrun"])
-@pytest.mark.parametrize("compression", ["topk:ratio=0.02", "dgc:ratio=0.02", "qsgd:bits=4,exchange=auto"])
+@pytest.mark.parametrize(
+    ("controller", "compression"),
+    [("torchrun", "topk:ratio=0.02"), ("gloo", "dgc:ratio=0.02"), ("torchrun", "qsgd:bits=4,exchange=auto")],
+)
 def test_four_ranks_then_two_then_three(controller: str, compression: str, tmp_path: Path) -> None:
     _needs(controller)
     options = [*_MLP, "--compression", compression, *(["--momentum", "0"] if "dgc" in compression else [])]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launched import run_ranks
+from tests.launched import run_forked_ranks
 from tests.readme import block_with
 from tests.tools.train.test_train_checkpoints import _check_same_run, _summary
 
@@ -39,7 +39,7 @@ def _train(folder: Path, controller: str, *options: str) -> None:
     program = "import os, runpy, sys; os.chdir(sys.argv.pop(1)); runpy.run_module('hvdcomp', run_name='__main__')"
     (folder / "program.py").write_text(program)
     words = [str(folder / "program.py"), str(folder), "train", *OPTIONS, *options]
-    done = run_ranks(2, controller, words, variables)
+    done = run_forked_ranks(2, controller, words, variables)
     assert done.returncode == 0, done.stdout[-6000:]
 
 

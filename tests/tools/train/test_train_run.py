@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.launched import run_ranks
+from tests.launched import run_forked_ranks, run_ranks
 
 pytest.importorskip("sklearn")
 pytest.importorskip("horovod.torch", reason="Horovod is not built here: run `hvdcomp build-horovod`")
@@ -67,7 +67,7 @@ def _alone(*options: str, program: Sequence[str] = (_COMMAND, "train")) -> subpr
 
 
 def _ranks(controller: str, *options: str) -> subprocess.CompletedProcess[str]:
-    return run_ranks(2, controller, [_COMMAND, "train", *options], {"COLUMNS": "160"}, timeout=120)
+    return run_forked_ranks(2, controller, [_COMMAND, "train", *options], {"COLUMNS": "160"}, timeout=120)
 
 
 def _no_constant(name: str) -> None:
@@ -188,7 +188,7 @@ def test_a_run_may_go_on_with_another_overlap(tmp_path: Path) -> None:
         [*to_changed, "--epochs", "1", "--overlap", "on"],
         [*to_changed, "--epochs", "2", "--overlap", "off", "--bucket-bytes", "30000"],
     ]
-    done = run_ranks(2, "mpi", ["-c", _RUNS, json.dumps(runs)], {"COLUMNS": "160"}, timeout=120)
+    done = run_forked_ranks(2, "mpi", ["-c", _RUNS, json.dumps(runs)], {"COLUMNS": "160"}, timeout=120)
     assert done.stdout.count("ends with 0") == 6, done.stdout[-3000:]
     assert _summary(changed)["weights_sha256"] == _summary(whole)["weights_sha256"]
     assert _summary(changed)["resumed_at"] == [10]
@@ -205,7 +205,7 @@ def test_a_run_may_go_on_with_another_overlap(tmp_path: Path) -> None:
 def test_bytes_within_a_node_do_not_count_in_the_compression_factor(tmp_path: Path) -> None:
     options = ["--model", "mlp", "--samples", "320", "--epochs", "1", "--compression", "two_level(topk:ratio=0.01)"]
     nodes = {"HVDCOMP_RANKS_PER_NODE": "2", "HOROVOD_DYNAMIC_PROCESS_SETS": "1", "COLUMNS": "160"}
-    done = run_ranks(4, "mpi", [_COMMAND, "train", *options, "--output", str(tmp_path)], nodes, timeout=120)
+    done = run_forked_ranks(4, "mpi", [_COMMAND, "train", *options, "--output", str(tmp_path)], nodes, timeout=120)
     assert done.returncode == 0, done.stdout[-3000:]
     summary = _check_files(tmp_path, steps=5, epochs=1)
     in_node = sum(line["bytes_in_node"] for line in _lines(tmp_path / "steps.jsonl"))
@@ -308,7 +308,7 @@ def test_what_is_wrong_on_any_rank_is_said_once_and_stops_all(tmp_path: Path) ->
     }
     diverging = ["--model", "mlp", "--lr", "1e20", "--no-progress", "--output", str(folder)]
     arguments = [str(program), json.dumps([*refused.values(), diverging])]
-    done = run_ranks(2, "mpi", arguments, {"COLUMNS": "160"}, timeout=120)
+    done = run_forked_ranks(2, "mpi", arguments, {"COLUMNS": "160"}, timeout=120)
     assert done.returncode == 0, done.stdout
     for message in refused:
         assert done.stdout.count(message) == 1, done.stdout
