@@ -22,7 +22,7 @@ from benchmarks.best_rates.rows import (
     rate_of,
 )
 from benchmarks.best_rates.rule import BOUNDS, Situation, chosen, standings_of, undecided
-from benchmarks.best_rates.search import HELD_OUT
+from benchmarks.best_rates.search import HELD_OUT, MANY
 from benchmarks.pages import MEASURED, filled, findings_of, with_interval
 from benchmarks.trainings import kept_records
 from hvdcomp.files import commits_in_words, provenance_last, replace_text
@@ -144,7 +144,8 @@ def _method() -> list[str]:
     packages = ("pytorch-optimizer 4.1.0 (GaLore, Lion, schedule-free AdamW, SOAP)", "bitsandbytes 0.50.2")
     items = (
         f"**Ranks and seeds**: four simulated ranks. The tables show the means of the seeds "
-        f"{in_one_sentence([str(seed) for seed in HELD_OUT])} with their 95 % intervals.",
+        f"{in_one_sentence([str(seed) for seed in HELD_OUT])} with their 95 % intervals. For the regression with AdamW "
+        f"and with Muon, there are {MANY} seeds.",
         "**Learning rates**: rates that differ by factors of two, trained with seed 0, until the best rate is between "
         "two worse rates. Every method and every optimizer has a search of its own.",
         "**Other options** of an optimizer keep the defaults of its package. For GaLore, the rank of a projection is a "

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.best_rates.rows import DENSE, RateRun, is_accuracy, lost_beside, methods_of, rate_of
-from benchmarks.best_rates.search import FARTHEST, HELD_OUT, Grid, grid_of, start_of
+from benchmarks.best_rates.search import FARTHEST, HELD_OUT, Grid, grid_of, seeds_of, start_of
 from benchmarks.pages import mean_and_interval, with_interval
 
 FORGIVING = 1.0
@@ -101,6 +101,7 @@ class Outcome:
 def outcome_of(workload: str, spec: str, runs: Path, seeds: Sequence[int]) -> Outcome:
     """The results of a method. If dense training of the same workload lacks something, all methods of the workload lack
     it."""
+    seeds = seeds_of(workload, seeds)
     grid = grid_of(workload, spec, runs, start_of(workload, spec, runs))
     own = row_of(workload, spec, grid.best, runs, seeds)
     lacks = _lacks_of(grid, own, seeds)

@@ -23,7 +23,7 @@ from benchmarks.best_rates.rows import (
     rivals_of,
 )
 from benchmarks.best_rates.rule import BOUNDS
-from benchmarks.best_rates.search import FARTHEST, HELD_OUT, SEARCHED
+from benchmarks.best_rates.search import FARTHEST, HELD_OUT, MANY, SEARCHED
 from benchmarks.pages import MEASURED, filled, findings_of, formerly, verdict, with_interval
 from benchmarks.trainings import RECORDS, ROOT, kept_records
 from hvdcomp.files import commits_in_words, csv_of, provenance_last, replace_files
@@ -81,7 +81,8 @@ def _summary(found: ByWorkload) -> list[str]:
         filled(
             "The tables on this page have a row for each method on each training task (workload), but only if the row "
             "is complete. A row is complete if the search has found a best learning rate between two worse learning "
-            f"rates, and if {len(HELD_OUT)} other seeds were trained at the best learning rate. The row of "
+            f"rates, and if {len(HELD_OUT)} other seeds were trained at the best learning rate ({MANY} seeds for "
+            "`heavy-tails` and `heavy-tails-muon`, where the results of single seeds differ most). The row of "
             "uncompressed training of the same workload must also be complete. The numbers in this table are numbers "
             "of rows:"
         ),
@@ -101,7 +102,7 @@ def _explanation(seeds: Sequence[int]) -> list[str]:
         "**times fewer bytes**: the bytes of uncompressed gradients, divided by the bytes that a rank sent in the "
         "whole training. Small tensors, which most methods send uncompressed, are included.",
         "**lost**: how much worse the method is than uncompressed training, both at their own best learning rates. The "
-        f"number is the mean of the differences for the seeds {_in_words(seeds)}, with its 95 % confidence interval "
+        "number is the mean of the differences for the held-out seeds, with its 95 % confidence interval "
         "(Student's t).",
         "**lost at dense's best rate**: how much worse the method is than uncompressed training if both use the best "
         "learning rate of uncompressed training.",
@@ -239,7 +240,8 @@ def _for_reviewers(records: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -
         "optimizers were not tuned for any row.",
         "**Where the best rate comes from**: from the validation data at the end of the training. Each learning rate "
         f"was trained with seed {SEARCHED}.",
-        f"**What was held out**: the seeds {_in_words(seeds)}. The held-out seeds were not used for any choice, and "
+        f"**What was held out**: the seeds {_in_words(seeds)}, and for `heavy-tails` and `heavy-tails-muon` the "
+        f"seeds up to {HELD_OUT[0] + MANY - 1}. The held-out seeds were not used for any choice, and "
         "all results in the tables come from the held-out seeds. A seed determines the initial weights, the order of "
         "the batches and the random numbers of the compressor. The data are the same for all seeds, and the results "
         "also come from the validation data. The test data were not used.",

@@ -25,7 +25,7 @@ from benchmarks.best_rates.rows import (
     methods_of,
 )
 from benchmarks.best_rates.rule import SITUATIONS, Situation, chosen, standings_of, undecided
-from benchmarks.best_rates.search import HELD_OUT, best_of, grid_of, start_of
+from benchmarks.best_rates.search import HELD_OUT, best_of, grid_of, seeds_of, start_of
 from benchmarks.trainings import kept_records
 
 STAGES = (
@@ -160,6 +160,7 @@ def missing_trainings(item: Item, runs: Path, seeds: Sequence[int] = HELD_OUT) -
     """The number of trainings that a row is expected to need still."""
     workload, method = item.workload, item.method
     grid = grid_of(workload, method, runs, start_of(workload, method, runs))
+    seeds = seeds_of(workload, seeds)
     own = [RateRun(workload, seed, runs, method, grid.best) for seed in seeds]
     if item.kind == OWN:
         left = _RATES_OF_A_SEARCH - len(grid.lost)

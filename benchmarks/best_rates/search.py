@@ -18,9 +18,19 @@ SEARCHED = 0
 """The seed of the search."""
 HELD_OUT = (101, 102, 103, 104, 105)
 """The seeds of the trainings that give the figures. No choice depends on trainings with these seeds."""
+MANY = 30
+_NOISY = ("heavy-tails", "heavy-tails-muon")
+"""Quick workloads with so much noise between seeds that five of them cannot show a loss below some percent. They get
+`MANY` seeds."""
 FARTHEST = 8
 """Largest number of doublings or halvings of the workload's own learning rate. A search ends there, even if it has not
 found a best rate between two others."""
+
+
+def seeds_of(workload: str, seeds: Sequence[int]) -> tuple[int, ...]:
+    """The held-out seeds of a workload: the given ones, and further ones if the workload is noisy."""
+    further = range(HELD_OUT[0], HELD_OUT[0] + MANY) if workload in _NOISY else ()
+    return tuple(dict.fromkeys((*seeds, *further)))
 
 
 @dataclass(frozen=True)
@@ -114,9 +124,10 @@ def best_of(workload: str, spec: str, runs: Path) -> int:
 def at_best_rates(workload: str, specs: Sequence[str], runs: Path, seeds: Sequence[int]) -> list[RateRun]:
     """Dense training and the methods, each at its own best learning rate."""
     best = {spec: best_of(workload, spec, runs) for spec in (DENSE, *specs)}
-    return [RateRun(workload, seed, runs, spec, doublings) for seed in seeds for spec, doublings in best.items()]
+    every = seeds_of(workload, seeds)
+    return [RateRun(workload, seed, runs, spec, doublings) for seed in every for spec, doublings in best.items()]
 
 
 def at_rate_of_dense(workload: str, specs: Sequence[str], runs: Path, seeds: Sequence[int]) -> list[RateRun]:
     start = best_of(workload, DENSE, runs)
-    return [RateRun(workload, seed, runs, spec, start) for seed in seeds for spec in specs]
+    return [RateRun(workload, seed, runs, spec, start) for seed in seeds_of(workload, seeds) for spec in specs]
