@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from benchmarks.best_rates.outcomes import Outcome, outcomes_of
+from benchmarks.best_rates.outcomes import Outcome, outcome_of, outcomes_of
 from benchmarks.best_rates.page import in_one_sentence
 from benchmarks.best_rates.rows import (
     DENSE,
@@ -26,6 +26,7 @@ from benchmarks.best_rates.rows import (
     NAMED,
     OTHER_OPTIMIZERS,
     STEPS,
+    TASKS_OF_OTHERS,
     TRAINED,
     WORKLOADS,
     WORKLOADS_OF_OTHERS,
@@ -168,8 +169,9 @@ def with_table(text: str, table: str) -> str:
 
 
 def evidence_of(runs: Path) -> dict[str, Any]:
-    """The content of evidence.json: the methods to try first, and the loss of quality in all complete rows with four
-    ranks."""
+    """The content of evidence.json: the methods to try first, and the loss of quality in complete rows with four ranks.
+    A row counts if the method's rows of all tasks with this optimizer are complete, or if the method lost more than
+    the largest of `BOUNDS`."""
     names = (*WORKLOADS, *WORKLOADS_OF_OTHERS)
     return {"first": _first(runs), "trainings": [record for name in names for record in _records_of(name, runs)]}
 
@@ -199,13 +201,23 @@ def _records_of(workload: str, runs: Path) -> list[dict[str, Any]]:
     for method in methods:
         name = NAMED.get(method, options)["optimizer"]
         if not outcomes[method].lacks and _spec_of(method) != DENSE:
-            lost = by_optimizer.setdefault(_KINDS[name], {})
-            lost[_spec_of(method)] = _mean_lost(outcomes[method], outcomes[DENSE])
+            mean = _mean_lost(outcomes[method], outcomes[DENSE])
+            if mean is None or mean > max(BOUNDS) / 100 or _is_complete(method, workload, runs):
+                by_optimizer.setdefault(_KINDS[name], {})[_spec_of(method)] = mean
     metric = "accuracy" if is_accuracy(workload) else "loss"
     return [
         {"optimizer": optimizer, "training": workload, "metric": metric, "lost": lost}
         for optimizer, lost in by_optimizer.items()
     ]
+
+
+def _is_complete(method: str, workload: str, runs: Path) -> bool:
+    """Whether a method has complete rows of all workloads that are trained with the optimizer of this workload. A
+    method that loses nothing on an easy task must not be recommended before its other tasks are known."""
+    situations = [situation.workloads for situation in SITUATIONS if workload in situation.workloads]
+    ends = [workload.removeprefix(task) for task in TASKS_OF_OTHERS if workload.startswith(task)]
+    others = [tuple(task + end for task in TASKS_OF_OTHERS) for end in ends]
+    return not any(outcome_of(name, method, runs, HELD_OUT).lacks for name in [*situations, *others][0])
 
 
 _KINDS: Mapping[str, str] = {

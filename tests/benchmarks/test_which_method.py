@@ -176,6 +176,22 @@ def test_the_command_writes_the_table_and_the_evidence(records: Records, tmp_pat
     assert "README lacks the line <!-- which method -->" in done.output
 
 
+def test_a_method_counts_once_all_its_tasks_are_measured_or_one_shows_harm(records: Records) -> None:
+    def lost(training: str) -> dict[str, float]:
+        trainings = which_method.evidence_of(records.runs)["trainings"]
+        return next((one["lost"] for one in trainings if one["training"] == training), {})
+
+    _with_dense(records, {"eden": 0.5, "terngrad": 4.0}, ("heavy-tails", "heavy-tails-soap"))
+    assert lost("heavy-tails") == {"terngrad": 0.04}, "an easy task says nothing of others"
+    _with_dense(records, {"eden": 1.0}, ("sorting", "sorting-soap"))
+    assert lost("heavy-tails-soap") == {"eden": 0.005, "terngrad": 0.04}
+    assert lost("sorting-soap") == {"eden": 0.01}
+    assert lost("sorting") == {}
+    _with_dense(records, {"eden": 0.7}, ("gpt",))
+    assert lost("heavy-tails") == {"eden": 0.005, "terngrad": 0.04}
+    assert lost("gpt") == {"eden": 0.007}
+
+
 # The order of the trainings.
 
 
