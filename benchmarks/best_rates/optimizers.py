@@ -80,6 +80,8 @@ def _choices(runs: Path) -> list[str]:
     lines = []
     for name, end in OPTIMIZERS.items():
         workloads = tuple(task + end for task in TASKS_OF_OTHERS)
+        if any(outcome_of(workload, DENSE, runs, HELD_OUT).lacks for workload in workloads):
+            continue
         standings = standings_of(Situation(name, workloads, METHODS_OF_OTHERS, None), runs)
         found, missing = chosen(standings), undecided(standings)
         first, second = found.get(BOUNDS[0]), found.get(BOUNDS[1])

@@ -81,10 +81,10 @@ def _summary(found: ByWorkload) -> list[str]:
         filled(
             "The tables on this page have a row for each method on each training task (workload), but only if the row "
             "is complete. A row is complete if the search has found a best learning rate between two worse learning "
-            f"rates, and if {len(HELD_OUT)} other seeds were trained at the best learning rate ({MANY} seeds for "
-            "`heavy-tails` and `heavy-tails-muon`, where the results of single seeds differ most). The row of "
-            "uncompressed training of the same workload must also be complete. The numbers in this table are numbers "
-            "of rows:"
+            f"rates, and if {len(HELD_OUT)} other seeds were trained at the best learning rate. The workloads "
+            f"`heavy-tails` and `heavy-tails-muon` need {MANY} seeds, because their results differ most between seeds. "
+            "The row of uncompressed training of the same workload must also be complete. The numbers in this table "
+            "are numbers of rows:"
         ),
         "",
         "| workload | complete rows | begun | not begun |",
