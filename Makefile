@@ -20,7 +20,8 @@ endif
 # The environment is made anew when the folder moves or another Python is asked for.
 checksum = $(firstword $(shell { $(1); } 2>&1 | cksum))
 VENV_STAMP := $(VENV)/.made-$(call checksum,echo $(CURDIR); $(PYTHON) --version)
-PACKAGES_STAMP := $(VENV)/.installed-$(call checksum,cat constraints.txt pyproject.toml setup.py Makefile)
+# It also names the environment: if that is made anew, `make` must not believe that the packages are still there.
+PACKAGES_STAMP := $(VENV)/.installed-$(call checksum,echo $(VENV_STAMP); cat constraints.txt pyproject.toml setup.py Makefile)
 
 # Python compiles a module when it is first imported. To compile all of PyTorch and TensorFlow takes most of pip's time.
 PIP := scripts/quietly $(BIN)/python -m pip install --no-input --disable-pip-version-check --no-compile \

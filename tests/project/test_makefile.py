@@ -74,6 +74,28 @@ def test_a_compiler_without_cxx20_is_named_with_its_message(
     assert "unrecognized command line option -std=c++20" in problem
 
 
+def test_another_python_gets_its_packages_at_once(tmp_path: Path) -> None:
+    for name in ("Makefile", "constraints.txt", "pyproject.toml", "setup.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    for version in ("3.11.9", "3.12.4"):
+        (tmp_path / version).write_text(f"#!/bin/sh\necho Python {version}\n")
+        (tmp_path / version).chmod(0o755)
+
+    def planned(version: str) -> str:
+        """The commands of the set-up, which are not run."""
+        command = ["make", "--dry-run", f"PYTHON=./{version}", "setup"]
+        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    words = "Installing packages"
+    first = planned("3.11.9")
+    assert words in first
+    (tmp_path / ".venv").mkdir()
+    for stamp in re.findall(r"touch (\.venv/\S+)", first):
+        (tmp_path / stamp).touch()
+    assert words not in planned("3.11.9")
+    assert words in planned("3.12.4"), "the environment is made anew, without packages"
+
+
 @pytest.mark.parametrize(("free", "problems"), [(0.5e9, 1), (100e9, 0)])
 def test_too_little_disk_is_named_with_the_sum_of_what_lies_there(
     preflight: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: float, problems: int
