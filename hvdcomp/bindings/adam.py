@@ -31,10 +31,11 @@ _SECOND_MOMENTS = {
     "v_mean",
 }
 """The names that optimizers give to a mean of squared gradients, in addition to `exp_avg_sq` and `v`."""
+_ADAFACTOR = "Adafactor"
 _BY_STATE = {
-    "row_var": "Adafactor",  # in PyTorch
-    "exp_avg_sq_row": "Adafactor",  # in transformers and other packages
-    "r": "Adafactor",  # in Keras
+    "row_var": _ADAFACTOR,  # in PyTorch
+    "exp_avg_sq_row": _ADAFACTOR,  # in transformers and other packages
+    "r": _ADAFACTOR,  # in Keras
     "state2": "AdamW8bit",  # in bitsandbytes, also if the state has 32 bits
     "projector": "GaLore",
     "GG": "SOAP",
@@ -42,8 +43,6 @@ _BY_STATE = {
 }
 """The measured kind of an optimizer with a second moment, by a name in its state that other kinds do not have."""
 _LION = "Lion"
-_SQUARES_LITTLE = ("Adafactor",)
-"""Kinds that are not like Adam, although they keep a second moment: in our trainings, residuals did not harm them."""
 _WAYS_OUT = {"Adam": FIRST["Adam"][0], MUON: FIRST.get(MUON, FIRST["Adam"])[0]}
 """For each kind of optimizer, the spec of the method that the warning recommends instead of a harmful method."""
 _WAY_OUT_OF_OTHERS = "int4"
@@ -130,7 +129,8 @@ class HarmWarning:
         if optimizer is None:
             return
         name = type(optimizer).__name__
-        learns, kinds = f"{name} learns", tuple[str, ...]()
+        learns = f"{name} learns"
+        kinds: tuple[str, ...] = ()
         if adam := name_of_adam(optimizer):
             learns, kinds = f"{adam} learns", ("Adam",)
         elif _is_muon(optimizer):
@@ -189,8 +189,9 @@ def kinds_by_state(kept: Set[str]) -> tuple[str, ...]:
     if not _keeps_second_moment(kept):
         return (_LION,) if "exp_avg" in kept else ()
     own = next((kind for name, kind in _BY_STATE.items() if name in kept), None)
-    if own in _SQUARES_LITTLE:
-        return (own,)
+    if own == _ADAFACTOR:
+        # Without momentum, residuals did not harm it in our trainings. With momentum, we did not train it.
+        return ("Adam",) if "exp_avg" in kept else (own,)
     return ("Adam",) if own is None else (own, "Adam")
 
 

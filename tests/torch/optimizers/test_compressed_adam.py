@@ -642,7 +642,8 @@ def test_a_method_is_judged_once_its_trainings_are_measured(
         (("exp_avg_sq", "z"), "the state of schedule-free AdamW"),
         (("exp_avg", "exp_avg_sq", "projector"), "the state of GaLore"),
         (("state1", "state2"), "the state of AdamW8bit"),  # and PagedAdamW of bitsandbytes
-        (("exp_avg_sq_row", "exp_avg_sq_col"), None),  # Adafactor and CAME
+        (("exp_avg_sq_row", "exp_avg_sq_col"), None),  # Adafactor
+        (("exp_avg", "exp_avg_sq_row", "exp_avg_sq_col"), "a second moment of gradients, as AdamW does"),  # CAME
         (("step", "row_var", "col_var"), None),  # PyTorch's Adafactor
         (("m", "v"), "a second moment of gradients, as AdamW does"),
         (("m", "v_mean"), "a second moment of gradients, as AdamW does"),  # Adam-mini
