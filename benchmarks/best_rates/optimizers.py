@@ -14,30 +14,19 @@ import click
 
 from benchmarks.best_rates.outcomes import Outcome, outcome_of
 from benchmarks.best_rates.page import in_one_sentence
-from benchmarks.best_rates.rows import (
-    DENSE,
-    METHODS_OF_OTHERS,
-    TASKS_OF_OTHERS,
-    is_accuracy,
-    rate_of,
-)
-from benchmarks.best_rates.rule import BOUNDS, Situation, chosen, standings_of, undecided
+from benchmarks.best_rates.rows import DENSE, METHODS_OF_OTHERS, TASKS_OF_OTHERS, is_accuracy, rate_of
+from benchmarks.best_rates.rule import BOUNDS, OTHER_SITUATIONS, Situation, chosen, standings_of, undecided
 from benchmarks.best_rates.search import HELD_OUT, MANY
 from benchmarks.pages import MEASURED, filled, findings_of, with_interval
 from benchmarks.trainings import kept_records
 from hvdcomp.files import commits_in_words, provenance_last, replace_text
 
-OPTIMIZERS = {
-    "AdamW": "",
-    "AdamW in 8 bits (bitsandbytes)": "-adamw-8bit",
-    "Adafactor (PyTorch)": "-adafactor",
-    "GaLore, rank 1/4": "-galore",
-    "Lion": "-lion",
-    "Muon": "-muon",
-    "schedule-free AdamW": "-schedule-free",
-    "SOAP": "-soap",
-}
-"""By name, the end of the names of the optimizer's workloads."""
+SITUATIONS = (
+    Situation("AdamW", TASKS_OF_OTHERS, METHODS_OF_OTHERS, "Adam"),
+    *OTHER_SITUATIONS,
+    Situation("Muon", tuple(f"{task}-muon" for task in TASKS_OF_OTHERS), METHODS_OF_OTHERS, "Muon"),
+)
+"""The optimizers of the page, each with a workload for each of the tasks."""
 TASKS = {
     "heavy-tails": "A regression with outliers: a network with two hidden layers, 400 steps.",
     "sorting": "A transformer that sorts 16 numbers: two layers, 300 steps.",
@@ -46,7 +35,8 @@ TASKS = {
 
 def write_page(file: Path, runs: Path) -> None:
     """Writes the page of all records in a folder."""
-    records = [one for one in kept_records(runs).values() if _task_of(one["workload"])]
+    workloads = {name for situation in SITUATIONS for name in situation.workloads}
+    records = [one for one in kept_records(runs).values() if one["workload"] in workloads]
     commits = commits_in_words(record["commit"] for record in records) if records else "none"
     lines = [
         "# Methods for other optimizers",
@@ -71,25 +61,19 @@ def write_page(file: Path, runs: Path) -> None:
     replace_text(file, provenance_last("\n".join(lines).rstrip() + "\n"))
 
 
-def _task_of(workload: str) -> str | None:
-    """The task of a workload of this page; None for any other workload."""
-    return next((task for task in TASKS for end in OPTIMIZERS.values() if workload == task + end), None)
-
-
 def _choices(runs: Path) -> list[str]:
     lines = []
-    for name, end in OPTIMIZERS.items():
-        workloads = tuple(task + end for task in TASKS_OF_OTHERS)
-        if any(outcome_of(workload, DENSE, runs, HELD_OUT).lacks for workload in workloads):
+    for situation in SITUATIONS:
+        if any(outcome_of(workload, DENSE, runs, HELD_OUT).lacks for workload in situation.workloads):
             continue
-        standings = standings_of(Situation(name, workloads, METHODS_OF_OTHERS, None), runs)
+        standings = standings_of(situation, runs)
         found, missing = chosen(standings), undecided(standings)
         first, second = found.get(BOUNDS[0]), found.get(BOUNDS[1])
         best, next_best = (
             "-" if one is None else f"`{one.method}` ({one.factor:.0f} times fewer)" for one in (first, second)
         )
         still = in_one_sentence([f"`{standing.method}`" for standing in missing])
-        lines.append(f"| {name} | {best} | {next_best} | {still} |")
+        lines.append(f"| {situation.name} | {best} | {next_best} | {still} |")
     return [
         "## What to use",
         "",
@@ -111,14 +95,15 @@ def _section(task: str, runs: Path) -> list[str]:
     unit = "points of accuracy" if is_accuracy(task) else "% of the loss"
     quality = "accuracy (%)" if is_accuracy(task) else "validation loss"
     lines = []
-    for name, end in OPTIMIZERS.items():
-        dense = outcome_of(task + end, DENSE, runs, HELD_OUT)
+    for situation in SITUATIONS:
+        workload = situation.workloads[TASKS_OF_OTHERS.index(task)]
+        dense = outcome_of(workload, DENSE, runs, HELD_OUT)
         if dense.lacks:
             continue
         own = dense.complete
-        cells = [f"{rate_of(task + end, own.doublings):g}", own.shown]
-        cells += [_lost(outcome_of(task + end, method, runs, HELD_OUT), dense) for method in METHODS_OF_OTHERS]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        cells = [f"{rate_of(workload, own.doublings):g}", own.shown]
+        cells += [_lost(outcome_of(workload, method, runs, HELD_OUT), dense) for method in METHODS_OF_OTHERS]
+        lines.append(f"| {situation.name} | {' | '.join(cells)} |")
     head = ["optimizer", "best rate", f"uncompressed: {quality}", *(f"`{method}`" for method in METHODS_OF_OTHERS)]
     return [
         f"## {task}",
@@ -143,9 +128,9 @@ def _lost(outcome: Outcome, dense: Outcome) -> str:
 
 
 def _method() -> list[str]:
-    packages = ("pytorch-optimizer 4.1.0 (GaLore, Lion, schedule-free AdamW, SOAP)", "bitsandbytes 0.50.2")
+    packages = ("pytorch-optimizer 4.1.0 (GaLore, Lion, schedule-free AdamW, SOAP)", "bitsandbytes 0.50.2 (AdamW8bit)")
     items = (
-        f"**Ranks and seeds**: four simulated ranks. The tables show the means of the seeds "
+        "**Ranks and seeds**: four simulated ranks. The tables show the means of the seeds "
         f"{in_one_sentence([str(seed) for seed in HELD_OUT])} with their 95 % intervals. For the regression with AdamW "
         f"and with Muon, there are {MANY} seeds.",
         "**Learning rates**: rates that differ by factors of two, trained with seed 0, until the best rate is between "

@@ -16,7 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.best_rates.outcomes import Outcome, interval_of, outcome_of
-from benchmarks.best_rates.rows import CANDIDATES, DENSE, FROZEN, STEPS
+from benchmarks.best_rates.rows import (
+    CANDIDATES,
+    DENSE,
+    FROZEN,
+    KINDS_OF_OTHERS,
+    METHODS_OF_OTHERS,
+    STEPS,
+    TASKS_OF_OTHERS,
+)
 from benchmarks.best_rates.search import HELD_OUT
 
 BOUNDS = (1.0, 3.0)
@@ -56,6 +64,13 @@ SITUATIONS = (
     Situation("[Muon](docs/muon.md)", _MUON, CANDIDATES["muon"], "Muon"),
     Situation("Muon, with [compressed steps](docs/compressed-steps.md)", _MUON, tuple(STEPS), None),
 )
+
+
+OTHER_SITUATIONS = tuple(
+    Situation(kind, tuple(f"{task}-{name}" for task in TASKS_OF_OTHERS), METHODS_OF_OTHERS, kind)
+    for name, kind in KINDS_OF_OTHERS.items()
+)
+"""The situations of docs/optimizers.md, which README's table does not have."""
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,21 @@ from benchmarks.best_rates.rows import (
     NAMED,
     OTHER_OPTIMIZERS,
     STEPS,
-    TASKS_OF_OTHERS,
     TRAINED,
     WORKLOADS,
     WORKLOADS_OF_OTHERS,
     is_accuracy,
 )
-from benchmarks.best_rates.rule import BOUNDS, SITUATIONS, Situation, Standing, chosen, standings_of, undecided
+from benchmarks.best_rates.rule import (
+    BOUNDS,
+    OTHER_SITUATIONS,
+    SITUATIONS,
+    Situation,
+    Standing,
+    chosen,
+    standings_of,
+    undecided,
+)
 from benchmarks.best_rates.search import HELD_OUT
 from benchmarks.pages import MEASURED
 from benchmarks.quality.convergence import OPTIMIZERS, RANKS
@@ -214,10 +222,8 @@ def _records_of(workload: str, runs: Path) -> list[dict[str, Any]]:
 def _is_complete(method: str, workload: str, runs: Path) -> bool:
     """Whether a method has complete rows of all workloads that are trained with the optimizer of this workload. A
     method that loses nothing on an easy task must not be recommended before its other tasks are known."""
-    situations = [situation.workloads for situation in SITUATIONS if workload in situation.workloads]
-    ends = [workload.removeprefix(task) for task in TASKS_OF_OTHERS if workload.startswith(task)]
-    others = [tuple(task + end for task in TASKS_OF_OTHERS) for end in ends]
-    return not any(outcome_of(name, method, runs, HELD_OUT).lacks for name in [*situations, *others][0])
+    tasks = next(one.workloads for one in (*SITUATIONS, *OTHER_SITUATIONS) if workload in one.workloads)
+    return not any(outcome_of(name, method, runs, HELD_OUT).lacks for name in tasks)
 
 
 _KINDS: Mapping[str, str] = {

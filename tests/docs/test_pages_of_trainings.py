@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.best_rates import __main__ as best_rates
+from benchmarks.best_rates import optimizers
 from benchmarks.quality import convergence, equal_bytes
 from benchmarks.times import time_to_target
 from tests.loaded import ROOT
@@ -32,3 +33,12 @@ def test_the_page_in_docs_is_that_of_the_records(name: str, tmp_path: Path) -> N
     assert done.exit_code == 0, done.output
     assert written.read_text() == page.read_text()
     assert written.with_suffix(".csv").read_bytes() == page.with_suffix(".csv").read_bytes()
+
+
+@pytest.mark.thorough
+def test_the_page_of_optimizers_is_that_of_the_records(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "optimizers.md"
+    shutil.copy(page, tmp_path)
+    done = CliRunner().invoke(optimizers.main, ["--table", str(tmp_path / page.name)])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / page.name).read_text() == page.read_text()
