@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cache, cached_property
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
@@ -210,11 +211,7 @@ class Trainer:
         self._lock = threading.Lock()
         self._stopped = False
         self._commit = commit()
-        # Its processes begin with PyTorch imported, because the imports take longer than half of a quick training. The
-        # imported libraries read the number of threads from the variables with which the server starts.
-        os.environ["OMP_NUM_THREADS"] = "1"
-        self._server = multiprocessing.get_context("forkserver")
-        self._server.set_forkserver_preload(["torch._dynamo"])
+        self._server = _server()
 
     def train(self, todo: Sequence[Run], took: Mapping[str, Sequence[float]]) -> list[Run]:
         """Runs all trainings, and returns those that failed.
@@ -265,6 +262,23 @@ class Trainer:
             self._stopped = True
             for process in self._processes:
                 process.terminate()
+
+
+@cache
+def _server() -> ForkServerContext:
+    """Starts processes that have imported PyTorch, because the imports take longer than half of a quick training."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["torch._dynamo"])
+    # The libraries read the number of threads when they are imported, so from the variables of the server.
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        ensure_running()
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
+        if before is not None:
+            os.environ["OMP_NUM_THREADS"] = before
+    return server
 
 
 def _run(words: Sequence[str], variables: Mapping[str, str], log: Path) -> None:
