@@ -11,6 +11,7 @@ a rank sends, ranks 0 and 1 differ.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -20,15 +21,17 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parents[1]
 COUNT = 2
 
+_FOLDERS = ExitStack()
+atexit.register(_FOLDERS.close)
 _SERVERS: list[subprocess.Popen[bytes]] = []  # each ends when its input does, at the latest when this process ends
 
 # Without the modules of the environment, so that it starts at once.
@@ -46,7 +49,8 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, sig
     signal.signal(number, lambda number, frame: connection.sendall(bytes([number])))
 code = int(connection.recv(16) or -signal.SIGKILL)
 if code < 0:
-    signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
+    if code != -signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
 os._exit(code)
 """
@@ -55,7 +59,7 @@ os._exit(code)
 @cache
 def python() -> str:
     """The path of the program."""
-    folder = Path(mkdtemp(prefix="hvdcomp-forks-"))
+    folder = Path(_FOLDERS.enter_context(TemporaryDirectory(prefix="hvdcomp-forks-")))
     program = folder / "python"
     program.write_text(_PROGRAM)
     program.chmod(0o755)

@@ -87,10 +87,12 @@ def _imported(name: str, shown: str) -> Callable[..., Any]:
 
 
 def prepare(optimizer: torch.optim.Optimizer, *, training: bool) -> None:
-    """Exchanges the weights of an optimizer that trains other weights than it evaluates, such as schedule-free AdamW.
+    """Switches the weights of the model if the optimizer trains other weights than it evaluates. For example,
+    schedule-free AdamW does so.
 
     Args:
-        training: whether the next step comes next, rather than an evaluation.
+        optimizer: the optimizer of the model. Most optimizers have no such weights, and nothing happens.
+        training: True before a step, False before an evaluation.
     """
     change = getattr(optimizer, "train" if training else "eval", None)
     if change is not None:
