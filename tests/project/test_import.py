@@ -23,8 +23,10 @@ FRAMEWORKS += ["accelerate", "lightning", "transformers"]
 FRAMEWORKS += ["matplotlib", "jinja2", "sklearn", "kubernetes", "prometheus_client"]
 
 
-def run(*command: str | Path, timeout: float = 300) -> str:
-    result = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=timeout, cwd="/")
+def run(*command: str | Path, timeout: float = 300, environment: dict[str, str] | None = None) -> str:
+    result = subprocess.run(
+        [*map(str, command)], capture_output=True, text=True, timeout=timeout, cwd="/", env=environment
+    )
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
     return result.stdout
 
@@ -40,19 +42,27 @@ def test_importing_imports_no_framework() -> None:
     assert not set(FRAMEWORKS) & {module.partition(".")[0] for module in loaded}
 
 
-def test_importing_is_quick() -> None:
-    """Three times what NumPy takes by itself at most; the interpreter's start counts in both. It was 2.0 times.
+def test_importing_is_quick(tmp_path: Path) -> None:
+    """It takes at most five times the CPU time of importing NumPy alone, the start of the interpreter included.
 
-    CPU time, of each in turns: how fast a machine is, and how busy, does not matter.
+    On three machines it took 2.0 to 3.3 times as long. Importing a framework takes more than ten times as long.
+    The two imports take turns. The test has byte code of its own, so it does not matter what this checkout has.
     """
-    seconds: dict[str, list[float]] = {"numpy": [], "hvdcomp": []}
-    for _ in range(7):
-        for module, took in seconds.items():
-            before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            run(sys.executable, "-c", f"import {module}")
-            after = resource.getrusage(resource.RUSAGE_CHILDREN)
-            took.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert statistics.median(seconds["hvdcomp"]) < 3 * statistics.median(seconds["numpy"]), seconds
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+
+    def import_in_a_new_process(module: str) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        run(sys.executable, "-c", f"import {module}", environment=environment)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    modules = ("numpy", "hvdcomp")
+    for module in modules:  # writes the byte code
+        import_in_a_new_process(module)
+    seconds = [[import_in_a_new_process(module) for module in modules] for _ in range(7)]
+    of_numpy, of_hvdcomp = map(statistics.median, zip(*seconds, strict=True))
+    assert of_hvdcomp < 5 * of_numpy, seconds
 
 
 def test_everything_public_is_there_without_frameworks() -> None:
