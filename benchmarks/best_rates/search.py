@@ -82,7 +82,7 @@ def grid_of(workload: str, spec: str, runs: Path, start: int) -> Grid:
     return Grid(lost, best, untrained(best - 1, best + 1))
 
 
-_DENSE_STARTS = {"gpt-muon": 3}
+_DENSE_STARTS = {"gpt": 2, "gpt-muon": 3}
 """For workloads whose own learning rate is far from the best one, the doublings at which the search for dense training
 begins."""
 
