@@ -13,6 +13,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import click
 import torch
@@ -74,11 +75,12 @@ def measure(data: DataSet, options: TrainingOptions, ratio: float) -> GravacGain
     compressed = {name for name, chosen in engine.plan.items() if chosen == compressor}
     previews = Previews(engine.tensors, engine.states)
     xs: dict[str, Tensor] = {}
-    kept: dict[str, Tensor] = {}
+    kept: dict[str, Any] = {}
 
     def before_compress(look: Look) -> dict[str, Tensor]:
         for name, sent in previews.kept(look, engine.plan, sorted(compressed)).items():
-            xs[name], kept[name] = look[name].clone(), densified(look.xp, look[name], sent)
+            x: Any = look[name]
+            xs[name], kept[name] = x.clone(), densified(look.xp, x, sent)
         return {}
 
     observe(engine, before_compress)
@@ -92,7 +94,7 @@ def measure(data: DataSet, options: TrainingOptions, ratio: float) -> GravacGain
             originals = {name: gradients[name].clone() for name in compressed}
             xp = arrays_for(next(iter(originals.values())))
             sent = previews.kept_alone(xp, originals, dict.fromkeys(originals, compressor), engine.context(""))
-            alone = {name: densified(xp, g, sent[name]) for name, g in originals.items()}
+            alone: dict[str, Any] = {name: densified(xp, g, sent[name]) for name, g in originals.items()}
             engine.begin()
             for name, mean in engine.step(gradients).items():
                 named[name].grad = mean

@@ -4,10 +4,9 @@ until somebody reads them."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from types import ModuleType
 from typing import NamedTuple
 
-from hvdcomp.arrays.types import Array, number_of_elements
+from hvdcomp.arrays.types import AllFunctions, AnyArray, Array, number_of_elements
 from hvdcomp.compressors.protocol import SparseVector
 
 
@@ -15,7 +14,7 @@ class _Part(NamedTuple):
     names: tuple[str, ...]
     places: tuple[int, ...]
     weights: tuple[float, ...]
-    values: Array
+    values: AnyArray
 
 
 class Energies:
@@ -61,7 +60,7 @@ def _numbers(part: _Part) -> Iterator[tuple[str, float]]:
         yield name, weight * values[place] if weight else 0.0  # not weight * value, because 0 times infinity is NaN
 
 
-def of_arrays(xp: ModuleType, xs: dict[str, Array], factor: Array | None = None) -> Energies:
+def of_arrays(xp: AllFunctions, xs: dict[str, Array], factor: Array | None = None) -> Energies:
     """||factor x||^2 of each array x, by name. factor: None for 1."""
     energies = Energies()
     if xs:
@@ -70,7 +69,7 @@ def of_arrays(xp: ModuleType, xs: dict[str, Array], factor: Array | None = None)
     return energies
 
 
-def of_errors(xp: ModuleType, pairs: dict[str, tuple[Array, Array | SparseVector]]) -> Energies:
+def of_errors(xp: AllFunctions, pairs: dict[str, tuple[Array, Array | SparseVector]]) -> Energies:
     """||x - C(x)||^2 of each pair of x and C(x), by name.
 
     If C(x) is sparse, the error is computed from ||x||^2 and, for the sent elements only, from x and x - C(x).
@@ -94,7 +93,7 @@ def of_errors(xp: ModuleType, pairs: dict[str, tuple[Array, Array | SparseVector
     return energies
 
 
-def densified(xp: ModuleType, x: Array, sent: Array | SparseVector) -> Array:
+def densified(xp: AllFunctions, x: Array, sent: Array | SparseVector) -> Array:
     """C(x) in the shape of x."""
     if isinstance(sent, SparseVector):
         flat = xp.zeros((number_of_elements(tuple(x.shape)),), like=x)

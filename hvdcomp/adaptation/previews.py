@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from hvdcomp.adaptation.energies import Energies, of_errors
 from hvdcomp.adaptation.look import Look
 from hvdcomp.arrays import numpy_arrays
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import AllFunctions, AnyArray, Array
 from hvdcomp.compressors import Compressor, inside
 from hvdcomp.compressors.bucket import Bucket
 from hvdcomp.compressors.memory import ErrorFeedback
@@ -76,7 +76,7 @@ class Previews:
 
     def kept_alone(
         self,
-        xp: ModuleType,
+        xp: AllFunctions,
         xs: Mapping[str, Array],
         compressors: Mapping[str, Compressor],
         context: Context,
@@ -105,14 +105,14 @@ class Previews:
         return {name: kept[name] for name in xs}
 
     def lost_alone(
-        self, xp: ModuleType, xs: Mapping[str, Array], compressors: Mapping[str, Compressor], context: Context
+        self, xp: AllFunctions, xs: Mapping[str, Array], compressors: Mapping[str, Compressor], context: Context
     ) -> Energies:
         """Compresses some arrays that do not belong to a step, and returns the squared error of each, ||x - C(x)||^2,
         by name. The arguments are those of `kept_alone`."""
         addresses, _alive = self._addresses(xp, xs)
         return self._lost(xp, list(xs), xs, addresses, compressors, context, {})
 
-    def _addresses(self, xp: ModuleType, xs: Mapping[str, Array]) -> tuple[dict[str, int], Sequence[Array]]:
+    def _addresses(self, xp: AllFunctions, xs: Mapping[str, Array]) -> tuple[dict[str, int], Sequence[Array]]:
         """The addresses of the arrays that fit a bucket, as in a step, and the arrays that must be kept alive while the
         addresses are used."""
         placed = _placed(xp, list(xs.values())) if xs else None
@@ -123,7 +123,7 @@ class Previews:
 
     def _lost(
         self,
-        xp: ModuleType,
+        xp: AllFunctions,
         names: Sequence[str],
         xs: Mapping[str, Array],
         addresses: Mapping[str, int],
@@ -160,17 +160,17 @@ class Previews:
         energies.extend(of_errors(xp, pairs))
         return energies
 
-    def _of_tensor(self, xp: ModuleType, x: Array, compressor: Compressor, context: Context) -> Array | SparseVector:
+    def _of_tensor(self, xp: AllFunctions, x: Array, compressor: Compressor, context: Context) -> Array | SparseVector:
         kept = self._states[context.name].kept_for(compressor)
         return inside.preview(compressor, xp, x, kept, context)
 
     def _grouped(
-        self, xp: ModuleType, names: Sequence[str], xs: Mapping[str, Array], compressors: Mapping[str, Compressor]
+        self, xp: AllFunctions, names: Sequence[str], xs: Mapping[str, Array], compressors: Mapping[str, Compressor]
     ) -> list[_PreviewBucket]:
         """Puts tensors that are compressed together into buckets. On a device, only tensors that kernels support."""
         if not names:
             return []
-        first = xs[names[0]]
+        first: AnyArray = xs[names[0]]
         device = (first.device, xp) if cuda.placed([first]) is not None else ()
         key = (tuple(names), id(compressors), device)
         if key not in self._buckets:
@@ -193,7 +193,7 @@ class Previews:
 
     def _run(
         self,
-        xp: ModuleType,
+        xp: AllFunctions,
         bucket: _PreviewBucket,
         xs: Mapping[str, Array],
         addresses: Mapping[str, int],
@@ -207,7 +207,7 @@ class Previews:
         bucket.run(own, addresses, sources)
 
 
-def _placed(xp: ModuleType, arrays: Sequence[Array]) -> tuple[Sequence[Array], Sequence[int]] | None:
+def _placed(xp: AllFunctions, arrays: Sequence[Array]) -> tuple[Sequence[Array], Sequence[int]] | None:
     """The addresses of arrays, as from `cuda.placed`, also for arrays on the host. The result is None if the arrays do
     not fit a bucket."""
     placed = cuda.placed(arrays)
@@ -253,14 +253,14 @@ class _PreviewBucket:
         compressors: Sequence[Compressor],
         room: _Room,
         device: Any = None,
-        xp: ModuleType = numpy_arrays,
+        xp: AllFunctions = numpy_arrays,
     ) -> None:
         self.names = [tensor.name for tensor in tensors]
         self.bucket = Bucket(tensors, compressors, ErrorFeedback(), device, xp)
         self._room = room
         if device is not None:
             self.bucket.kernels.room = room.on_device
-        self._made: Sequence[Sequence[Array]] = ()  # the arrays of x, and the arrays of C(x)
+        self._made: Sequence[Sequence[AnyArray]] = ()  # the arrays of x, and the arrays of C(x)
 
     def run(self, xs: Sequence[Array], addresses: Mapping[str, int], sources: Mapping[str, int]) -> None:
         """Runs a step as if this rank were the only rank, without a residual. Call `bucket.begin` first.
@@ -271,7 +271,7 @@ class _PreviewBucket:
             sources: the addresses of arrays that are compressed in place of x, by name.
         """
         bucket, segments = self.bucket, self.bucket.segments
-        made: Sequence[tuple[Sequence[Array], Any]] = (
+        made: Sequence[tuple[Sequence[AnyArray], Any]] = (
             self._room.on_host(segments["size"]) if bucket.device is None else [cuda.split_like(xs) for _ in range(2)]
         )
         self._made = [arrays for arrays, _ in made]
@@ -282,7 +282,7 @@ class _PreviewBucket:
             segments["source"] = [sources.get(name, addresses[name]) for name in self.names]
         bucket.compressors[0].preview_bucket(bucket)
 
-    def means(self, xp: ModuleType, like: Array) -> Sequence[Array]:
+    def means(self, xp: AllFunctions, like: Array) -> Sequence[Array]:
         """C(x) of each tensor. like: an array of the framework."""
         means = self._made[1]
         if self.bucket.device is not None:
@@ -293,7 +293,7 @@ class _PreviewBucket:
             for mean, tensor in zip(means, self.bucket.tensors, strict=True)
         ]
 
-    def lost(self, xp: ModuleType, like: Array) -> Array:
+    def lost(self, xp: AllFunctions, like: Array) -> Array:
         """The squared compression error of each tensor, ||x - C(x)||^2, float64 (tensors,). like: an array of the
         framework."""
         sums = self.bucket.sums_of("measure_left")

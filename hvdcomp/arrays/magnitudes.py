@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdcomp.arrays import numpy_arrays
-from hvdcomp.arrays.types import Array, wide_dtype
+from hvdcomp.arrays import arrays_for, numpy_arrays
+from hvdcomp.arrays.types import Array, ArrayFunctions, wide_dtype
 
 _SAMPLE_STRIDE = 97  # samples about 1 %; it is a prime, so that the sample does not repeat with rows or channels
 _SMALLEST_SAMPLE = 1024
@@ -46,13 +45,13 @@ class Magnitudes:
         xp: the array functions of thresholds and counts.
     """
 
-    def __init__(self, xp: ModuleType, x: Array, need: int) -> None:
+    def __init__(self, xp: ArrayFunctions, x: Array, need: int) -> None:
         values = abs(xp.astype(x, wide_dtype(xp.dtype_name(x))))
         self._place = xp.from_numpy
         self._like = x
         self._set_aside: _LargestElements | None = None
         if not xp.waits(x):  # NumPy is faster, and with NumPy all frameworks make the same choice
-            xp, values = numpy_arrays, xp.to_numpy(values)
+            xp, values = numpy_arrays, arrays_for(values).to_numpy(values)
             self._set_aside = _largest(values, min(need, values.shape[0]))
         self.xp, self._values = xp, values
         self._index = "int32" if x.shape[0] < 2**31 else "int64"
@@ -134,7 +133,7 @@ class Magnitudes:
 
     def _placed(self, indices: Array, places: Array | None = None) -> Array:
         indices = self.xp.astype(indices if places is None else self.xp.take(places, indices), self._index)
-        return self._place(indices, like=self._like) if self.xp is numpy_arrays else indices
+        return self._place(np.asarray(indices), like=self._like) if self.xp is numpy_arrays else indices
 
 
 class _LargestElements(NamedTuple):

@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 
 from hvdcomp.arrays.alignment import CACHE_LINE, empty_aligned
-from hvdcomp.arrays.types import Array
 from hvdcomp.errors import ConfigurationError
+
+# An array in this file is a NumPy array. Its type is Any, because `types.AllFunctions` asks for functions that accept
+# every `types.Array`.
+Array = Any
 
 _UNSIGNED_32 = np.dtype("uint32")
 _PIECE = 1 << 16  # number of elements; with so few, intermediate results stay in a core's cache

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdcomp.arrays.types import DTYPE_BYTES, number_of_elements
+from hvdcomp.arrays.types import DTYPE_BYTES, Array, number_of_elements
 
 # The result of an operation has the wider type of its operands, which is the later one in this table.
 _WIDTH = {dtype: place for place, dtype in enumerate(DTYPE_BYTES)}
@@ -92,97 +92,102 @@ class ShapeArray:
     __hash__ = None  # type: ignore[assignment]
 
 
-aligned = floor = finite_or_zero = hadamard = sort = eigenvectors = add_at = reciprocal_or_zero = ShapeArray.itself
+def _same(x: Array, *_: Any, **__: Any) -> Array:
+    return x
 
 
-def waits(x: ShapeArray) -> bool:
+aligned = floor = finite_or_zero = hadamard = sort = eigenvectors = add_at = reciprocal_or_zero = _same
+
+
+def waits(x: Array) -> bool:
     return True  # there are no elements to read
 
 
-def dtype_name(x: ShapeArray) -> str:
-    return x.dtype
+def dtype_name(x: Array) -> str:
+    name: str = x.dtype
+    return name
 
 
-def astype(x: ShapeArray, dtype: str) -> ShapeArray:
+def astype(x: Array, dtype: str) -> Array:
     return x if x.dtype == dtype else ShapeArray(x.shape, dtype)
 
 
 bitcast = astype
 
 
-def flatten(x: ShapeArray) -> ShapeArray:
+def flatten(x: Array) -> ShapeArray:
     return ShapeArray((number_of_elements(x.shape),), x.dtype)
 
 
-def reshape(x: ShapeArray, shape: Sequence[int]) -> ShapeArray:
+def reshape(x: Array, shape: Sequence[int]) -> ShapeArray:
     known = -number_of_elements(tuple(shape))  # if a dimension is -1
     return ShapeArray([number_of_elements(x.shape) // known if length == -1 else length for length in shape], x.dtype)
 
 
-def zeros(shape: Sequence[int], like: ShapeArray) -> ShapeArray:
+def zeros(shape: Sequence[int], like: Array) -> ShapeArray:
     return ShapeArray(shape, like.dtype)
 
 
-def arange(count: int, like: ShapeArray) -> ShapeArray:
+def arange(count: int, like: Array) -> ShapeArray:
     return ShapeArray((count,), like.dtype)
 
 
-def from_numpy(x: np.ndarray, like: ShapeArray) -> ShapeArray:
+def from_numpy(x: np.ndarray, like: Array) -> ShapeArray:
     return ShapeArray(x.shape, x.dtype.name)
 
 
-def concatenate(arrays: Sequence[ShapeArray], axis: int = 0) -> ShapeArray:
+def concatenate(arrays: Sequence[Array], axis: int = 0) -> ShapeArray:
     shape = list(arrays[0].shape)
     shape[axis] = sum(x.shape[axis] for x in arrays)
     return ShapeArray(shape, arrays[0].dtype)
 
 
-def to_bfloat16_bits(x: ShapeArray) -> ShapeArray:
+def to_bfloat16_bits(x: Array) -> ShapeArray:
     return ShapeArray(x.shape, "int16")
 
 
-def from_bfloat16_bits(bits: ShapeArray) -> ShapeArray:
+def from_bfloat16_bits(bits: Array) -> ShapeArray:
     return ShapeArray(bits.shape, "float32")
 
 
-def top(x: ShapeArray, k: int) -> ShapeArray:
+def top(x: Array, k: int) -> ShapeArray:
     return ShapeArray((*x.shape[:-1], k), "int64")
 
 
-def first_places(x: ShapeArray, low: Any, high: Any, limit: int) -> ShapeArray:
+def first_places(x: Array, low: Any, high: Any, limit: int) -> ShapeArray:
     return ShapeArray((limit,), "int64")
 
 
-def count_nonzero(x: ShapeArray) -> ShapeArray:
+def count_nonzero(x: Array) -> ShapeArray:
     return ShapeArray((), "int64")
 
 
-def block_counts(indices: ShapeArray, block: int, blocks: int) -> ShapeArray:
+def block_counts(indices: Array, block: int, blocks: int) -> ShapeArray:
     return ShapeArray((blocks,), "int32")
 
 
-def repeat(x: ShapeArray, counts: ShapeArray, total: int) -> ShapeArray:
+def repeat(x: Array, counts: Array, total: int) -> ShapeArray:
     return ShapeArray((total,), x.dtype)
 
 
-def take(x: ShapeArray, indices: ShapeArray) -> ShapeArray:
+def take(x: Array, indices: Array) -> ShapeArray:
     return ShapeArray((*indices.shape, *x.shape[1:]), x.dtype)
 
 
-def interval_index(bounds: ShapeArray, points: ShapeArray) -> ShapeArray:
+def interval_index(bounds: Array, points: Array) -> ShapeArray:
     return ShapeArray(points.shape, "int64")
 
 
-def where(condition: ShapeArray, x: Any, y: Any) -> ShapeArray:
+def where(condition: Array, x: Any, y: Any) -> Array:
     return condition * x * y
 
 
-def row_norms(x: ShapeArray) -> ShapeArray:
+def row_norms(x: Array) -> Array:
     return x.sum(1, keepdims=True)
 
 
 row_largest = row_norms
 
 
-def row_dots(x: ShapeArray, y: ShapeArray) -> ShapeArray:
+def row_dots(x: Array, y: Array) -> ShapeArray:
     return ShapeArray((x.shape[0], 1), "float64")

@@ -26,7 +26,7 @@ import torch
 from torch.utils import dlpack
 
 from hvdcomp.arrays.tensorflow_tensors import array_of
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import AnyArray
 
 _ALIGNMENT = 64  # bytes; TensorFlow aborts the process for operations on tensors with another alignment
 _CUDA = 2  # DLPack's number for CUDA devices
@@ -65,7 +65,7 @@ class DeviceTensors:
         self._of_torch: dict[int, torch.UntypedStorage] = {}
 
     def in_graph(
-        self, function: Callable[..., Sequence[Array]], tensors: Sequence[tf.Tensor], name: str
+        self, function: Callable[..., Sequence[AnyArray]], tensors: Sequence[tf.Tensor], name: str
     ) -> list[tf.Tensor]:
         """Adds a Python function to a graph, as `tensorflow_tensors.in_graph` does, but the function gets and returns
         PyTorch tensors."""

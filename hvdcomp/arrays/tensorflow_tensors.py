@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import AnyArray
 
 
-def in_graph(function: Callable[..., Sequence[Array]], tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+def in_graph(function: Callable[..., Sequence[AnyArray]], tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
     """Adds a call of a Python function to TensorFlow's current graph.
 
     Args:
@@ -25,7 +25,7 @@ def in_graph(function: Callable[..., Sequence[Array]], tensors: Sequence[tf.Tens
         name: name of the operation in the graph.
     """
 
-    def called(*arrays: np.ndarray | np.generic) -> Sequence[Array]:
+    def called(*arrays: np.ndarray | np.generic) -> Sequence[AnyArray]:
         return function(*(_read_only(array) for array in arrays))
 
     results = tf.numpy_function(called, tensors, [tensor.dtype for tensor in tensors], name=name)
@@ -34,12 +34,12 @@ def in_graph(function: Callable[..., Sequence[Array]], tensors: Sequence[tf.Tens
     return list(results)
 
 
-def tensor_of(array: Array) -> tf.Tensor:
+def tensor_of(array: AnyArray) -> tf.Tensor:
     """A tensor that shares the storage of an array, or a copy if the array is read-only."""
     return tf.experimental.dlpack.from_dlpack(np.require(array, requirements=("C", "W")).__dlpack__())
 
 
-def array_of(tensor: tf.Tensor) -> Array:
+def array_of(tensor: tf.Tensor) -> AnyArray:
     """An array that shares the storage of an eager tensor, or a copy if the tensor is on a GPU. Do not change the
     array.
     """

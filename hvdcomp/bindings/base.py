@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import AnyArray
 from hvdcomp.bindings import checkpoint, elastic
 from hvdcomp.bindings.adam import HarmWarning
 from hvdcomp.bindings.decisions import BatchInForce, make_coordinator
@@ -57,7 +57,12 @@ class Binding(Training):
     """
 
     def __init__(
-        self, setup: Setup, tensors: Iterable[TensorInfo], communicator: Ranks, like: Array, names: Collection[str] = ()
+        self,
+        setup: Setup,
+        tensors: Iterable[TensorInfo],
+        communicator: Ranks,
+        like: AnyArray,
+        names: Collection[str] = (),
     ) -> None:
         self.setup = setup
         self.like = like
@@ -224,7 +229,7 @@ class Binding(Training):
             require_same_levels(self.communicator, digest, self.like, self._refused, facts)
         self.refuse()
 
-    def run_engine(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
+    def run_engine(self, gradients: Mapping[str, AnyArray]) -> dict[str, AnyArray]:
         """Runs the engine on the gradients of a step, ends the step, and returns the mean gradients, by name."""
         if self.coordinator is not None:
             self.coordinator.before_exchange()
@@ -263,7 +268,7 @@ class Binding(Training):
         if self.coordinator is not None:
             self.coordinator.end_step()
 
-    def observe(self, source: str, gradients: Mapping[str, Array]) -> None:
+    def observe(self, source: str, gradients: Mapping[str, AnyArray]) -> None:
         """Passes the gradients of a step without the engine to the coordinator, for the statistics of the policy.
 
         Args:

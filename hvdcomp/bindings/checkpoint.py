@@ -14,7 +14,7 @@ from typing import Any
 
 from hvdcomp.adaptation.coordinator import Coordinator
 from hvdcomp.arrays import arrays_for
-from hvdcomp.arrays.types import Array, wide_dtype
+from hvdcomp.arrays.types import AnyArray, wide_dtype
 from hvdcomp.bindings.state_check import FORMAT, parts_of, require_fit
 from hvdcomp.compressors.parsing import parse_memory
 from hvdcomp.errors import warn_alone
@@ -22,10 +22,10 @@ from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.ledger import Cost
 from hvdcomp.exchange.tensor_state import TensorState
 
-Place = Callable[[Array, str], Array]  # a function that moves an array to the device of the tensor with this name
+Place = Callable[[AnyArray, str], AnyArray]  # a function that moves an array to the device of the tensor with this name
 
 
-def state_of(engine: Engine, coordinator: Coordinator | None, copy: Callable[[Array], Array]) -> dict[str, Any]:
+def state_of(engine: Engine, coordinator: Coordinator | None, copy: Callable[[AnyArray], AnyArray]) -> dict[str, Any]:
     """Creates the checkpoint of this rank. Call this function between two steps.
 
     Args:
@@ -132,15 +132,15 @@ def restore(
     engine.ledger.continue_from(Cost(**own["totals"]), own["steps"])
 
 
-def _astype(array: Array, dtype: str) -> Array:
+def _astype(array: AnyArray, dtype: str) -> AnyArray:
     return arrays_for(array).astype(array, dtype)
 
 
-def _widened(array: Array) -> Array:
+def _widened(array: AnyArray) -> AnyArray:
     return _astype(array, wide_dtype(arrays_for(array).dtype_name(array)))
 
 
-def zeros_like(array: Array) -> Array:
+def zeros_like(array: AnyArray) -> AnyArray:
     """An array of zeros with the framework, shape, element type and device of the given array."""
-    zeros: Array = arrays_for(array).zeros(tuple(array.shape), like=array)
+    zeros: AnyArray = arrays_for(array).zeros(tuple(array.shape), like=array)
     return zeros

@@ -17,7 +17,7 @@ import numpy as np
 
 from hvdcomp.adaptation.channel import CommunicatorBroadcaster, MessageChannel
 from hvdcomp.arrays import arrays_for
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import AnyArray
 from hvdcomp.bindings.setup import require_compression
 from hvdcomp.bindings.world import renumbered
 from hvdcomp.communicators.ranks import Ranks
@@ -60,7 +60,7 @@ def survivor(state: Mapping[str, Any]) -> Survivor:
 
 def agree_on_state(
     communicator: Ranks,
-    like: Array,
+    like: AnyArray,
     state: Mapping[str, Any],
     carried: bool,
     pack: Callable[[Mapping[str, Any]], bytes],
@@ -110,7 +110,7 @@ def _layout_of(residuals: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _zeros(layout: Mapping[str, Any], like: Array) -> dict[str, Any]:
+def _zeros(layout: Mapping[str, Any], like: AnyArray) -> dict[str, Any]:
     """Residuals that are all zero, with the memory, shapes and element types of `layout` and the framework of
     `like`."""
     xp = arrays_for(like)
@@ -118,13 +118,13 @@ def _zeros(layout: Mapping[str, Any], like: Array) -> dict[str, Any]:
     return {"memory": layout["memory"], "arrays": arrays}
 
 
-def _gather(communicator: Ranks, like: Array, own: Survivor) -> list[Survivor]:
+def _gather(communicator: Ranks, like: AnyArray, own: Survivor) -> list[Survivor]:
     rows = gather_rows(communicator, np.array(own, np.float64).tobytes(), like, "hvdcomp.survivors")
     survivors = (np.frombuffer(row, np.float64).tolist() for row in rows)
     return [Survivor(int(rank), int(ranks), energy) for rank, ranks, energy in survivors]
 
 
-def _from_rank_0(communicator: Ranks, like: Array, message: bytes) -> bytes:
+def _from_rank_0(communicator: Ranks, like: AnyArray, message: bytes) -> bytes:
     messages = MessageChannel(lambda: CommunicatorBroadcaster(communicator, like), _AT_ONCE)
     messages.start(message)
     return messages.finish()

@@ -16,7 +16,7 @@ import numpy as np
 
 from hvdcomp.adaptation.coordinator import Coordinator
 from hvdcomp.arrays import arrays_for, shapes
-from hvdcomp.arrays.types import FLOATING, Array, dtype_bytes, wide_dtype
+from hvdcomp.arrays.types import FLOATING, AnyArray, dtype_bytes, wide_dtype
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.parsing import parse_compressor, parse_memory
 from hvdcomp.compressors.protocol import Context, TensorInfo
@@ -228,7 +228,7 @@ def _require_policy_state(shared: Mapping[str, Any], own: Mapping[str, Any], coo
         )
 
 
-def known_array(array: Any) -> Array:
+def known_array(array: Any) -> AnyArray:
     """Converts an array to one that hvdcomp's array functions accept. States of earlier versions may contain tensors of
     other frameworks."""
     try:
@@ -257,7 +257,7 @@ def _require_count(name: str, value: int, least: int = 0) -> None:
         raise ValueError(f"{name}: {value} must be a whole number of at least {least}")
 
 
-def _listed(arrays: Any, where: str) -> list[Array]:
+def _listed(arrays: Any, where: str) -> list[AnyArray]:
     """Checks that a value is a list of arrays of floating-point numbers, and returns the arrays."""
     if not isinstance(arrays, list | tuple):
         raise ValueError(f"{where}: {shortened(arrays)} must be a list of arrays")
@@ -295,7 +295,7 @@ def _check_level(level: Any, compressor: Compressor) -> None:
         raise ValueError(f"level: {level!r} must be a number, {DENSE!r} or None")
 
 
-def _check_shapes(arrays: Sequence[Array], tensor: TensorInfo, where: str) -> None:
+def _check_shapes(arrays: Sequence[AnyArray], tensor: TensorInfo, where: str) -> None:
     """Checks that arrays have the shape of a tensor, and not more precision than the state of this tensor has."""
     for array in arrays:
         shape = tuple(array.shape)

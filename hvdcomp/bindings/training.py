@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any, ClassVar
 
 from hvdcomp.adaptation.coordinator import Coordinator
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import AnyArray
 from hvdcomp.bindings import packed
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.ranks import Ranks
@@ -48,7 +48,7 @@ class Training(ABC):
     early_bytes: int = BUCKET_BYTES
     setup: Setup
     communicator: Ranks
-    like: Array
+    like: AnyArray
     engine: Engine
     coordinator: Coordinator | None
 
@@ -119,7 +119,7 @@ class Training(ABC):
         of the framework."""
         return {}
 
-    def take_back(self, means: Mapping[str, Array]) -> None:
+    def take_back(self, means: Mapping[str, AnyArray]) -> None:
         """Subtracts from mean gradients, in place, the momenta that were added to gradients before the exchange."""
         return  # no momenta were added
 
@@ -142,9 +142,9 @@ class Training(ABC):
         return packed.unpack(message)
 
     @abstractmethod
-    def copy(self, array: Array) -> Array:
+    def copy(self, array: AnyArray) -> AnyArray:
         """A copy of the array, which later steps do not change."""
 
     @abstractmethod
-    def place(self, array: Array, name: str) -> Array:
+    def place(self, array: AnyArray, name: str) -> AnyArray:
         """Moves an array to the device of the parameter with this name."""

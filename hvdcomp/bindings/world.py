@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hvdcomp.arrays import arrays_for
-from hvdcomp.arrays.types import Array, wide_dtype
+from hvdcomp.arrays.types import AnyArray, wide_dtype
 from hvdcomp.bindings.checkpoint import zeros_like
 from hvdcomp.bindings.state_check import known_array, parts_of
 from hvdcomp.errors import ConfigurationError
@@ -200,7 +200,7 @@ class _SummedResidual:
         self._name = name
         self._memory = ""
         self._dtypes: list[str] = []
-        self._arrays: list[Array] = []
+        self._arrays: list[AnyArray] = []
         self._count = 0
 
     def begin(self, kept: Mapping[str, Any]) -> _SummedResidual:
@@ -253,12 +253,12 @@ def _facts_of(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, An
     }
 
 
-def _wide(array: Array) -> Array:
+def _wide(array: AnyArray) -> AnyArray:
     xp = arrays_for(array)
     return xp.astype(array, wide_dtype(xp.dtype_name(array)))
 
 
-def _narrow(array: Array, dtype: str) -> Array:
+def _narrow(array: AnyArray, dtype: str) -> AnyArray:
     xp = arrays_for(array)
     with np.errstate(over="ignore"):
         return xp.finite_or_zero(xp.astype(array, dtype))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import AnyArray
 from hvdcomp.communicators.loopback import LoopbackCommunicator
 from hvdcomp.communicators.nodes import allow_process_sets, asked_ranks_per_node, check_ranks_per_node
 from hvdcomp.communicators.simulated import LinkCost, SimulatedCommunicator, SimulatedGroup
@@ -49,23 +49,23 @@ class Communicator(Protocol):
                 ranks.
         """
 
-    def start_allreduce(self, array: Array, op: str, name: str) -> Any:
+    def start_allreduce(self, array: AnyArray, op: str, name: str) -> Any:
         """Starts an allreduce of a vector. `op` is "mean", "sum" or "max". The allreduce may overwrite `array`."""
 
-    def start_allgather(self, array: Array, name: str) -> Any:
+    def start_allgather(self, array: AnyArray, name: str) -> Any:
         """Starts an allgather of uint8 vectors, (length,) on every rank. The result is (world_size, length)."""
 
-    def start_alltoall(self, array: Array, name: str) -> Any:
+    def start_alltoall(self, array: AnyArray, name: str) -> Any:
         """Starts an alltoall of uint8 vectors, (world_size * length,) on every rank. The vector consists of one row of
         `length` elements for each rank. The result has the rows that all ranks sent to this rank, (world_size,
         length)."""
 
-    def start_reducescatter(self, array: Array, op: str, name: str) -> Any:
+    def start_reducescatter(self, array: AnyArray, op: str, name: str) -> Any:
         """Starts a reduce-scatter of vectors, (world_size * length,) on every rank. `op` is "mean" or "sum". The result
         is this rank's row of the mean or sum, (length,)."""
 
-    def start_broadcast(self, array: Array, name: str) -> Any:
+    def start_broadcast(self, array: AnyArray, name: str) -> Any:
         """Starts a broadcast of the uint8 vector of rank 0. `array` must have the same length on all ranks."""
 
-    def wait(self, started: Any) -> Array:
+    def wait(self, started: Any) -> AnyArray:
         """Waits for a collective, and returns its result. `started` is what the method that started it returned."""

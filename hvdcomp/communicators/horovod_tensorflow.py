@@ -16,7 +16,7 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.tensorflow.mpi_ops import global_process_set
 
 from hvdcomp.arrays.tensorflow_tensors import array_of, tensor_of
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import AnyArray
 from hvdcomp.communicators.horovod_ranks import HorovodRanks
 from hvdcomp.errors import ConfigurationError
 
@@ -33,9 +33,9 @@ Signature = tuple[tuple[str, tf.DType, str], ...]
 @dataclass(eq=False)
 class _Collective:
     kind: str
-    array: Array
+    array: AnyArray
     name: str
-    result: Array | None = None
+    result: AnyArray | None = None
 
 
 class HorovodTensorFlowCommunicator(HorovodRanks):
@@ -68,25 +68,25 @@ class HorovodTensorFlowCommunicator(HorovodRanks):
         assert isinstance(communicator, HorovodTensorFlowCommunicator)
         return communicator
 
-    def gather_bytes(self, own: np.ndarray, name: str) -> Array:
+    def gather_bytes(self, own: np.ndarray, name: str) -> AnyArray:
         return self.wait(self.start_allgather(own, name))
 
-    def start_allreduce(self, array: Array, op: str, name: str) -> _Collective:
+    def start_allreduce(self, array: AnyArray, op: str, name: str) -> _Collective:
         return self._with_next(_Collective(op, array, name))
 
-    def start_allgather(self, array: Array, name: str) -> _Collective:
+    def start_allgather(self, array: AnyArray, name: str) -> _Collective:
         return self._with_next(_Collective("allgather", array, name))
 
-    def start_alltoall(self, array: Array, name: str) -> _Collective:
+    def start_alltoall(self, array: AnyArray, name: str) -> _Collective:
         return self._with_next(_Collective("alltoall", array, name))
 
-    def start_reducescatter(self, array: Array, op: str, name: str) -> _Collective:
+    def start_reducescatter(self, array: AnyArray, op: str, name: str) -> _Collective:
         return self._with_next(_Collective(f"reducescatter {op}", array, name))
 
-    def start_broadcast(self, array: Array, name: str) -> Future[Array]:
+    def start_broadcast(self, array: AnyArray, name: str) -> Future[AnyArray]:
         return self._thread.submit(self._broadcast, _Collective("broadcast", array, name))
 
-    def wait(self, started: _Collective | Future[Array]) -> Array:
+    def wait(self, started: _Collective | Future[AnyArray]) -> AnyArray:
         if isinstance(started, Future):
             return started.result()
         if started.result is None:
@@ -98,7 +98,7 @@ class HorovodTensorFlowCommunicator(HorovodRanks):
         self._next.append(collective)
         return collective
 
-    def _broadcast(self, collective: _Collective) -> Array:
+    def _broadcast(self, collective: _Collective) -> AnyArray:
         self._run([collective])
         return collective.result
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from hvdcomp.arrays import arrays_for
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import AnyArray
 from hvdcomp.communicators.nodes import Nodes
 
 Result = TypeVar("Result")
 # What a rank contributes to a collective: kind and name of the collective, shape of the rank's array, the array, and
 # the ranks that take part.
-Contribution = tuple[str, str, tuple[int, ...], Array, tuple[int, ...]]
+Contribution = tuple[str, str, tuple[int, ...], AnyArray, tuple[int, ...]]
 
 
 class ReleasedError(Exception):
@@ -38,9 +38,9 @@ class InProcessGroup:
         self._turns = [threading.Semaphore(0) for _ in range(size)]
         self._left: set[int] = set()
         self._contributions: dict[int, Contribution] = {}
-        self._results: dict[int, Array] = {}
+        self._results: dict[int, AnyArray] = {}
 
-    def exchange(self, rank: int, contribution: Contribution) -> Array:
+    def exchange(self, rank: int, contribution: Contribution) -> AnyArray:
         """Adds this rank's contribution to a collective, waits for the contributions of all ranks, and returns the
         result for this rank."""
         if self.world_size == 1:
@@ -103,9 +103,9 @@ class InProcessGroup:
         except Exception as error:
             self._fail(error)
 
-    def _results_of(self, contributions: dict[int, Contribution]) -> dict[int, Array]:
+    def _results_of(self, contributions: dict[int, Contribution]) -> dict[int, AnyArray]:
         """The result of a collective for each rank, by rank. The results are new arrays."""
-        results_by_rank: dict[int, Array] = {}
+        results_by_rank: dict[int, AnyArray] = {}
         for members in {contribution[4] for contribution in contributions.values()}:
             group = [contributions[rank] for rank in members]
             if len({(*contribution[:3], contribution[4]) for contribution in group}) > 1:
@@ -114,7 +114,7 @@ class InProcessGroup:
             results_by_rank.update(zip(members, results, strict=True))
         return results_by_rank
 
-    def _combined(self, arrays: list[Array], kind: str) -> list[Array]:
+    def _combined(self, arrays: list[AnyArray], kind: str) -> list[AnyArray]:
         """The result of a collective for each rank that takes part, in rank order."""
         return results_of(arrays, kind, add_in_rank_order)
 
@@ -148,25 +148,25 @@ class InProcessCommunicator:
             return self
         return type(self)(self.group, self._number, self.group.nodes.members(self._number, group))
 
-    def start_allreduce(self, array: Array, op: str, name: str) -> Any:
+    def start_allreduce(self, array: AnyArray, op: str, name: str) -> Any:
         return self._start(f"allreduce {op}", name, array)
 
-    def start_allgather(self, array: Array, name: str) -> Any:
+    def start_allgather(self, array: AnyArray, name: str) -> Any:
         return self._start("allgather", name, array)
 
-    def start_alltoall(self, array: Array, name: str) -> Any:
+    def start_alltoall(self, array: AnyArray, name: str) -> Any:
         return self._start("alltoall", name, array)
 
-    def start_reducescatter(self, array: Array, op: str, name: str) -> Any:
+    def start_reducescatter(self, array: AnyArray, op: str, name: str) -> Any:
         return self._start(f"reducescatter {op}", name, array)
 
-    def start_broadcast(self, array: Array, name: str) -> Any:
+    def start_broadcast(self, array: AnyArray, name: str) -> Any:
         return self._start("broadcast", name, array)
 
-    def _start(self, kind: str, name: str, array: Array) -> Any:
+    def _start(self, kind: str, name: str, array: AnyArray) -> Any:
         return kind, name, array
 
-    def wait(self, started: Any) -> Array:
+    def wait(self, started: Any) -> AnyArray:
         kind, name, array = started
         return self.group.exchange(self._number, (kind, name, tuple(array.shape), array, self._members))
 
@@ -177,7 +177,7 @@ def _missed(rank: int, contribution: Contribution) -> RuntimeError:
     )
 
 
-def results_of(arrays: list[Array], kind: str, add: Callable[[list[Array]], Array]) -> list[Array]:
+def results_of(arrays: list[AnyArray], kind: str, add: Callable[[list[AnyArray]], AnyArray]) -> list[AnyArray]:
     """The result of a collective for each rank, in rank order.
 
     Args:
@@ -197,7 +197,7 @@ def results_of(arrays: list[Array], kind: str, add: Callable[[list[Array]], Arra
     return [combined, *(xp.concatenate([combined]) for _ in arrays[1:])]
 
 
-def add_in_rank_order(arrays: list[Array]) -> Array:
+def add_in_rank_order(arrays: list[AnyArray]) -> AnyArray:
     """The sum of the arrays, added up in rank order, as a new array."""
     total = arrays_for(arrays[0]).concatenate(arrays[:1])
     for array in arrays[1:]:
@@ -205,7 +205,7 @@ def add_in_rank_order(arrays: list[Array]) -> Array:
     return total
 
 
-def _combine(kind: str, arrays: list[Array], add: Callable[[list[Array]], Array]) -> Array:
+def _combine(kind: str, arrays: list[AnyArray], add: Callable[[list[AnyArray]], AnyArray]) -> AnyArray:
     xp = arrays_for(arrays[0])
     if kind == "broadcast":
         return xp.concatenate(arrays[:1])

@@ -4,7 +4,7 @@ rank decodes the payloads of many ranks."""
 from __future__ import annotations
 
 from hvdcomp.arrays import arrays_for
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import AnyArray
 
 
 class LoopbackCommunicator:
@@ -22,24 +22,24 @@ class LoopbackCommunicator:
         inside = self._ranks_per_node
         return LoopbackCommunicator(inside if group == "node" else self.world_size // inside)
 
-    def start_allreduce(self, array: Array, op: str, name: str) -> Array:
+    def start_allreduce(self, array: AnyArray, op: str, name: str) -> AnyArray:
         return array * self.world_size if op == "sum" and self.world_size > 1 else array
 
-    def start_allgather(self, array: Array, name: str) -> Array:
+    def start_allgather(self, array: AnyArray, name: str) -> AnyArray:
         xp = arrays_for(array)
         ranks = xp.concatenate([array] * self.world_size) if self.world_size > 1 else array
         return xp.reshape(ranks, (self.world_size, array.shape[0]))
 
-    def start_alltoall(self, array: Array, name: str) -> Array:
+    def start_alltoall(self, array: AnyArray, name: str) -> AnyArray:
         xp = arrays_for(array)
         own = array[: array.shape[0] // self.world_size]
         return xp.reshape(xp.concatenate([own] * self.world_size), (self.world_size, own.shape[0]))
 
-    def start_reducescatter(self, array: Array, op: str, name: str) -> Array:
+    def start_reducescatter(self, array: AnyArray, op: str, name: str) -> AnyArray:
         return self.start_allreduce(array, op, name)[: array.shape[0] // self.world_size]
 
-    def start_broadcast(self, array: Array, name: str) -> Array:
+    def start_broadcast(self, array: AnyArray, name: str) -> AnyArray:
         return array
 
-    def wait(self, started: Array) -> Array:
+    def wait(self, started: AnyArray) -> AnyArray:
         return started

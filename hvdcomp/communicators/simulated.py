@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hvdcomp.arrays import arrays_for
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import AnyArray
 from hvdcomp.communicators.in_process import Contribution, InProcessCommunicator, InProcessGroup, results_of
 
 LinkCost = Callable[[str, int, int], float]
@@ -66,7 +66,7 @@ class SimulatedGroup(InProcessGroup):
         self._marks[rank] = reading
         return self._clocks[rank].copy()
 
-    def meet_at(self, rank: int, contribution: Contribution, start: Moment) -> Array:
+    def meet_at(self, rank: int, contribution: Contribution, start: Moment) -> AnyArray:
         """Runs a collective like `exchange`, and advances the clocks of this rank. According to these clocks, the
         collective started at the moment `start`."""
         self._starts[rank] = start
@@ -90,7 +90,7 @@ class SimulatedGroup(InProcessGroup):
     def _communicator(self, rank: int) -> SimulatedCommunicator:
         return SimulatedCommunicator(self, rank)
 
-    def _results_of(self, contributions: dict[int, Contribution]) -> dict[int, Array]:
+    def _results_of(self, contributions: dict[int, Contribution]) -> dict[int, AnyArray]:
         results = super()._results_of(contributions)
         if next(iter(contributions.values()))[0] == "objects":
             self._clocks[:] = self._clocks.max(axis=0)
@@ -112,7 +112,7 @@ class SimulatedGroup(InProcessGroup):
         costs = [None] * len(self._costs) if within_node else self._costs
         return np.array([0.0 if cost is None else cost(kind, size, len(members)) for cost in costs])
 
-    def _combined(self, arrays: list[Array], kind: str) -> list[Array]:
+    def _combined(self, arrays: list[AnyArray], kind: str) -> list[AnyArray]:
         if kind == "objects":
             return [arrays] * len(arrays)
         if kind.startswith("reducescatter"):
@@ -146,15 +146,15 @@ class SimulatedCommunicator(InProcessCommunicator):
     def renewed(self) -> SimulatedCommunicator:
         raise NotImplementedError("simulated ranks never change")
 
-    def _start(self, kind: str, name: str, array: Array) -> Any:
+    def _start(self, kind: str, name: str, array: AnyArray) -> Any:
         return kind, name, array, self.moment() if self.starts_at is None else self.starts_at
 
-    def wait(self, started: Any) -> Array:
+    def wait(self, started: Any) -> AnyArray:
         kind, name, array, start = started
         return self.group.meet_at(self._number, (kind, name, tuple(array.shape), array, self._members), start)
 
 
-def add_in_a_ring(arrays: list[Array]) -> Array:
+def add_in_a_ring(arrays: list[AnyArray]) -> AnyArray:
     """The sum of flat arrays, added up in the order of Gloo's ring. Gloo cuts the arrays into one block for each rank,
     and adds up each block in another order.
 
@@ -180,7 +180,7 @@ def add_in_a_ring(arrays: list[Array]) -> Array:
     return arrays_for(arrays[0]).concatenate(blocks)
 
 
-def _rows_added(arrays: list[Array], kind: str) -> list[Array]:
+def _rows_added(arrays: list[AnyArray], kind: str) -> list[AnyArray]:
     """The results of a reduce-scatter, in rank order. Each rank adds up its rows after an alltoall, as our communicator
     for torch.distributed does on CPUs."""
     xp, ranks = arrays_for(arrays[0]), len(arrays)

@@ -11,10 +11,10 @@ import dataclasses
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from types import MethodType, ModuleType
+from types import MethodType
 from typing import Annotated, Any, ClassVar
 
-from hvdcomp.arrays.types import Array, number_of_elements
+from hvdcomp.arrays.types import Array, ArrayFunctions, number_of_elements
 from hvdcomp.compressors import checked
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation
 from hvdcomp.compressors.memory import ErrorFeedback, Memory, NoMemory
@@ -114,13 +114,14 @@ class Compressor(Described):
     compress: ClassVar[Any] = HorovodMethod()
     decompress: ClassVar[Any] = HorovodMethod()
 
-    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+    def aggregate(self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         """Runs one step for one tensor. The generator yields requests for collectives, receives their results from the
         engine, and returns an `Outcome`.
 
         Args:
-            xp: array functions for the framework of `x` (`hvdcomp.arrays`).
-            x: this rank's gradient plus the residual or momentum that the memory adds. Do not change it.
+            xp: array functions for the framework of `x` (`hvdcomp.arrays`). `ArrayFunctions` lists the functions.
+            x: this rank's gradient plus the residual or momentum that the memory adds. Do not change it. `Array` lists
+                the attributes and operators that you may use.
             state: the state of the compressor, as returned by `prepare`.
             context: the tensor's name, the step, the seed, the rank and the number of ranks.
         """
@@ -148,7 +149,7 @@ class Compressor(Described):
         raise NotImplementedError
 
     def preview(
-        self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context
+        self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context
     ) -> Array | SparseVector:
         """Compresses x as if this rank were the only rank, and returns C(x), the decoded result. The arguments are
         those of `aggregate`."""
@@ -159,7 +160,7 @@ class Compressor(Described):
         first."""
         run_alone(self.aggregate_bucket(bucket), bucket.context.world_size)
 
-    def prepare(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> tuple[Array, ...]:
+    def prepare(self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context) -> tuple[Array, ...]:
         """The state at the beginning of a step. If `state` is empty, this is a new state; otherwise it is `state`,
         adapted to the current level."""
         return ()

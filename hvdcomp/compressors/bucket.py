@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvdcomp import kernels
 from hvdcomp.arrays import numpy_arrays
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import AllFunctions, AnyArray
 from hvdcomp.compressors.memory import Memory, MomentumCorrection, NoMemory
 from hvdcomp.compressors.protocol import Context, Request, TensorInfo
 from hvdcomp.compressors.randomness import step_keys, tensor_keys
@@ -59,7 +58,7 @@ def least_early_bytes(least: int, everything: int, on_device: bool) -> int:
     return max(least, everything // _MOST_ON_DEVICE) if on_device else least
 
 
-BucketAggregation = Generator[Request, Any, bool | Array]
+BucketAggregation = Generator[Request, Any, bool | AnyArray]
 """The generator that runs a bucket's step. It returns whether a mean contains an inf or NaN, as `Bucket.call` does.
 
 At the end of the step, the means are at the addresses `result` of the table. If the memory keeps residuals, the
@@ -90,8 +89,8 @@ class Payload(NamedTuple):
         with_room: the same storage with at least 4 additional bytes at the end. The total is a multiple of 8 bytes.
     """
 
-    vector: Array
-    with_room: Array
+    vector: AnyArray
+    with_room: AnyArray
 
 
 @dataclass(eq=False)
@@ -128,7 +127,7 @@ class Bucket:
     compressors: Sequence[Any]
     memory: Memory
     device: Any = None
-    xp: ModuleType = numpy_arrays
+    xp: AllFunctions = numpy_arrays
     widens: bool = False
     context: Context = field(init=False)
     suffix: str = field(default="", init=False)
@@ -138,11 +137,11 @@ class Bucket:
     keeps: bool = field(init=False)
     x: str = field(init=False)
     layout: Any = None
-    found_inf: bool | Array = False
+    found_inf: bool | AnyArray = False
     factors: Any = field(default=None, repr=False)
     rows: PayloadRows | None = None
     kernels: Any = field(init=False, repr=False)
-    factor: Array | None = field(default=None, init=False, repr=False)
+    factor: AnyArray | None = field(default=None, init=False, repr=False)
     # The keys of the random numbers, by suffix.
     _keys: dict[str, np.ndarray] = field(default_factory=dict, init=False, repr=False)
 
@@ -186,7 +185,7 @@ class Bucket:
         self.segments["key"] = keys
         return keys
 
-    def begin(self, context: Context, factor: Array | None = None, suffix: str = "") -> None:
+    def begin(self, context: Context, factor: AnyArray | None = None, suffix: str = "") -> None:
         """Begins a step. Call it before the first kernel of the step.
 
         Args:
@@ -209,7 +208,7 @@ class Bucket:
         else:
             self.kernels.begin(factor, memory.is_momentum)
 
-    def call(self, kernel: str, *arguments: Any, aside: bool = False) -> bool | Array:
+    def call(self, kernel: str, *arguments: Any, aside: bool = False) -> bool | AnyArray:
         """Calls a kernel. The table is the kernel's first argument.
 
         Args:
@@ -231,7 +230,7 @@ class Bucket:
         ]
         return bool(function(self.table.address, *addresses))
 
-    def sums_of(self, kernel: str) -> Array:
+    def sums_of(self, kernel: str) -> AnyArray:
         """Calls a kernel that computes a sum for each tensor. Returns the sums, an array of `xp`, float64
         (tensors,)."""
         if self.device is not None:
@@ -247,7 +246,7 @@ class Bucket:
         vectors = self.table.vectors("source" if self.segments["source"].all() else self.x)
         return [vector.reshape(tensor.shape) for vector, tensor in zip(vectors, self.tensors, strict=True)]
 
-    def zeros(self, count: int, dtype: str = "uint8") -> Array:
+    def zeros(self, count: int, dtype: str = "uint8") -> AnyArray:
         """A vector of zeros on the kernels' device."""
         return np.zeros(count, dtype) if self.device is None else self.kernels.zeros(count, dtype)
 
@@ -290,21 +289,21 @@ class Bucket:
         return Payload(with_room[: used // size], with_room)
 
 
-def gathered(rows: Array) -> tuple[Array, int, int]:
+def gathered(rows: AnyArray) -> tuple[AnyArray, int, int]:
     """Turns the answer of an `AllGather` with room, the payloads of all ranks, into arguments of kernels: the first
     payload, the number of ranks, and the distance in bytes between two consecutive payloads."""
     stride = rows.strides[0] if isinstance(rows, np.ndarray) else rows.stride(0)
     return rows, len(rows), stride
 
 
-def any_found_inf(*flags: bool | Array) -> bool | Array:
+def any_found_inf(*flags: bool | AnyArray) -> bool | AnyArray:
     """Whether any of several kernel calls found an inf or NaN. The flags and the result have the form that
     `Bucket.call` returns."""
     on_device = [flag for flag in flags if not isinstance(flag, bool)]
     return sum(on_device[1:], on_device[0]) if on_device else any(flags)
 
 
-def address_of(array: Array) -> int:
+def address_of(array: AnyArray) -> int:
     """The address of an array's first element."""
     return array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data_ptr()
 
@@ -353,15 +352,15 @@ class BucketStates:
         next: the vectors that a step writes. If the step counts, `kept` and `next` swap roles.
     """
 
-    def __init__(self, states: Sequence[tuple[Array, ...]], xp: ModuleType = numpy_arrays) -> None:
+    def __init__(self, states: Sequence[tuple[AnyArray, ...]], xp: AllFunctions = numpy_arrays) -> None:
         kinds = list(zip(*states, strict=True))
         self._xp = xp
         self._shapes = [[tuple(array.shape)[::-1] for array in kind] for kind in kinds]
         self._starts = [np.cumsum([0, *(rows * columns for rows, columns in kind)]).tolist() for kind in self._shapes]
-        self.kept = [xp.concatenate([xp.flatten(array.T) for array in kind]) for kind in kinds]
-        self.next = [xp.zeros(vector.shape, like=vector) for vector in self.kept]
+        self.kept: list[AnyArray] = [xp.concatenate([xp.flatten(array.T) for array in kind]) for kind in kinds]
+        self.next: list[AnyArray] = [xp.zeros(vector.shape, like=vector) for vector in self.kept]
 
-    def arrays(self, place: int) -> tuple[Array, ...]:
+    def arrays(self, place: int) -> tuple[AnyArray, ...]:
         """The state of the tensor at a place in the bucket: a list of arrays, each (length, columns). Later steps reuse
         their storage."""
         return tuple(
@@ -385,7 +384,7 @@ class BucketStates:
         """Keeps the new states after a step that was not skipped."""
         self.kept, self.next = self.next, self.kept
 
-    def settle(self, found_inf: Array) -> None:
+    def settle(self, found_inf: AnyArray) -> None:
         """Keeps the new states if `found_inf` is 0, and the old states if it is NaN. The host does not wait for the
         value of `found_inf`."""
         self.next = [self._xp.where(found_inf == 0, new, old) for new, old in zip(self.next, self.kept, strict=True)]

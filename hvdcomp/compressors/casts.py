@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Annotated, ClassVar
 
 import numpy as np
 
-from hvdcomp.arrays.types import Array, allreduce_dtype
+from hvdcomp.arrays.types import Array, ArrayFunctions, allreduce_dtype
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload
 from hvdcomp.compressors.gathering import EXCHANGE, Gathering, Rounding
@@ -39,7 +38,7 @@ class NoCompression(Compressor):
     sends: ClassVar[str] = "all elements"
     lossless: ClassVar[bool] = True
 
-    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+    def aggregate(self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         mean = yield AllReduce(xp.astype(x, self.wire_dtype(xp.dtype_name(x))))
         return Outcome(mean, x)
 
@@ -118,7 +117,7 @@ class FP16(_Cast):
                 "its sums to nearest; set exchange=scatter, or leave out rounding"
             )
 
-    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+    def aggregate(self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         if self.exchange != "allreduce":
             return (yield from super().aggregate(xp, x, state, context))
         half = xp.astype(x, "float16")
@@ -130,12 +129,12 @@ class FP16(_Cast):
             return (yield from super().aggregate_bucket(bucket))
         return (yield from _in_half_precision(bucket, 1))
 
-    def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array]:
+    def encode(self, xp: ArrayFunctions, x: Array, context: Context) -> tuple[Array]:
         vector = xp.flatten(x)
         nearest = xp.bitcast(xp.astype(vector, "float16"), "int16")
         return (nearest if self.rounding == "nearest" else _half_at_random(xp, vector, nearest, self.name, context),)
 
-    def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
+    def decode(self, xp: ArrayFunctions, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
         return xp.astype(xp.bitcast(parts[0], "float16"), "float32")
 
     def encode_bucket(self, bucket: Bucket) -> None:
@@ -165,14 +164,14 @@ class BF16(_Cast):
     name: ClassVar[str] = "bf16"
     examples: ClassVar[tuple[str, ...]] = ("bf16", "bf16:rounding=stochastic")
 
-    def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array]:
+    def encode(self, xp: ArrayFunctions, x: Array, context: Context) -> tuple[Array]:
         vector = xp.flatten(x)
         nearest = xp.to_bfloat16_bits(vector)
         if self.rounding == "nearest":
             return (nearest,)
         return (_bfloat16_at_random(xp, vector, nearest, self.name, context),)
 
-    def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
+    def decode(self, xp: ArrayFunctions, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
         return xp.from_bfloat16_bits(parts[0])
 
     def encode_bucket(self, bucket: Bucket) -> None:
@@ -182,7 +181,7 @@ class BF16(_Cast):
         return bucket.call("bfloat16_decode", first, ranks, stride)
 
 
-def _bfloat16_at_random(xp: ModuleType, vector: Array, nearest: Array, purpose: str, context: Context) -> Array:
+def _bfloat16_at_random(xp: ArrayFunctions, vector: Array, nearest: Array, purpose: str, context: Context) -> Array:
     """Rounds a vector at random to bfloat16, and returns the bit patterns, int16. The function adds 16 random bits
     below the last bit that is kept.
 
@@ -200,7 +199,7 @@ def _bfloat16_at_random(xp: ModuleType, vector: Array, nearest: Array, purpose: 
     return _with_signs(xp, codes >> 16, bits, nearest, magnitudes < INFINITE_BITS["bfloat16"])
 
 
-def _half_at_random(xp: ModuleType, vector: Array, nearest: Array, purpose: str, context: Context) -> Array:
+def _half_at_random(xp: ArrayFunctions, vector: Array, nearest: Array, purpose: str, context: Context) -> Array:
     """Rounds a vector at random to float16, and returns the bit patterns. Digits below 2**-43 are ignored.
 
     Between two powers of two, and below 2**-14, float16 numbers are equally spaced. A magnitude is divided by this
@@ -220,12 +219,12 @@ def _half_at_random(xp: ModuleType, vector: Array, nearest: Array, purpose: str,
 _LEAST_HALF = 0x38800000  # bits of 2**-14, the smallest normal float16, as float32
 
 
-def _random_words(xp: ModuleType, vector: Array, purpose: str, context: Context) -> Array:
+def _random_words(xp: ArrayFunctions, vector: Array, purpose: str, context: Context) -> Array:
     like = xp.astype(vector, "float32")
     return random_words(xp, rank_key(context, purpose), vector.shape[0], like=like)
 
 
-def _with_signs(xp: ModuleType, codes: Array, bits: Array, nearest: Array, finite: Array) -> Array:
+def _with_signs(xp: ArrayFunctions, codes: Array, bits: Array, nearest: Array, finite: Array) -> Array:
     """Adds the signs of float32 numbers to the codes of their magnitudes. If a number is not finite, the result is its
     code in `nearest`."""
     return xp.where(finite, xp.astype(codes | ((bits >> 16) & -0x8000), "int16"), nearest)

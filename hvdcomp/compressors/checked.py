@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Generator
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvdcomp.arrays import arrays_for, numpy_arrays, shapes
-from hvdcomp.arrays.types import DTYPE_BYTES, Array
+from hvdcomp.arrays.types import DTYPE_BYTES, Array, ArrayFunctions
 from hvdcomp.compressors.protocol import (
     Aggregation,
     AllGather,
@@ -43,7 +42,7 @@ def is_ours(method: Any) -> bool:
     return type(method).__module__.startswith("hvdcomp.")
 
 
-def prepare(method: Any, xp: ModuleType, x: Array, state: State, context: Context) -> State:
+def prepare(method: Any, xp: ArrayFunctions, x: Array, state: State, context: Context) -> State:
     """Calls `Compressor.prepare`, and checks the result unless the method is part of hvdcomp."""
     if is_ours(method):
         return tuple(method.prepare(xp, x, state, context))
@@ -58,7 +57,7 @@ def prepare(method: Any, xp: ModuleType, x: Array, state: State, context: Contex
     return prepared
 
 
-def aggregate(method: Any, xp: ModuleType, x: Array, state: State, context: Context) -> Aggregation:
+def aggregate(method: Any, xp: ArrayFunctions, x: Array, state: State, context: Context) -> Aggregation:
     """Runs `Compressor.aggregate`, and checks its requests and result unless the method is part of hvdcomp."""
     if is_ours(method):
         generator: Aggregation = method.aggregate(xp, x, state, context)
@@ -163,7 +162,7 @@ def _answer_of_shapes(request: Request, ranks: int) -> Any:
     return request.array if isinstance(request, AllReduce) else request.array[0]
 
 
-def _checked(method: Any, xp: ModuleType, x: Array, state: State, context: Context) -> Aggregation:
+def _checked(method: Any, xp: ArrayFunctions, x: Array, state: State, context: Context) -> Aggregation:
     call = _Call(method, "aggregate", x, context.name)
     try:
         generator = method.aggregate(xp, call.protected(), state, context)
@@ -201,7 +200,7 @@ def _checked(method: Any, xp: ModuleType, x: Array, state: State, context: Conte
         answer = _apart(xp, (yield request), request)
 
 
-def _apart(xp: ModuleType, answer: Any, request: Request) -> Any:
+def _apart(xp: ArrayFunctions, answer: Any, request: Request) -> Any:
     """Copies the answer of a request to new storage. A single rank gets its own arrays as the answer, but the answers
     of several ranks never share storage with x."""
     if xp is shapes:
@@ -235,7 +234,7 @@ def _check_request(call: _Call, request: Any) -> None:
             )
 
 
-def _finished(call: _Call, xp: ModuleType, outcome: Any, state: State) -> Outcome:
+def _finished(call: _Call, xp: ArrayFunctions, outcome: Any, state: State) -> Outcome:
     if not isinstance(outcome, Outcome):
         raise call.error(f"returns {_described(outcome)}; {_RETURN}")
     shape = tuple(call.x.shape)

@@ -12,10 +12,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Annotated, Any, ClassVar
 
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import Array, ArrayFunctions
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload, gathered
 from hvdcomp.compressors.packing import average_decoded, outcome_like
@@ -58,12 +57,12 @@ class Gathering(Compressor):
     unit: ClassVar[int] = 8
     """Chunks begin at multiples of this number of elements."""
 
-    def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, ...]:
+    def encode(self, xp: ArrayFunctions, x: Array, context: Context) -> tuple[Array, ...]:
         """Encodes a tensor, and returns its payload. The shapes and types of the payload depend only on the shape and
         type of `x`. The arguments are those of `aggregate`."""
         raise NotImplementedError
 
-    def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
+    def decode(self, xp: ArrayFunctions, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
         """Decodes a payload. Returns the elements, float32, in their order, in any shape and in new storage; or numbers
         from which `restore` computes the elements.
 
@@ -74,7 +73,7 @@ class Gathering(Compressor):
         """
         raise NotImplementedError
 
-    def restore(self, xp: ModuleType, decoded: Array, shape: tuple[int, ...], context: Context) -> Array:
+    def restore(self, xp: ArrayFunctions, decoded: Array, shape: tuple[int, ...], context: Context) -> Array:
         """Computes the elements from the result of `decode`, or from the mean of these results over the ranks.
 
         This function must be linear, because ranks may average the results of `decode` and call this function on the
@@ -82,7 +81,7 @@ class Gathering(Compressor):
         """
         return decoded
 
-    def decoded(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...], context: Context) -> Array:
+    def decoded(self, xp: ArrayFunctions, parts: Sequence[Array], shape: tuple[int, ...], context: Context) -> Array:
         """Decodes one payload, and returns its elements as a vector. `context` is the context that `encode` got."""
         return xp.flatten(self.restore(xp, self.decode(xp, parts, shape), shape, context))
 
@@ -121,7 +120,7 @@ class Gathering(Compressor):
         payload: Payload = bucket.layout.payload
         return payload
 
-    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+    def aggregate(self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         """Encodes x, exchanges the payloads, and decodes them. C(x) is this rank's decoded payload, and the result is
         the mean of the ranks' C(x)."""
         if self.scatters(context.world_size):
@@ -152,7 +151,7 @@ class Gathering(Compressor):
         return self.exchange not in ("scatter", "auto")
 
     def preview(
-        self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context
+        self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context
     ) -> Array | SparseVector:
         return super().preview(xp, x, state, dataclasses.replace(context, world_size=1))
 

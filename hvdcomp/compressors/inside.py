@@ -7,13 +7,12 @@ float32 tensors, with every framework. The framework compresses all other tensor
 from __future__ import annotations
 
 import dataclasses
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from hvdcomp.arrays import numpy_arrays
-from hvdcomp.arrays.types import Array, number_of_elements
+from hvdcomp.arrays.types import AllFunctions, Array, number_of_elements
 from hvdcomp.compressors import checked
 from hvdcomp.compressors.protocol import Context, SparseVector
 
@@ -36,8 +35,8 @@ class Inside:
         like: an array of the tensor's framework.
     """
 
-    framework: ModuleType
-    xp: ModuleType
+    framework: AllFunctions
+    xp: AllFunctions
     like: Array
 
     def enter(self, array: Array) -> Array:
@@ -62,7 +61,7 @@ class Inside:
         return SparseVector(*map(self.leave, sent)) if isinstance(sent, SparseVector) else self.leave(sent)
 
 
-def inside_of(framework: ModuleType, array: Array) -> Inside:
+def inside_of(framework: AllFunctions, array: Array) -> Inside:
     """The array functions that compress a tensor like the given array of the framework."""
     small = number_of_elements(tuple(array.shape)) <= LARGE
     in_numpy = small and framework.dtype_name(array) == "float32" and not framework.waits(array)
@@ -70,7 +69,7 @@ def inside_of(framework: ModuleType, array: Array) -> Inside:
 
 
 def preview(
-    compressor: Any, framework: ModuleType, x: Array, kept: tuple[Array, ...], context: Context
+    compressor: Any, framework: AllFunctions, x: Array, kept: tuple[Array, ...], context: Context
 ) -> Array | SparseVector:
     """Compresses x as if this rank were the only rank, and returns C(x), the decoded result.
 

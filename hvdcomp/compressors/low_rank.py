@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Annotated, ClassVar
 
 import numpy as np
 
-from hvdcomp.arrays.types import Array, matrix_shape, wide_dtype
+from hvdcomp.arrays.types import AnyArray, Array, ArrayFunctions, matrix_shape, wide_dtype
 from hvdcomp.compressors.base import Compressor, Count, Rounds
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload
 from hvdcomp.compressors.casts import NoCompression
@@ -90,7 +89,7 @@ class PowerSGD(Compressor):
                 "in each step; leave out one of the two"
             )
 
-    def prepare(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> tuple[Array, ...]:
+    def prepare(self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context) -> tuple[Array, ...]:
         rows, columns = matrix_shape(tuple(x.shape))
         rank = min(self.rank, rows, columns)
         q = fit_columns(xp, x, state[0] if state else None, columns, rank, context, "powersgd")
@@ -98,7 +97,7 @@ class PowerSGD(Compressor):
             return (q,)
         return q, fit_columns(xp, x, state[1] if len(state) > 1 else None, rows, rank, context, "powersgd rows")
 
-    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+    def aggregate(self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         """Runs algorithm 1, lines 3 to 11. Q is orthogonalised as well, so that the values of P have the magnitude of M
         rather than of its square."""
         m = as_matrix(xp, x)
@@ -115,7 +114,7 @@ class PowerSGD(Compressor):
         approximation = xp.astype(xp.reshape(p @ q.T, x.shape), xp.dtype_name(x))  # line 11: P Q'
         return Outcome(approximation, approximation, state)
 
-    def _alternate(self, xp: ModuleType, m: Array, state: tuple[Array, ...], step: int) -> _Factors:
+    def _alternate(self, xp: ArrayFunctions, m: Array, state: tuple[Array, ...], step: int) -> _Factors:
         """Runs half a power iteration, which computes one factor and keeps the other. Returns P, Q, and the state (Q,
         P)."""
         kept_q, kept_p = state
@@ -215,16 +214,16 @@ class LowRankBucket:
         states.next[1 - even][:] = states.kept[1 - even]
         return found_inf
 
-    def _send_p(self, q: Array, first: bool) -> AllReduce:
+    def _send_p(self, q: AnyArray, first: bool) -> AllReduce:
         """Orthogonalises Q, computes P = M Q, and asks for the mean of P."""
         return self._send("lowrank_p", self._rows, q, self._unit_q, self._p, first)
 
-    def _send_q(self, p: Array, first: bool) -> AllReduce:
+    def _send_q(self, p: AnyArray, first: bool) -> AllReduce:
         """Orthogonalises P, computes Q = M' P, and asks for the mean of Q."""
         return self._send("lowrank_q", self._columns, p, self._unit_p, self._q, first)
 
     def _send(
-        self, kernel: str, tasks: tuple[int, ...], other: Array, unit: Array, sent: Payload, first: bool
+        self, kernel: str, tasks: tuple[int, ...], other: AnyArray, unit: AnyArray, sent: Payload, first: bool
     ) -> AllReduce:
         """Orthogonalises the factor `other` to `unit`, multiplies M by `unit`, and asks for the mean of the product. If
         `first`, the same pass computes x."""
@@ -233,12 +232,12 @@ class LowRankBucket:
             self._bucket.found_inf = found_inf
         return AllReduce(sent.vector, with_room=sent.with_room)
 
-    def _decode(self, p: Array, q: Array) -> bool | Array:
+    def _decode(self, p: AnyArray, q: AnyArray) -> bool | AnyArray:
         if self._sent_factors is not None:
             self._sent_factors.write(self._bucket, p, q)
         return self._bucket.call("lowrank_decode", *self._rows, p, q)
 
-    def _keep(self, kind: int, new: Array) -> None:
+    def _keep(self, kind: int, new: AnyArray) -> None:
         states = self._bucket.states
         assert states is not None
         self._bucket.call("lowrank_keep", new, states.kept[kind], states.next[kind], kind)
@@ -275,7 +274,7 @@ def _width(rows: int) -> int:
     return min(most, max(least, _COLUMN_PIECE // rows // 16 * 16))
 
 
-def as_matrix(xp: ModuleType, x: Array) -> Array:
+def as_matrix(xp: ArrayFunctions, x: Array) -> Array:
     """The tensor as a matrix of `matrix_shape`, in float32 at least."""
     return xp.reshape(xp.astype(x, wide_dtype(xp.dtype_name(x))), matrix_shape(tuple(x.shape)))
 
@@ -289,7 +288,7 @@ def rank_for(compression_factor: float, shape: tuple[int, ...]) -> int:
 
 
 def fit_columns(
-    xp: ModuleType, x: Array, kept: Array | None, length: int, rank: int, context: Context, purpose: str
+    xp: ArrayFunctions, x: Array, kept: Array | None, length: int, rank: int, context: Context, purpose: str
 ) -> Array:
     """The kept columns (length, any), reduced to `rank` columns, or completed with random columns.
 
@@ -304,7 +303,7 @@ def fit_columns(
     return xp.concatenate([kept, random_columns(xp, x, length, rank, context, purpose)[:, have:]], axis=1)
 
 
-def random_columns(xp: ModuleType, x: Array, length: int, count: int, context: Context, purpose: str) -> Array:
+def random_columns(xp: ArrayFunctions, x: Array, length: int, count: int, context: Context, purpose: str) -> Array:
     """Standard normal columns (length, count), the same on every rank and at every step.
 
     With a higher count, the first columns are the same as with a lower count.
@@ -318,7 +317,7 @@ def random_columns(xp: ModuleType, x: Array, length: int, count: int, context: C
     return drawn(xp, draw, (count, length), dtype, like=x).T
 
 
-def nonzero_columns(xp: ModuleType, new: Array, old: Array) -> Array:
+def nonzero_columns(xp: ArrayFunctions, new: Array, old: Array) -> Array:
     """The new columns.
 
     If `orthogonalize` would treat a new column as zero, the old column is used. Columns become zero if the gradient is
@@ -328,12 +327,12 @@ def nonzero_columns(xp: ModuleType, new: Array, old: Array) -> Array:
     return xp.where((norms > SMALLEST_NORM) & (norms < 1 / SMALLEST_NORM), new, old)
 
 
-def wide_norms(xp: ModuleType, matrix: Array) -> Array:
+def wide_norms(xp: ArrayFunctions, matrix: Array) -> Array:
     """The 2-norms (1, c) of a matrix's columns. Sums are float64, so that squares neither overflow nor become zero."""
     return xp.reshape(xp.row_norms(matrix.T), (1, -1))
 
 
-def orthogonalize(xp: ModuleType, matrix: Array) -> Array:
+def orthogonalize(xp: ArrayFunctions, matrix: Array) -> Array:
     """Orthonormal columns with the same span as the columns of `matrix`, by modified Gram-Schmidt, in new storage.
 
     A column becomes zero if it is (nearly) zero, depends on earlier columns, or has a norm that overflows. Otherwise

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from types import ModuleType
 from typing import ClassVar
 
 import numpy as np
 
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import Array, ArrayFunctions
 from hvdcomp.compressors.base import Compressor, Count
 from hvdcomp.compressors.casts import NoCompression
 from hvdcomp.compressors.low_rank import as_matrix, rank_for
@@ -56,7 +55,7 @@ class ATOMO(Compressor):
     of_matrices: ClassVar[bool] = True
     reference: ClassVar[str] = "Wang et al. 2018, arXiv:1806.04090"
 
-    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+    def aggregate(self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         # because the last bits of a product may depend on the addresses of its factors
         matrix = xp.aligned(as_matrix(xp, x))
         # M = sum of u_i (sigma_i v_i)'. If M has more rows than columns, the sum is M' instead.
@@ -86,7 +85,7 @@ class ATOMO(Compressor):
         return self if tensor.size and self.payload_floats(tensor.shape) < tensor.size else NoCompression()
 
 
-def atoms(xp: ModuleType, matrix: Array) -> tuple[Array, Array]:
+def atoms(xp: ArrayFunctions, matrix: Array) -> tuple[Array, Array]:
     """Splits a matrix M (m, n), m <= n, into a sum of m atoms u_i (sigma_i v_i)', in descending order of sigma_i.
 
     The u_i are eigenvectors of M M'. The u_i need not be accurate, because the atoms u_i (M' u_i)' add up to M for any
@@ -101,7 +100,7 @@ def atoms(xp: ModuleType, matrix: Array) -> tuple[Array, Array]:
     return basis, basis @ matrix
 
 
-def sampled_triplets(xp: ModuleType, sigma: Array, count: int, offset: float) -> tuple[Array, Array]:
+def sampled_triplets(xp: ArrayFunctions, sigma: Array, count: int, offset: float) -> tuple[Array, Array]:
     """Chooses `count` singular triplets by systematic sampling (`ATOMO`).
 
     Args:

@@ -12,10 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Annotated, ClassVar
 
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import AllFunctions, Array, ArrayFunctions
 from hvdcomp.compressors.protocol import SparseVector
 from hvdcomp.kernels.limits import LARGEST
 from hvdcomp.specs.described import Described, Rule, Share
@@ -49,7 +48,7 @@ class Memory(Described):
         step."""
         return type(self).gradient_factor is not Memory.gradient_factor
 
-    def gradient_factor(self, xp: ModuleType, gradients: Sequence[Array], size: int) -> Array | None:
+    def gradient_factor(self, xp: AllFunctions, gradients: Sequence[Array], size: int) -> Array | None:
         """The factor by which all gradients of a step are multiplied before `compensate`, as a scalar array; None for
         1.
 
@@ -60,16 +59,16 @@ class Memory(Described):
         """
         return None
 
-    def prepare(self, xp: ModuleType, gradient: Array, state: State) -> State:
+    def prepare(self, xp: ArrayFunctions, gradient: Array, state: State) -> State:
         """The state that a step starts from: zeros if `state` is empty. The residual is its last array."""
         raise NotImplementedError
 
-    def compensate(self, xp: ModuleType, gradient: Array, state: State) -> tuple[Array, State]:
+    def compensate(self, xp: ArrayFunctions, gradient: Array, state: State) -> tuple[Array, State]:
         """Computes the array x, which is compressed instead of the gradient. Returns x in new storage, and the state
         for `update`."""
         raise NotImplementedError
 
-    def update(self, xp: ModuleType, x: Array, sent: Array | SparseVector, state: State) -> State:
+    def update(self, xp: ArrayFunctions, x: Array, sent: Array | SparseVector, state: State) -> State:
         """The state for the next step, computed from x and C(x). The new state may reuse the storage of `x`, but not
         the storage of the state from `prepare`."""
         raise NotImplementedError
@@ -109,20 +108,20 @@ class ErrorFeedback(Memory):
         """The 16-bit element type of the residual, or None for float32."""
         return _ROUNDS_TO[self.dtype]
 
-    def prepare(self, xp: ModuleType, gradient: Array, state: State) -> State:
+    def prepare(self, xp: ArrayFunctions, gradient: Array, state: State) -> State:
         (residual,) = state or (xp.zeros(gradient.shape, like=gradient),)
         return (self._rounded(xp, residual),)
 
-    def compensate(self, xp: ModuleType, gradient: Array, state: State) -> tuple[Array, State]:
+    def compensate(self, xp: ArrayFunctions, gradient: Array, state: State) -> tuple[Array, State]:
         residual = xp.astype(state[0], xp.dtype_name(gradient))
         if self.decay == 1:
             return gradient + residual, ()
         return gradient + residual * self.decay, ()
 
-    def update(self, xp: ModuleType, x: Array, sent: Array | SparseVector, state: State) -> State:
+    def update(self, xp: ArrayFunctions, x: Array, sent: Array | SparseVector, state: State) -> State:
         return (self._rounded(xp, without(xp, x, sent)),)
 
-    def _rounded(self, xp: ModuleType, residual: Array) -> Array:
+    def _rounded(self, xp: ArrayFunctions, residual: Array) -> Array:
         if self.rounds_to is None or xp.dtype_name(residual) == self.rounds_to:
             return residual
         bound = LARGEST[self.rounds_to]
@@ -175,23 +174,23 @@ class MomentumCorrection(Memory):
     def needs_all_gradients(self) -> bool:
         return bool(self.clip)
 
-    def gradient_factor(self, xp: ModuleType, gradients: Sequence[Array], size: int) -> Array | None:
+    def gradient_factor(self, xp: AllFunctions, gradients: Sequence[Array], size: int) -> Array | None:
         if not self.clip:
             return None
         norm, largest = (xp.norms(gradients) ** 2).sum() ** 0.5, self.clip / math.sqrt(size)
         return largest / xp.where(norm > largest, norm, largest)
 
-    def prepare(self, xp: ModuleType, gradient: Array, state: State) -> State:
+    def prepare(self, xp: ArrayFunctions, gradient: Array, state: State) -> State:
         return state or (xp.zeros(gradient.shape, like=gradient), xp.zeros(gradient.shape, like=gradient))
 
-    def compensate(self, xp: ModuleType, gradient: Array, state: State) -> tuple[Array, State]:
+    def compensate(self, xp: ArrayFunctions, gradient: Array, state: State) -> tuple[Array, State]:
         velocity, residual = state
         velocity = gradient + velocity * self.momentum
         if self.nesterov:
             return residual + gradient + velocity * self.momentum, (velocity,)
         return residual + velocity, (velocity,)
 
-    def update(self, xp: ModuleType, x: Array, sent: Array | SparseVector, state: State) -> State:
+    def update(self, xp: ArrayFunctions, x: Array, sent: Array | SparseVector, state: State) -> State:
         (velocity,) = state
         if self.masking and isinstance(sent, SparseVector):
             kept = xp.flatten(velocity)
@@ -212,17 +211,17 @@ class NoMemory(Memory):
     examples: ClassVar[tuple[str, ...]] = ("none",)
     keeps: ClassVar[float] = 0.0
 
-    def prepare(self, xp: ModuleType, gradient: Array, state: State) -> State:
+    def prepare(self, xp: ArrayFunctions, gradient: Array, state: State) -> State:
         return ()
 
-    def compensate(self, xp: ModuleType, gradient: Array, state: State) -> tuple[Array, State]:
+    def compensate(self, xp: ArrayFunctions, gradient: Array, state: State) -> tuple[Array, State]:
         return gradient, ()
 
-    def update(self, xp: ModuleType, x: Array, sent: Array | SparseVector, state: State) -> State:
+    def update(self, xp: ArrayFunctions, x: Array, sent: Array | SparseVector, state: State) -> State:
         return ()
 
 
-def without(xp: ModuleType, x: Array, sent: Array | SparseVector) -> Array:
+def without(xp: ArrayFunctions, x: Array, sent: Array | SparseVector) -> Array:
     """x - C(x).
 
     The result may reuse the storage of `x`. An element that overflows becomes zero, because an infinity would spoil all

@@ -6,12 +6,11 @@ Each quantizer has a form for one tensor, in array functions, and a form for a b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import ClassVar
 
 import numpy as np
 
-from hvdcomp.arrays.types import Array, number_of_elements
+from hvdcomp.arrays.types import Array, ArrayFunctions, number_of_elements
 from hvdcomp.compressors.bucket import Bucket
 from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.packing import pack, packed_bytes, pad, unpack
@@ -28,7 +27,7 @@ def steps_of(bits: int) -> int:
     return max(1, 2**bits - 2)
 
 
-def in_runs(xp: ModuleType, x: Array, most: int) -> Array:
+def in_runs(xp: ArrayFunctions, x: Array, most: int) -> Array:
     """Splits a tensor into runs of at most `most` neighbouring elements. Returns float32 (runs, length), padded with
     zeros."""
     vector = xp.flatten(xp.astype(x, "float32"))
@@ -37,7 +36,7 @@ def in_runs(xp: ModuleType, x: Array, most: int) -> Array:
 
 
 def encode_multiples(
-    xp: ModuleType, size: int, runs: Array, scales: Array, bits: int, purpose: str, context: Context
+    xp: ArrayFunctions, size: int, runs: Array, scales: Array, bits: int, purpose: str, context: Context
 ) -> tuple[Array, Array]:
     """Rounds elements at random to multiples of a fraction of the scale of their run. Returns the packed codes and the
     scales.
@@ -79,7 +78,7 @@ class Multiples(Gathering):
         """The number of neighbouring elements that share a scale; None if all elements of a tensor share one scale."""
         return None
 
-    def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
+    def decode(self, xp: ArrayFunctions, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
         """Decodes each code to (code - s) scale / s."""
         size = number_of_elements(shape)
         packed, scales = parts

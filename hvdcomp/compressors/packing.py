@@ -10,16 +10,15 @@ lowest bits contain code j. With this order, packing needs only a few shifts of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from types import ModuleType
 from typing import Any
 
-from hvdcomp.arrays.types import Array, number_of_elements, wide_dtype
+from hvdcomp.arrays.types import Array, ArrayFunctions, number_of_elements, wide_dtype
 from hvdcomp.compressors.protocol import Context, Outcome
 
 GROUP = 512
 
 
-def pack(xp: ModuleType, codes: Array, bits: int) -> Array:
+def pack(xp: ArrayFunctions, codes: Array, bits: int) -> Array:
     """Packs codes below 2**bits, uint8 (count,), into bytes, uint8. Each plane is padded to a whole byte."""
     planes, shift = [], 0
     for width in _planes_of(bits):
@@ -29,15 +28,16 @@ def pack(xp: ModuleType, codes: Array, bits: int) -> Array:
     return planes[0] if len(planes) == 1 else xp.concatenate(planes)
 
 
-def unpack(xp: ModuleType, packed: Array, bits: int, count: int) -> Array:
+def unpack(xp: ArrayFunctions, packed: Array, bits: int, count: int) -> Array:
     """The codes, uint8 (count,), that `pack` has packed. With 8 bits this is the same array, otherwise a new array."""
-    codes: Array = None
+    codes: Array | None = None
     start = shift = 0
     for width in _planes_of(bits):
         end = start + -(-count * width // 8)
         part = _unpack_plane(xp, packed[start:end], width, count) if width < 8 else packed
         codes = part if codes is None else codes | (part << shift)
         start, shift = end, shift + width
+    assert codes is not None  # `bits` is at least 1
     return codes
 
 
@@ -52,7 +52,7 @@ def _planes_of(bits: int) -> list[int]:
     return [width for width in (8, 4, 2, 1) if bits & width]
 
 
-def groups(xp: ModuleType, vector: Array, length: int) -> list[Array]:
+def groups(xp: ArrayFunctions, vector: Array, length: int) -> list[Array]:
     """Splits a vector into a matrix (groups, length) and a matrix (1, remainder) of the remaining elements. Empty
     matrices are left out."""
     whole = vector.shape[0] // length
@@ -64,7 +64,7 @@ def groups(xp: ModuleType, vector: Array, length: int) -> list[Array]:
     return parts
 
 
-def _pack_plane(xp: ModuleType, codes: Array, width: int) -> Array:
+def _pack_plane(xp: ArrayFunctions, codes: Array, width: int) -> Array:
     together = 8 // width
     packed = []
     for group in groups(xp, pad(xp, codes & ((1 << width) - 1), together), GROUP):
@@ -76,7 +76,7 @@ def _pack_plane(xp: ModuleType, codes: Array, width: int) -> Array:
     return packed[0] if len(packed) == 1 else xp.concatenate(packed)
 
 
-def _unpack_plane(xp: ModuleType, packed: Array, width: int, count: int) -> Array:
+def _unpack_plane(xp: ArrayFunctions, packed: Array, width: int, count: int) -> Array:
     codes = []
     shifts = xp.reshape(xp.arange(8 // width, like=packed) * width, (-1, 1))
     for group in groups(xp, packed, GROUP * width // 8):
@@ -84,14 +84,14 @@ def _unpack_plane(xp: ModuleType, packed: Array, width: int, count: int) -> Arra
     return (codes[0] if len(codes) == 1 else xp.concatenate(codes))[:count] & ((1 << width) - 1)
 
 
-def pad(xp: ModuleType, vector: Array, multiple: int) -> Array:
+def pad(xp: ArrayFunctions, vector: Array, multiple: int) -> Array:
     """The vector, padded with zeros until its length is a multiple of `multiple`. Returns the vector itself if nothing
     is missing."""
     missing = -vector.shape[0] % multiple
     return xp.concatenate([vector, xp.zeros((missing,), like=vector)]) if missing else vector
 
 
-def cut(xp: ModuleType, vector: Array, shapes: Iterable[tuple[int, ...]]) -> list[Array]:
+def cut(xp: ArrayFunctions, vector: Array, shapes: Iterable[tuple[int, ...]]) -> list[Array]:
     """Cuts a vector into consecutive arrays of these shapes."""
     arrays, start = [], 0
     for shape in shapes:
@@ -129,7 +129,7 @@ def average_decoded(
     return total, sent
 
 
-def outcome_like(xp: ModuleType, x: Array, mean: Array, sent: Array) -> Outcome:
+def outcome_like(xp: ArrayFunctions, x: Array, mean: Array, sent: Array) -> Outcome:
     """The outcome of a method that has no state. The mean and `sent` get the shape of `x`, and `sent` gets the element
     type of `x`, or float32 if this is wider."""
     sent = xp.astype(sent, wide_dtype(xp.dtype_name(x)))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from hvdcomp.arrays.types import Array, number_of_elements
+from hvdcomp.arrays.types import AnyArray, Array, number_of_elements
 
 Group = Literal["all", "node", "across"]
 """The ranks that take part in a collective: all ranks, the ranks of this rank's node, or the ranks with this rank's
@@ -33,7 +33,7 @@ class AllReduce:
 
     array: Array
     op: str = "mean"
-    with_room: Array | None = None
+    with_room: AnyArray | None = None
     group: Group = "all"
 
     @property
@@ -59,7 +59,7 @@ class AllGather:
     """
 
     parts: tuple[Array, ...]
-    with_room: Array | None = None
+    with_room: AnyArray | None = None
     group: Group = "all"
     in_rows: bool = False
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Annotated, ClassVar, NamedTuple
 
 import numpy as np
 
-from hvdcomp.arrays.types import Array, number_of_elements
+from hvdcomp.arrays.types import Array, ArrayFunctions, number_of_elements
 from hvdcomp.compressors.base import Compressor, Count, most_level_for
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload
 from hvdcomp.compressors.gathering import Gathering
@@ -75,7 +74,7 @@ class QSGD(Multiples):
         """bucket / (4 s**2), because rounding to multiples of norm / s has a variance of at most (norm / s)**2 / 4."""
         return self.bucket / steps_of(self.bits) ** 2
 
-    def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
+    def encode(self, xp: ArrayFunctions, x: Array, context: Context) -> tuple[Array, Array]:
         """Applies section 3.1: in each run, rounds s x / norm at random to one of the two nearest integers."""
         size = number_of_elements(tuple(x.shape))
         runs = in_runs(xp, x, self.bucket)
@@ -120,7 +119,7 @@ class TernGrad(Multiples):
         self.require(allowed, "clip", "a number of standard deviations (2.5 is usual), or 0 for no clipping")
         super().__post_init__()
 
-    def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
+    def encode(self, xp: ArrayFunctions, x: Array, context: Context) -> tuple[Array, Array]:
         """Runs algorithm 1: encodes sign(x) b times the scale. b is 1 with the probability |x| / scale, and 0
         otherwise."""
         size = number_of_elements(tuple(x.shape))
@@ -158,7 +157,7 @@ class Natural(Gathering):
     sends: ClassVar[str] = "one sign bit and one exponent byte per element"
     reference: ClassVar[str] = "Horvath et al. 2019, arXiv:1905.10988"
 
-    def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
+    def encode(self, xp: ArrayFunctions, x: Array, context: Context) -> tuple[Array, Array]:
         """Encodes the sign, and the exponent after rounding |x| to the lower or the upper neighbouring power of two.
         The upper neighbour is chosen with the probability (|x| - lower) / (upper - lower). The bits of the mantissa are
         this probability."""
@@ -173,7 +172,7 @@ class Natural(Gathering):
         exponents |= xp.astype(words & _INFINITE == _INFINITE, "uint8") * 255
         return exponents, pack(xp, xp.astype(vector < 0, "uint8"), 1)
 
-    def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
+    def decode(self, xp: ArrayFunctions, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
         exponents, signs = parts
         upper_half = xp.astype(exponents, "int16") << 7
         upper_half |= xp.astype(unpack(xp, signs, 1, exponents.shape[0]), "int16") << 15
@@ -242,7 +241,7 @@ class GlobalQSGD(Compressor):
     def least_level(self, ranks: int) -> int:
         return (2 * ranks).bit_length()
 
-    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+    def aggregate(self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         s, ranks = self.levels(context.world_size), context.world_size
         vector = xp.flatten(xp.astype(x, "float32"))
         size = vector.shape[0]
@@ -276,7 +275,7 @@ class GlobalQSGD(Compressor):
         total = yield AllReduce(layout.words, op="sum")
         return bucket.call("globalqsgd_decode", scales, ranks, total)
 
-    def _pack(self, xp: ModuleType, codes: Array) -> Array:
+    def _pack(self, xp: ArrayFunctions, codes: Array) -> Array:
         """Packs codes, int32, as signed digits of int32 numbers to the base 2**bits.
 
         Magnitudes of codes must be below 2**(bits - 1). If the numbers of all ranks are added, each digit of the sum is
@@ -290,7 +289,7 @@ class GlobalQSGD(Compressor):
             words = (words << self.bits) + codes[field * length : (field + 1) * length]
         return words
 
-    def unpack_words(self, xp: ModuleType, words: Array, largest: int) -> Array:
+    def unpack_words(self, xp: ArrayFunctions, words: Array, largest: int) -> Array:
         """Unpacks words into their digits, int32. Magnitudes of digits are at most `largest`."""
         fields = 32 // self.bits
         # Adding `largest` makes each digit non-negative, so that digits occupy separate bits.

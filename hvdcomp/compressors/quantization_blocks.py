@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Annotated, ClassVar
 
-from hvdcomp.arrays.types import Array, number_of_elements
+from hvdcomp.arrays.types import Array, ArrayFunctions, number_of_elements
 from hvdcomp.compressors.base import Count
 from hvdcomp.compressors.bucket import Bucket
 from hvdcomp.compressors.gathering import Gathering, Rounding
@@ -58,7 +57,7 @@ class BlockQuantizer(Gathering):
     def lay_out(self, bucket: Bucket) -> MultiplesLayout:
         return MultiplesLayout(bucket, self.block)
 
-    def _blocks(self, xp: ModuleType, x: Array) -> tuple[Array, Array]:
+    def _blocks(self, xp: ArrayFunctions, x: Array) -> tuple[Array, Array]:
         """The blocks, as in `in_runs`, and their scales (blocks, 1)."""
         blocks = in_runs(xp, x, self.block)
         return blocks, xp.row_largest(blocks)
@@ -76,7 +75,7 @@ class _WholeNumbers(BlockQuantizer, Multiples):
     def run(self) -> int:
         return self.block
 
-    def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
+    def encode(self, xp: ArrayFunctions, x: Array, context: Context) -> tuple[Array, Array]:
         """Encodes x as round(s x / scale) + s. The scale of a block is its largest magnitude."""
         size = number_of_elements(tuple(x.shape))
         blocks, scales = self._blocks(xp, x)
@@ -185,7 +184,7 @@ class FP8(BlockQuantizer):
         """The float32 bits of the smallest normal number."""
         return {"e4m3": 127 - 6, "e5m2": 127 - 14}[self.format] << 23
 
-    def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
+    def encode(self, xp: ArrayFunctions, x: Array, context: Context) -> tuple[Array, Array]:
         """Computes the codes and the scales with the bits of float32 numbers.
 
         `kernels/src/float8.h` does the same in C. Between two powers of two, and below the smallest normal number,
@@ -211,7 +210,7 @@ class FP8(BlockQuantizer):
         codes |= (xp.bitcast(values, "int32") >> 24) & 0x80
         return xp.astype(codes, "uint8"), scales
 
-    def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
+    def decode(self, xp: ArrayFunctions, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
         size = number_of_elements(shape)
         packed, scales = parts
         codes = xp.astype(pad(xp, packed, min(self.block, size)), "int32")

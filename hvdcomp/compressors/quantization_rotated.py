@@ -10,12 +10,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Annotated, ClassVar
 
 import numpy as np
 
-from hvdcomp.arrays.types import Array, number_of_elements
+from hvdcomp.arrays.types import Array, ArrayFunctions, number_of_elements
 from hvdcomp.compressors.base import most_level_for
 from hvdcomp.compressors.bucket import Bucket
 from hvdcomp.compressors.gathering import Gathering
@@ -103,7 +102,7 @@ class EDEN(Gathering):
         """The known error of the method: the entry of `ERRORS` for this number of bits."""
         return ERRORS[self.bits]
 
-    def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
+    def encode(self, xp: ArrayFunctions, x: Array, context: Context) -> tuple[Array, Array]:
         """Computes the packed levels and the scales.
 
         A block whose norm is at most 2**-96 is sent as zeros. Here H has no factor 1 / sqrt(n). So the rms of z is the
@@ -128,7 +127,7 @@ class EDEN(Gathering):
         scales = xp.where(norms <= SMALLEST_SCALE, norms * 0, xp.astype(scales, "float32"))
         return pack(xp, xp.flatten(codes), self.bits), scales
 
-    def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
+    def decode(self, xp: ArrayFunctions, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
         """Computes s q, the rotated elements (blocks, block)."""
         packed, scales = parts
         codes = unpack(xp, packed, self.bits, scales.shape[0] * self.block)
@@ -139,12 +138,12 @@ class EDEN(Gathering):
             q = xp.where(codes >= 2 * place, level, q)
         return xp.where(codes & 1 == 1, -q, q) * scales
 
-    def restore(self, xp: ModuleType, decoded: Array, shape: tuple[int, ...], context: Context) -> Array:
+    def restore(self, xp: ArrayFunctions, decoded: Array, shape: tuple[int, ...], context: Context) -> Array:
         """Computes D H (s q), the inverse rotation. `decoded` is s q of one rank, or the mean of the ranks' s q."""
         vector = xp.flatten(xp.hadamard(decoded))
         return (vector * self._signs(xp, vector, context))[: number_of_elements(shape)]
 
-    def _signs(self, xp: ModuleType, like: Array, context: Context) -> Array:
+    def _signs(self, xp: ArrayFunctions, like: Array, context: Context) -> Array:
         """The diagonal of D, 1 or -1, float32, with the length of `like`. One random word gives the signs of 32
         elements."""
         words = random_words(xp, shared_key(context, self.name), like.shape[0] // 32, like)
@@ -168,7 +167,7 @@ class EDEN(Gathering):
         return most_level_for(self, compression_factor, shape, range(1, 5))
 
 
-def _dots(xp: ModuleType, x: Array, y: Array) -> Array:
+def _dots(xp: ArrayFunctions, x: Array, y: Array) -> Array:
     """The dot products (blocks, 1), float64, of the rows of two matrices. The length of a row is a multiple of 512.
 
     The products of eight elements that are 64 apart are first added as float32. Otherwise the C kernels would convert

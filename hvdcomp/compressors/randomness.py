@@ -13,13 +13,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from hvdcomp.arrays.shapes import ShapeArray
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import Array, ArrayFunctions
 from hvdcomp.compressors.protocol import Context
 
 _ALL_BITS = 2**64 - 1
@@ -41,14 +40,14 @@ def rank_generator(context: Context, purpose: str) -> np.random.Generator:
 
 
 def drawn(
-    xp: ModuleType, draw: Callable[[], np.ndarray], shape: tuple[int, ...], dtype: str, like: Array
+    xp: ArrayFunctions, draw: Callable[[], np.ndarray], shape: tuple[int, ...], dtype: str, like: Array
 ) -> Array:
     """Calls `draw`, and copies the result to the device of `like`. If `like` is a `ShapeArray`, nothing is drawn, and
     the result is a `ShapeArray`."""
     return ShapeArray(shape, dtype) if isinstance(like, ShapeArray) else xp.from_numpy(draw(), like=like)
 
 
-def distinct_indices(xp: ModuleType, key: int, count: int, size: int, like: Array) -> Array:
+def distinct_indices(xp: ArrayFunctions, key: int, count: int, size: int, like: Array) -> Array:
     """Draws `count` different indices in [0, size). The indices are in ascending order and on the device of `like`.
 
     A bijection, chosen by the key, maps 0, 1, 2, ... to the indices. The bijection is a Feistel network of eight
@@ -149,7 +148,7 @@ def _name_key(name: str, seed: int, purpose: str) -> int:
     return int(tensor_keys([name], seed, purpose)[0])
 
 
-def random_words(xp: ModuleType, key: int, count: int, like: Array) -> Array:
+def random_words(xp: ArrayFunctions, key: int, count: int, like: Array) -> Array:
     """Uniform 32-bit words, computed on the device of `like`. The bits are the same in every framework and in the
     kernels.
 
@@ -180,7 +179,7 @@ def random_words(xp: ModuleType, key: int, count: int, like: Array) -> Array:
     return words
 
 
-def uniform(xp: ModuleType, key: int, count: int, like: Array) -> Array:
+def uniform(xp: ArrayFunctions, key: int, count: int, like: Array) -> Array:
     """Uniform numbers in [0, 1), float32 (count,), which are multiples of 2**-24, in new storage (`random_words`)."""
     numbers = xp.astype((random_words(xp, key, count, like) >> 8) & 0xFFFFFF, "float32")
     numbers *= 2.0**-24

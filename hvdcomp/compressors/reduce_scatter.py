@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Generator, Sequence
-from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
 
 from hvdcomp.arrays import numpy_arrays
-from hvdcomp.arrays.types import Array, number_of_elements
+from hvdcomp.arrays.types import AllFunctions, AnyArray, Array, ArrayFunctions, number_of_elements
 from hvdcomp.compressors.bucket import Bucket, Payload, address_of, take_off
 from hvdcomp.compressors.memory import Memory, NoMemory
 from hvdcomp.compressors.protocol import AllToAll, Context, Request, TensorInfo, across
@@ -37,10 +36,10 @@ class Codec(Protocol):
     @property
     def of_means(self) -> Codec: ...
 
-    def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, ...]:
+    def encode(self, xp: ArrayFunctions, x: Array, context: Context) -> tuple[Array, ...]:
         """Encodes a tensor, and returns its payload."""
 
-    def decoded(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...], context: Context) -> Array:
+    def decoded(self, xp: ArrayFunctions, parts: Sequence[Array], shape: tuple[int, ...], context: Context) -> Array:
         """Decodes one payload, and returns its elements as a vector. `context` is the context that `encode` got."""
 
     def payload(self, bucket: Bucket) -> Payload:
@@ -55,7 +54,7 @@ class Codec(Protocol):
 
 
 def reduce_scatter(
-    method: Codec, memory: Memory, xp: ModuleType, rows: Array, state: tuple[Array, ...], shard: Context
+    method: Codec, memory: Memory, xp: ArrayFunctions, rows: Array, state: tuple[Array, ...], shard: Context
 ) -> Generator[Request, Any, tuple[Array, tuple[Array, ...]]]:
     """Computes this rank's row of the mean over nodes. `ShardKernels` does the same with kernels.
 
@@ -74,7 +73,7 @@ def reduce_scatter(
     other_nodes = [node for node in range(nodes) if node != own]
     given = xp.concatenate([rows[node : node + 1] for node in other_nodes])
     x, kept = memory.compensate(xp, given, memory.prepare(xp, given, state))
-    chunks = [*x[:own], rows[own], *x[own:]]
+    chunks = [rows[own] if node == own else x[node - (node > own)] for node in range(nodes)]
     mean, encoded = yield from across(reduce_chunks(method, xp, chunks, shard), nodes)
     if isinstance(memory, NoMemory):
         return mean, ()
@@ -84,7 +83,7 @@ def reduce_scatter(
 
 
 def reduce_chunks(
-    method: Codec, xp: ModuleType, chunks: Sequence[Array], context: Context
+    method: Codec, xp: ArrayFunctions, chunks: Sequence[Array], context: Context
 ) -> Generator[Request, Any, tuple[Array, list[tuple[Array, ...]]]]:
     """Runs the first half of a step with exchange "scatter": computes the mean of this rank's chunk. This rank's own x
     enters the mean uncompressed.
@@ -111,7 +110,7 @@ def reduce_chunks(
 
 def counted(
     method: Codec,
-    xp: ModuleType,
+    xp: ArrayFunctions,
     chunks: Sequence[Array],
     encoded: Sequence[Sequence[Array]],
     context: Context,
@@ -132,7 +131,7 @@ def of_chunk(context: Context, chunk: int | str) -> Context:
     return dataclasses.replace(context, name=f"{context.name}#{chunk}")
 
 
-def _stacked(xp: ModuleType, parts: Sequence[Array]) -> Array:
+def _stacked(xp: ArrayFunctions, parts: Sequence[Array]) -> Array:
     """Stacks arrays of the same shape as the rows of one array."""
     return xp.concatenate([xp.reshape(part, (1, *part.shape)) for part in parts])
 
@@ -157,7 +156,7 @@ class ShardKernels:
         length: int,
         context: Context,
         device: Any = None,
-        xp: ModuleType = numpy_arrays,
+        xp: AllFunctions = numpy_arrays,
     ) -> None:
         self.method, self.length, self._xp = method, length, xp
         self._rows = [
@@ -168,14 +167,14 @@ class ShardKernels:
             bucket.begin(context)
         payloads = [method.payload(bucket).vector for bucket in self._rows]
         shape = len(payloads), number_of_elements(payloads[0].shape)
-        self._sent = xp.reshape(self._rows[0].zeros(shape[0] * shape[1]), shape)
+        self._sent: AnyArray = xp.reshape(self._rows[0].zeros(shape[0] * shape[1]), shape)
         self._decoded = self._rows[0].zeros(length, "float32")
         # With these zeros as the gradient, `take_off` subtracts the sent signs in this step instead of the next one.
         self._zeros = np.zeros(length if self._rows[0].keeps and device is None else 0, np.float32)
 
     def reduce_scatter(
-        self, rows: Array, residual: Array | None, context: Context
-    ) -> Generator[Request, list[tuple[Array]], Array]:
+        self, rows: AnyArray, residual: AnyArray | None, context: Context
+    ) -> Generator[Request, list[tuple[AnyArray]], AnyArray]:
         """Computes this rank's row of the mean, float32 (length,), in new storage.
 
         Args:

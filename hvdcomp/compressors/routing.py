@@ -14,10 +14,9 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from types import ModuleType
 from typing import Any, ClassVar, NoReturn
 
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import Array, ArrayFunctions
 from hvdcomp.compressors.base import Compressor, Count
 from hvdcomp.compressors.choice import MIN_NDIM, MIN_NUMEL
 from hvdcomp.compressors.protocol import Aggregation, Context, TensorInfo
@@ -113,7 +112,7 @@ class Router(Compressor):
             )
         return self._with(choice.at_level(level) if _has_level(choice) else choice for choice in self.choices)
 
-    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+    def aggregate(self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         self._refuse()
 
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdcomp.arrays.types import Array, number_of_elements
+from hvdcomp.arrays.types import AnyArray, Array, ArrayFunctions, number_of_elements
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, PayloadRows, address_of, any_found_inf, take_off
 from hvdcomp.compressors.memory import ErrorFeedback, Memory, NoMemory
 from hvdcomp.compressors.packing import outcome_like, pad
@@ -29,7 +28,7 @@ _OF_MEANS = "#mean"  # means get other random numbers than the chunks
 _OF_KEPT = ("above", "below", "rule", "kept_type")
 
 
-def scatter(method: Codec, xp: ModuleType, x: Array, context: Context) -> Aggregation:
+def scatter(method: Codec, xp: ArrayFunctions, x: Array, context: Context) -> Aggregation:
     """Runs a step with exchange "scatter" for one tensor.
 
     Each chunk has an owner, the rank that averages it. The owner adds its own x without rounding. In chunks of other
@@ -41,8 +40,8 @@ def scatter(method: Codec, xp: ModuleType, x: Array, context: Context) -> Aggreg
     ranks, own = context.world_size, context.rank
     vector = xp.flatten(xp.astype(x, "float32"))
     length = -(-vector.shape[0] // (ranks * method.unit)) * method.unit
-    chunks = pad(xp, vector, ranks * length)
-    chunks = [chunks[start : start + length] for start in range(0, ranks * length, length)]
+    padded = pad(xp, vector, ranks * length)
+    chunks = [padded[start : start + length] for start in range(0, ranks * length, length)]
     # Every rank computes the mean of its chunk,
     mean, encoded = yield from reduce_chunks(method, xp, chunks, context)
     largest = xp.reshape(xp.row_largest(xp.reshape(mean, (1, length))), (1,))
@@ -169,7 +168,7 @@ class _Pieces:
         width = 2 if name == "kept" and whole.memory.rounds_to else 4
         return np.where(tensors == 0, tensors, tensors + np.uint64(width) * self._starts)
 
-    def decode_means(self, method: Codec, whole: Bucket, payloads: Array) -> bool | Array:
+    def decode_means(self, method: Codec, whole: Bucket, payloads: AnyArray) -> bool | AnyArray:
         """Decodes payloads of means to the results. payloads: the payloads of all ranks. The bucket reads only the rows
         of its own pieces."""
         self.bucket.suffix = _OF_MEANS
@@ -181,7 +180,7 @@ class _Pieces:
 class _OtherChunks(_Pieces):
     """The chunks of the other ranks."""
 
-    def encode(self, method: Codec, whole: Bucket, zeros: np.ndarray) -> bool | Array:
+    def encode(self, method: Codec, whole: Bucket, zeros: np.ndarray) -> bool | AnyArray:
         """Writes the payload, and leaves the residual in x. Returns whether a kernel found an inf or NaN."""
         if not self.elements:
             return False
@@ -190,7 +189,7 @@ class _OtherChunks(_Pieces):
         take_off(self.bucket, zeros)
         return self.bucket.found_inf
 
-    def decode(self, method: Codec, whole: Bucket, payloads: Array) -> bool | Array:
+    def decode(self, method: Codec, whole: Bucket, payloads: AnyArray) -> bool | AnyArray:
         """Decodes the other ranks' payloads of means to the results."""
         return self.decode_means(method, whole, payloads) if self.elements else False
 
@@ -199,7 +198,7 @@ class _AllChunks(_Pieces):
     """The chunks of all ranks, with the layout of the payloads of means. This layout is used if means are compressed at
     another level."""
 
-    def decode(self, method: Codec, whole: Bucket, payloads: Array) -> bool | Array:
+    def decode(self, method: Codec, whole: Bucket, payloads: AnyArray) -> bool | AnyArray:
         """Decodes all payloads of means to the results."""
         self.bucket.begin(whole.context)
         return self.decode_means(method, whole, payloads)
@@ -219,8 +218,8 @@ class _OwnChunk:
     """
 
     means: Bucket
-    _x: Array  # this rank's x of the chunk, and later the rounding error of the mean
-    _mean: Array  # the mean over the ranks
+    _x: AnyArray  # this rank's x of the chunk, and later the rounding error of the mean
+    _mean: AnyArray  # the mean over the ranks
 
     def __init__(self, method: Codec, whole: Bucket, pieces: Sequence[tuple[int, _Piece]]) -> None:
         self._copies = _Pieces(whole, pieces, whole.memory)
@@ -237,7 +236,7 @@ class _OwnChunk:
         """The number of bytes of one rank's payload for the chunk."""
         return len(method.payload(self._codes.bucket).vector) if self.elements else 0
 
-    def read(self, whole: Bucket) -> bool | Array:
+    def read(self, whole: Bucket) -> bool | AnyArray:
         """Computes this rank's x of the chunk. Returns whether x contains an inf or NaN."""
         if not self.elements:
             return False
@@ -246,7 +245,7 @@ class _OwnChunk:
         self._copies.enter(whole)
         return self._copies.bucket.call("dense_encode", self._x)
 
-    def average(self, method: Codec, whole: Bucket, payloads: Array) -> bool | Array:
+    def average(self, method: Codec, whole: Bucket, payloads: AnyArray) -> bool | AnyArray:
         """Averages x and the other ranks' payloads. Returns whether a decoded payload contains an inf or NaN."""
         if not self.elements:
             return False
@@ -276,7 +275,7 @@ class _OwnChunk:
         method.encode_bucket(means)
         take_off(means, zeros)
 
-    def decode(self, method: Codec, whole: Bucket, payloads: Array) -> bool | Array:
+    def decode(self, method: Codec, whole: Bucket, payloads: AnyArray) -> bool | AnyArray:
         """Decodes the payload of the mean to the results."""
         if not self.elements:
             return False
@@ -336,7 +335,7 @@ class _Layout:
         self.zeros = np.zeros(int(sizes.max()) if bucket.device is None else 0, np.float32)
 
 
-def _rows_of(method: Codec, bucket: Bucket, rows: PayloadRows) -> Array:
+def _rows_of(method: Codec, bucket: Bucket, rows: PayloadRows) -> AnyArray:
     """The rows of a bucket's payload, uint8 (ranks, length)."""
     if bucket.tensors:
         vector = method.payload(bucket).vector

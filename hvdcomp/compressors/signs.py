@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import ClassVar
 
 import numpy as np
 
-from hvdcomp.arrays.types import Array, matrix_shape, number_of_elements
+from hvdcomp.arrays.types import Array, ArrayFunctions, matrix_shape, number_of_elements
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, gathered
 from hvdcomp.compressors.gathering import Gathering
@@ -64,7 +63,7 @@ class SignSGD(Compressor):
         allowed = '"rows" (a bit for each row, to say that it is all zero) or "elements" (a bit for each element)'
         self.require(self.zeros in ("rows", "elements"), "zeros", allowed)
 
-    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+    def aggregate(self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         """Each rank sends sign(x). The result is the sign of the sum of the signs."""
         shape = tuple(x.shape)
         rows, columns = matrix_shape(shape) if self.zeros == "rows" else (number_of_elements(shape), 1)
@@ -102,7 +101,7 @@ class SignSGD(Compressor):
         return False
 
     @staticmethod
-    def _count(xp: ModuleType, ranks: Sequence[tuple[Array, Array]], rows: int, columns: int) -> Array:
+    def _count(xp: ArrayFunctions, ranks: Sequence[tuple[Array, Array]], rows: int, columns: int) -> Array:
         """The votes of all ranks for + minus the votes for -, int8 (rows, columns), or int16 if there are too many
         ranks for int8."""
         total = None
@@ -158,7 +157,7 @@ class OneBit(Gathering):
                 "tensors into chunks, which have no rows; leave out one of the two"
             )
 
-    def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, ...]:
+    def encode(self, xp: ArrayFunctions, x: Array, context: Context) -> tuple[Array, ...]:
         """Encodes the bits x > 0, and for each row two means: the mean of the elements with the bit 1, and the mean of
         the elements with the bit 0."""
         rows, columns = self._matrix_shape(tuple(x.shape))
@@ -172,7 +171,7 @@ class OneBit(Gathering):
         bits = pack(xp, xp.astype(xp.flatten(positive), "uint8"), 1)
         return bits, representable(xp, upper, x), representable(xp, lower, x)
 
-    def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
+    def decode(self, xp: ArrayFunctions, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
         bits, upper, lower = parts
         rows, columns = self._matrix_shape(shape)
         return xp.where(xp.reshape(unpack(xp, bits, 1, rows * columns), (rows, columns)) > 0, upper, lower)
@@ -216,7 +215,7 @@ class EFSignSGD(Gathering):
     biased: ClassVar[bool] = True
     reference: ClassVar[str] = "Karimireddy et al. 2019, arXiv:1901.09847"
 
-    def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
+    def encode(self, xp: ArrayFunctions, x: Array, context: Context) -> tuple[Array, Array]:
         """Runs algorithm 1, line 5: encodes (|p|_1 / d) sign(p) as the bits of the signs and the magnitude."""
         vector = xp.flatten(xp.astype(x, "float32"))
         d = vector.shape[0]
@@ -226,7 +225,7 @@ class EFSignSGD(Gathering):
         magnitude = xp.flatten(xp.reshape(shares, (1, d)).sum(1, keepdims=True))
         return pack(xp, xp.astype(vector >= 0, "uint8"), 1), representable(xp, magnitude, x)
 
-    def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
+    def decode(self, xp: ArrayFunctions, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
         """Computes 2 magnitude bit - magnitude, which is plus or minus the magnitude."""
         bits, magnitude = parts
         values = xp.astype(unpack(xp, bits, 1, number_of_elements(shape)), "float32")
@@ -293,12 +292,12 @@ class _VotesLayout:
         self.votes = bucket.zeros(int(rows.sum()))
 
 
-def representable(xp: ModuleType, scale: Array, like: Array) -> Array:
+def representable(xp: ArrayFunctions, scale: Array, like: Array) -> Array:
     """Rounds float32 values to the type of `like`, so that receivers decode exactly the values that were sent."""
     return xp.astype(xp.astype(scale, xp.dtype_name(like)), "float32")
 
 
-def to_signs(xp: ModuleType, values: Array, like: Array) -> tuple[Array, Array]:
+def to_signs(xp: ArrayFunctions, values: Array, like: Array) -> tuple[Array, Array]:
     """The packed signs of values (count,), and the mean magnitude of the values, float32 (1,).
 
     Zero counts as positive. The sum is float64, so it does not overflow, and all frameworks get the same float32
@@ -310,7 +309,7 @@ def to_signs(xp: ModuleType, values: Array, like: Array) -> tuple[Array, Array]:
     return pack(xp, xp.astype(values >= 0, "uint8"), 1), representable(xp, mean, like)
 
 
-def from_signs(xp: ModuleType, signs: Array, magnitude: Array, count: int) -> Array:
+def from_signs(xp: ArrayFunctions, signs: Array, magnitude: Array, count: int) -> Array:
     """Decodes the result of `to_signs` to values, float32 (count,)."""
     values = xp.astype(unpack(xp, signs, 1, count), "float32")
     values *= 2
@@ -319,7 +318,7 @@ def from_signs(xp: ModuleType, signs: Array, magnitude: Array, count: int) -> Ar
     return values
 
 
-def balance(xp: ModuleType, positive: Array, votes: Array) -> Array:
+def balance(xp: ArrayFunctions, positive: Array, votes: Array) -> Array:
     """The votes for + minus the votes for -, int8 (rows, columns), for at most 127 ranks. The result reuses the storage
     of `positive`.
 

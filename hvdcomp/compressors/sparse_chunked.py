@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from functools import reduce
 from typing import Annotated, ClassVar
 
 import numpy as np
 
-from hvdcomp.arrays import numpy_arrays
-from hvdcomp.arrays.types import Array, number_of_elements, wide_dtype
+from hvdcomp.arrays import arrays_for, numpy_arrays
+from hvdcomp.arrays.types import Array, ArrayFunctions, number_of_elements, wide_dtype
 from hvdcomp.compressors import sparse_payload
 from hvdcomp.compressors.base import Compressor, Count, most_level_for
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, gathered
@@ -104,7 +105,7 @@ class ChunkedTopK(Compressor):
         """False with 2 bits or a sign, because means depend on which elements are chosen."""
         return VALUES[self.values] not in CODE_BITS
 
-    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+    def aggregate(self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         """Sends the largest elements of each chunk. C(x) has the decoded values of these elements, and zeros elsewhere.
         The result is the mean of the ranks' C(x)."""
         vector = xp.flatten(x)
@@ -143,18 +144,18 @@ class ChunkedTopK(Compressor):
     def _of_chunk(self, length: int) -> int:
         return -(-self.k * length // self.chunk)
 
-    def _choose(self, xp: ModuleType, vector: Array) -> Array:
+    def _choose(self, xp: ArrayFunctions, vector: Array) -> Array:
         """The places, int32 (count,), of the elements to send. Places count from the begin of the chunk, and chunks
         follow each other."""
         magnitudes, functions = abs(xp.astype(vector, wide_dtype(xp.dtype_name(vector)))), xp
         if not xp.waits(vector):  # so that all frameworks make the same choice among equal elements as NumPy
-            magnitudes, functions = xp.to_numpy(magnitudes), numpy_arrays
+            magnitudes, functions = arrays_for(magnitudes).to_numpy(magnitudes), numpy_arrays
         chunks = groups(functions, magnitudes, self.chunk)
         chosen = [functions.top(rows, self._of_chunk(rows.shape[1])) for rows in chunks]
         places = functions.astype(functions.concatenate([functions.flatten(row) for row in chosen]), "int32")
-        return places if functions is xp else xp.from_numpy(places, like=vector)
+        return places if functions is xp else xp.from_numpy(np.asarray(places), like=vector)
 
-    def _indices(self, xp: ModuleType, places: Array, size: int) -> Array:
+    def _indices(self, xp: ArrayFunctions, places: Array, size: int) -> Array:
         """Converts places in chunks to indices in the tensor, (count,), int32 if they fit."""
         places = xp.astype(places, "int32" if size < 2**31 else "int64")
         starts = xp.arange(-(-size // self.chunk), like=places) * self.chunk
@@ -165,19 +166,19 @@ class ChunkedTopK(Compressor):
         """The number of bits of a place in a chunk, for a tensor with `size` elements."""
         return max(1, (min(self.chunk, size) - 1).bit_length())
 
-    def _pack_places(self, xp: ModuleType, places: Array, size: int) -> Array:
+    def _pack_places(self, xp: ArrayFunctions, places: Array, size: int) -> Array:
         bits = self.place_bits(size)
         low = pack(xp, xp.astype(places & 0xFF, "uint8"), min(bits, 8))
         return low if bits <= 8 else xp.concatenate([low, pack(xp, xp.astype(places >> 8, "uint8"), bits - 8)])
 
-    def _unpack_places(self, xp: ModuleType, packed: Array, size: int) -> Array:
+    def _unpack_places(self, xp: ArrayFunctions, packed: Array, size: int) -> Array:
         bits, count = self.place_bits(size), self.count(size)
         if bits <= 8:
             return xp.astype(unpack(xp, packed, bits, count), "int32")
         high = xp.astype(unpack(xp, packed[count:], bits - 8, count), "int32")
         return xp.astype(packed[:count], "int32") | (high << 8)
 
-    def _encode(self, xp: ModuleType, values: Array, like: Array) -> tuple[Array, ...]:
+    def _encode(self, xp: ArrayFunctions, values: Array, like: Array) -> tuple[Array, ...]:
         """Encodes the values of the sent elements, as a vector (count,)."""
         if self.values == "2bit":
             return _to_bins(xp, values, like)
@@ -187,7 +188,7 @@ class ChunkedTopK(Compressor):
             return (sparse_payload.round_values(xp, values, "fp16"),)
         return (xp.astype(values, "float32"),)
 
-    def _decode(self, xp: ModuleType, parts: Sequence[Array], size: int) -> Array:
+    def _decode(self, xp: ArrayFunctions, parts: Sequence[Array], size: int) -> Array:
         """Decodes the values of the sent elements, as a vector (count,)."""
         if len(parts) == 1:  # the values are sent as floats
             return parts[0]
@@ -209,7 +210,7 @@ class ChunkedTopK(Compressor):
         return max(1, math.floor(self.chunk / compression_factor))
 
 
-def _to_bins(xp: ModuleType, values: Array, like: Array) -> tuple[Array, Array]:
+def _to_bins(xp: ArrayFunctions, values: Array, like: Array) -> tuple[Array, Array]:
     """The packed bins of values (count,), and the mean of each bin, rounded to the type of `like`."""
     # In float64 no sum of float32 values overflows, and all frameworks get the same float32 result.
     count = values.shape[0]
@@ -217,7 +218,8 @@ def _to_bins(xp: ModuleType, values: Array, like: Array) -> tuple[Array, Array]:
     centred = row - row.sum(1, keepdims=True) / count  # v - mean
     sigma = xp.row_norms(centred) / math.sqrt(count)
     # bin(v) = round((v - mean) / s + 2) is the number of borders that v - mean reaches.
-    bins = sum(xp.astype(centred >= bound * sigma, "uint8") for bound in _BOUNDS)  # all 0 if any value is not finite
+    reached = (xp.astype(centred >= bound * sigma, "uint8") for bound in _BOUNDS)  # all 0 if any value is not finite
+    bins = reduce(operator.add, reached)
     # The mean of the values in each bin.
     members = bins == xp.reshape(xp.arange(4, like=xp.flatten(bins)), (4, 1))
     numbers = xp.astype(xp.astype(members, "int32").sum(1, keepdims=True), "float64")

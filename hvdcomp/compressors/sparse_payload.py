@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from types import ModuleType
 from typing import Annotated
 
-from hvdcomp.arrays.types import Array, dtype_bytes, wide_dtype
+from hvdcomp.arrays.types import Array, ArrayFunctions, dtype_bytes, wide_dtype
 from hvdcomp.compressors.protocol import Context, SparseVector
 from hvdcomp.kernels.limits import LARGEST
 from hvdcomp.specs.described import Rule
@@ -54,7 +53,7 @@ def most_elements(budget: float, size: int, bytes_of_value: float) -> int:
     return min(size, max(1, in_blocks, whole))
 
 
-def round_values(xp: ModuleType, values: Array, how: str, bound: float = LARGEST["float16"]) -> Array:
+def round_values(xp: ArrayFunctions, values: Array, how: str, bound: float = LARGEST["float16"]) -> Array:
     """Rounds values to the type in which they are sent. With "fp16", magnitudes are clipped to `bound`, and the excess
     is not sent."""
     if how == "same":
@@ -64,7 +63,7 @@ def round_values(xp: ModuleType, values: Array, how: str, bound: float = LARGEST
     return xp.astype(values.clip(-bound, bound), "float16")
 
 
-def encode(xp: ModuleType, vector: Array, indices: Array, values: str) -> tuple[tuple[Array, ...], SparseVector]:
+def encode(xp: ArrayFunctions, vector: Array, indices: Array, values: str) -> tuple[tuple[Array, ...], SparseVector]:
     """Encodes the elements of `vector` at `indices`. Returns the parts to gather, and the elements as receivers decode
     them.
 
@@ -89,7 +88,7 @@ def encode(xp: ModuleType, vector: Array, indices: Array, values: str) -> tuple[
     return (carried, xp.astype(indices, "int16"), xp.block_counts(indices, _BLOCK, blocks)), sent
 
 
-def decode_indices(xp: ModuleType, parts: Sequence[Array], size: int) -> Array:
+def decode_indices(xp: ArrayFunctions, parts: Sequence[Array], size: int) -> Array:
     """Decodes the indices of the sent elements, (k,), from the payload parts of one rank."""
     if len(parts) == 2 and size > _BLOCK:
         return parts[1]
@@ -101,7 +100,7 @@ def decode_indices(xp: ModuleType, parts: Sequence[Array], size: int) -> Array:
     return indices
 
 
-def mean_of_sparse(xp: ModuleType, ranks: Iterable[Sequence[Array]], like: Array, context: Context) -> Array:
+def mean_of_sparse(xp: ArrayFunctions, ranks: Iterable[Sequence[Array]], like: Array, context: Context) -> Array:
     """The mean of the ranks' sparse vectors, added in rank order, as a dense array with the shape of `like`.
 
     Half-precision values are added in float32. The parts of only one rank are unpacked at a time.

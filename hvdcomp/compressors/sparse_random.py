@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import ClassVar
 
 import numpy as np
 
-from hvdcomp.arrays.types import Array, allreduce_dtype, wide_dtype
+from hvdcomp.arrays.types import Array, ArrayFunctions, allreduce_dtype, wide_dtype
 from hvdcomp.compressors import sparse_payload
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation
 from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome, SparseVector
@@ -57,7 +56,7 @@ class RandomK(ByRatio):
         """The variance is d / k - 1 if values are multiplied by d / k, otherwise 0."""
         return 1 / self.ratio - 1 if self.unbiased else 0.0
 
-    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+    def aggregate(self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         vector, dtype = xp.flatten(x), xp.dtype_name(x)
         d = vector.shape[0]
         k = elements_kept(self.ratio, d)

@@ -10,14 +10,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from types import ModuleType
 from typing import ClassVar
 
 import numpy as np
 
 from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.magnitudes import Magnitudes
-from hvdcomp.arrays.types import Array, allreduce_dtype, matrix_shape, number_of_elements, wide_dtype
+from hvdcomp.arrays.types import Array, ArrayFunctions, allreduce_dtype, matrix_shape, number_of_elements, wide_dtype
 from hvdcomp.compressors.base import Compressor, Count
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation
 from hvdcomp.compressors.casts import NoCompression
@@ -49,12 +48,12 @@ class BlocksTogether(WithRatio):
         elements."""
         raise NotImplementedError
 
-    def judge(self, xp: ModuleType, blocks: Array, context: Context) -> Array:
+    def judge(self, xp: ArrayFunctions, blocks: Array, context: Context) -> Array:
         """This rank's numbers for each block (blocks, numbers). `scores` gets the means of these numbers over the
         ranks."""
         raise NotImplementedError
 
-    def scores(self, xp: ModuleType, judged: Array) -> Array:
+    def scores(self, xp: ArrayFunctions, judged: Array) -> Array:
         """The score of each block (blocks,), computed from the means of the numbers of `judge`. The blocks with the
         largest scores are sent."""
         raise NotImplementedError
@@ -68,7 +67,7 @@ class BlocksTogether(WithRatio):
         number, length = self.blocks_of(shape)
         return min(number, math.ceil(elements_kept(self.ratio, number_of_elements(shape)) / length))
 
-    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+    def aggregate(self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         shape, dtype = tuple(x.shape), xp.dtype_name(x)
         vector, wide = xp.flatten(x), wide_dtype(dtype)
         size, (_, length) = vector.shape[0], self.blocks_of(shape)
@@ -154,12 +153,12 @@ class TopKC(BlocksTogether):
         length = max(1, min(self.chunk, size))
         return -(-size // length), length
 
-    def judge(self, xp: ModuleType, blocks: Array, context: Context) -> Array:
+    def judge(self, xp: ArrayFunctions, blocks: Array, context: Context) -> Array:
         """Computes |x_c|^2 of each chunk c."""
         norms = xp.astype(xp.row_norms(blocks), "float32")  # precise enough for a choice, even if x is float64
         return norms * norms
 
-    def scores(self, xp: ModuleType, judged: Array) -> Array:
+    def scores(self, xp: ArrayFunctions, judged: Array) -> Array:
         return xp.flatten(judged)
 
     def numbers_of_block(self) -> int:
@@ -199,7 +198,7 @@ class ARCTopK(BlocksTogether):
     def blocks_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
         return matrix_shape(shape)
 
-    def judge(self, xp: ModuleType, blocks: Array, context: Context) -> Array:
+    def judge(self, xp: ArrayFunctions, blocks: Array, context: Context) -> Array:
         """Computes the sketch G V, which has a few numbers for each row of the gradient G."""
         columns, dtype = blocks.shape[1], xp.dtype_name(blocks)
         return blocks @ drawn(
@@ -211,7 +210,7 @@ class ARCTopK(BlocksTogether):
         random = shared_generator(context, "arctopk")
         return random.standard_normal((columns, self.sketch), dtype=np.dtype(dtype).type)
 
-    def scores(self, xp: ModuleType, judged: Array) -> Array:
+    def scores(self, xp: ArrayFunctions, judged: Array) -> Array:
         return xp.flatten(xp.row_norms(judged))
 
     def numbers_of_block(self) -> int:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Annotated, ClassVar
 
 import numpy as np
 
 from hvdcomp.arrays.magnitudes import Magnitudes, elements_of_sample, sample_stride
-from hvdcomp.arrays.types import Array, number_of_elements
+from hvdcomp.arrays.types import Array, ArrayFunctions, number_of_elements
 from hvdcomp.compressors import sparse_payload
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, gathered
@@ -79,11 +78,11 @@ class Sparsifier(ByRatio):
     sends: ClassVar[str] = "k values, k indices"
     biased: ClassVar[bool] = True
 
-    def choose(self, xp: ModuleType, vector: Array, k: int) -> Array:
+    def choose(self, xp: ArrayFunctions, vector: Array, k: int) -> Array:
         """Chooses k elements of the vector (d,) to send. Returns their indices (k,), without duplicates."""
         raise NotImplementedError
 
-    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+    def aggregate(self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         """Sends the chosen elements. C(x) has these k elements, and zeros elsewhere. The result is the mean of the
         ranks' C(x)."""
         vector = xp.flatten(x)
@@ -92,10 +91,10 @@ class Sparsifier(ByRatio):
         mean = sparse_payload.mean_of_sparse(xp, ranks, vector, context)
         return Outcome(xp.reshape(mean, x.shape), sent)
 
-    def preview(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> SparseVector:
+    def preview(self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context) -> SparseVector:
         return self._encode(xp, xp.flatten(x))[1]  # C(x) is known without unpacking the payload
 
-    def _encode(self, xp: ModuleType, vector: Array) -> tuple[tuple[Array, ...], SparseVector]:
+    def _encode(self, xp: ArrayFunctions, vector: Array) -> tuple[tuple[Array, ...], SparseVector]:
         """The payload (values and indices), and C(x)."""
         k = elements_kept(self.ratio, vector.shape[0])
         return sparse_payload.encode(xp, vector, self.choose(xp, vector, k), self.values)
@@ -118,7 +117,7 @@ class TopK(Sparsifier):
     nested: ClassVar[bool] = True
     reference: ClassVar[str] = "Aji and Heafield 2017, arXiv:1704.05021; Stich et al. 2018, arXiv:1809.07599"
 
-    def choose(self, xp: ModuleType, vector: Array, k: int) -> Array:
+    def choose(self, xp: ArrayFunctions, vector: Array, k: int) -> Array:
         return Magnitudes(xp, vector, k).top(k)
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
@@ -147,7 +146,7 @@ class SparseTernary(ByRatio):
     biased: ClassVar[bool] = True
     reference: ClassVar[str] = "Sattler et al. 2019, arXiv:1903.02891"
 
-    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+    def aggregate(self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         vector = xp.flatten(x)
         k = elements_kept(self.ratio, vector.shape[0])
         # The k elements of largest magnitude.

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, ClassVar
 
 import numpy as np
 
 from hvdcomp.arrays.magnitudes import Magnitudes
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import Array, ArrayFunctions
 from hvdcomp.compressors.base import Rounds
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation
 from hvdcomp.compressors.memory import Memory, MomentumCorrection
@@ -94,7 +93,7 @@ class ThresholdSparsifier(Sparsifier):
         """
         raise NotImplementedError
 
-    def choose(self, xp: ModuleType, vector: Array, k: int) -> Array:
+    def choose(self, xp: ArrayFunctions, vector: Array, k: int) -> Array:
         """The k largest of the elements that reach the threshold found by `search`."""
         most = min(self.room * k, vector.shape[0])
         magnitudes = Magnitudes(xp, vector, k)

@@ -17,12 +17,11 @@ import dataclasses
 import operator
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, ClassVar
 
 import numpy as np
 
-from hvdcomp.arrays.types import Array, number_of_elements, wide_dtype
+from hvdcomp.arrays.types import AnyArray, Array, ArrayFunctions, number_of_elements, wide_dtype
 from hvdcomp.compressors import checked, node_shares
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, BucketStates, address_of, take_off
@@ -161,7 +160,7 @@ class TwoLevel(Compressor):
 
     # A step.
 
-    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+    def aggregate(self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         """Averages within the node, and exchanges the mean with other nodes through the compressor. Each rank of the
         node exchanges one shard, or one rank exchanges the whole tensor."""
         places = _node_places(context)
@@ -173,7 +172,7 @@ class TwoLevel(Compressor):
             return (yield from self._whole(xp, x, state, context, places))
         return (yield from self._shards(xp, x, context, places))
 
-    def _shards(self, xp: ModuleType, x: Array, context: Context, places: NodePlaces) -> Aggregation:
+    def _shards(self, xp: ArrayFunctions, x: Array, context: Context, places: NodePlaces) -> Aggregation:
         """Runs a step of a tensor that is cut into shards."""
         own, ranks = places.node
         vector = xp.flatten(xp.astype(x, wide_dtype(xp.dtype_name(x))))
@@ -193,7 +192,7 @@ class TwoLevel(Compressor):
         return outcome_like(xp, x, xp.concatenate([part for (part,) in shards])[:size], sent[:size])
 
     def _whole(
-        self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context, places: NodePlaces
+        self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context, places: NodePlaces
     ) -> Aggregation:
         """Runs a step of a tensor that is not cut.
 
@@ -235,7 +234,7 @@ class TwoLevel(Compressor):
         run_alone(aggregate_two_levels(bucket, _ALONE))
 
     def preview(
-        self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context
+        self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context
     ) -> Array | SparseVector:
         alone = dataclasses.replace(context, rank=0, world_size=1, node_places=None)
         return self.compressor.preview(xp, x, state, alone)
@@ -256,7 +255,7 @@ def aggregate_two_levels(bucket: Bucket, places: NodePlaces) -> BucketAggregatio
     (own, ranks), nodes = places.node, places.across.size
     whole = layout.begin(bucket)
     bucket.found_inf = bucket.call("dense_encode", whole)
-    rows = xp.reshape(whole, (ranks, -1))
+    rows: AnyArray = xp.reshape(whole, (ranks, -1))
     mean = rows[own]
     if ranks > 1:
         mean = yield ReduceScatter(rows, group="node")
@@ -264,8 +263,8 @@ def aggregate_two_levels(bucket: Bucket, places: NodePlaces) -> BucketAggregatio
         states.read(bucket)
     exchange = shard.aggregate(between(bucket.context, places), mean, layout.result)
     yield from exchange if ranks == 1 else across(exchange, nodes)
-    parts: tuple[Array, ...] = (layout.result,) if states is None else (layout.result, states.updated())
-    gathered: list[tuple[Array, ...]] = [parts]
+    parts: tuple[AnyArray, ...] = (layout.result,) if states is None else (layout.result, states.updated())
+    gathered: list[tuple[AnyArray, ...]] = [parts]
     if ranks > 1:
         gathered = yield AllGather(parts, group="node")
     if states is not None:
@@ -296,7 +295,7 @@ class _Shard:
             during a step.
     """
 
-    lost: Array
+    lost: AnyArray
 
     def __init__(self, whole: Bucket, pieces: Sequence[tuple[int, TensorInfo]], length: int) -> None:
         self.bucket = Bucket(
@@ -315,7 +314,7 @@ class _Shard:
             if self.bucket.compressors[0].keeps_state:
                 self._x = np.zeros(length, np.float32)
 
-    def aggregate(self, context: Context, mean: Array, result: Array) -> BucketAggregation:
+    def aggregate(self, context: Context, mean: AnyArray, result: AnyArray) -> BucketAggregation:
         """Runs the compressor's step between nodes, and writes x - C(x) to `lost`."""
         bucket = self.bucket
         bucket.begin(context)
@@ -352,7 +351,7 @@ class _States:
         stand_in = shard.compressors[0].prepare(xp, zero, (), whole.context)
         self._shard_states = BucketStates([whole.states.arrays(place) for place in dealt[own]] or [stand_in], xp)
         shard.states = self._shard_states
-        self._places = [
+        self._places: list[list[AnyArray]] = [
             [xp.from_numpy(kind, like=zero) for kind in whole.states.places(places)] for places in dealt
         ]
         self._own = own
@@ -367,7 +366,7 @@ class _States:
             if len(places):
                 state[:] = kept[places]
 
-    def updated(self) -> Array:
+    def updated(self) -> AnyArray:
         """The new states of this rank's tensors, padded to the longest states that a rank has."""
         start = 0
         for state, places in zip(self._shard_states.next, self._places[self._own], strict=True):
@@ -375,7 +374,7 @@ class _States:
             start += len(places)
         return self._sent
 
-    def write(self, whole: Bucket, parts: Sequence[Array]) -> None:
+    def write(self, whole: Bucket, parts: Sequence[AnyArray]) -> None:
         """Writes the new states of the node's ranks to the bucket."""
         assert whole.states is not None
         for part, kinds in zip(parts, self._places, strict=True):
@@ -395,7 +394,7 @@ class _Layout:
         states: the states of tensors that are not cut, or None if the method has no state.
     """
 
-    result: Array
+    result: AnyArray
 
     def __init__(self, bucket: Bucket, node: Place) -> None:
         sizes = bucket.segments["size"].tolist()
@@ -422,7 +421,7 @@ class _Layout:
         keeps = bucket.compressors[0].keeps_state
         self.states = _States(bucket, self.shard.bucket, dealt, own) if keeps else None
 
-    def begin(self, bucket: Bucket) -> Array:
+    def begin(self, bucket: Bucket) -> AnyArray:
         """Storage for x of all tensors, float32.
 
         The storage has the shard of each rank of the node, padded with zeros. On a device this storage is freed after
@@ -435,7 +434,7 @@ class _Layout:
             self.shard.lost = bucket.kernels.passing(self._length, "float32")
         return bucket.zeros(self._elements, "float32")
 
-    def end(self, bucket: Bucket, whole: Array) -> None:
+    def end(self, bucket: Bucket, whole: AnyArray) -> None:
         """Frees a step's storage on a device."""
         if bucket.device is None:
             return
@@ -461,7 +460,7 @@ def _node_places(context: Context) -> NodePlaces:
     return context.node_places(context.name)
 
 
-def _lost(xp: ModuleType, x: Array, outcome: Outcome) -> Array:
+def _lost(xp: ArrayFunctions, x: Array, outcome: Outcome) -> Array:
     """x - C(x) as a vector."""
     sent = outcome.sent
     if isinstance(sent, SparseVector):

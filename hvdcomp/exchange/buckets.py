@@ -10,13 +10,12 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from types import ModuleType
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
 from hvdcomp import kernels
-from hvdcomp.arrays.types import Array, dtype_bytes
+from hvdcomp.arrays.types import AllFunctions, AnyArray, Array, dtype_bytes
 from hvdcomp.compressors import Compressor, needs_nodes
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.memory import Memory
@@ -92,7 +91,7 @@ class Buckets:
 
     def of_step(
         self,
-        xp: ModuleType,
+        xp: AllFunctions,
         names: Sequence[str],
         gradients: Mapping[str, Array],
         plan: Plan,
@@ -124,7 +123,7 @@ class Buckets:
             return []
         return [bucket for bucket in self._latest if bucket.number is not None]
 
-    def take(self, xp: ModuleType, bucket: BucketOrGroup, gradients: Mapping[str, Array]) -> bool:
+    def take(self, xp: AllFunctions, bucket: BucketOrGroup, gradients: Mapping[str, Array]) -> bool:
         """Gives a bucket its gradients of a step; returns whether kernels can use them. A tensor group can use any
         gradients."""
         if isinstance(bucket, TensorGroup):
@@ -146,7 +145,9 @@ class Buckets:
             members.append(Member(name, compressor, self._memory_for(compressor), floats, states[name]))
         return TensorGroup(members)
 
-    def _placed(self, xp: ModuleType, arrays: Sequence[Array], dtype: str) -> tuple[list[Array], list[int]] | None:
+    def _placed(
+        self, xp: AllFunctions, arrays: Sequence[AnyArray], dtype: str
+    ) -> tuple[list[AnyArray], list[int]] | None:
         """The gradients and their addresses; None if they are on another device than kernels and flat storage."""
         if (placed := cuda.placed(arrays, dtype)) is not None:
             if not isinstance(self._residuals, DeviceResiduals) and not self.with_kernels:
@@ -184,7 +185,7 @@ class Buckets:
         return same and self._known_changes == (self._residuals.released, self._residuals.dropped)
 
     def _make(
-        self, xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array], plan: Plan
+        self, xp: AllFunctions, names: Sequence[str], gradients: Mapping[str, Array], plan: Plan
     ) -> Iterator[BucketOrGroup]:
         kinds = self._kinds(xp, names, gradients, plan)
         gathered = {name: self._gathered_of(name, plan[name]) for name in self._tensors}
@@ -209,7 +210,7 @@ class Buckets:
 
     def _bucket(
         self,
-        xp: ModuleType,
+        xp: AllFunctions,
         names: Sequence[str],
         gradients: Mapping[str, Array],
         plan: Plan,
@@ -229,7 +230,8 @@ class Buckets:
             tensors.append((name, state, place))
         key = (tuple(tensors), tuple(plan[name] for name in names), memory)
         described = [self._tensors[name] for name in names]
-        device = (gradients[names[0]].device, xp) if on_device else ()
+        first: AnyArray = gradients[names[0]]
+        device = (first.device, xp) if on_device else ()
         bucket = known.get(key) or EngineBucket(*key, described, self._residuals, *device)
         # Since the last step of this bucket, its tensors may have been in another bucket.
         bucket.has_states &= plan[names[0]].keeps_state
@@ -245,7 +247,7 @@ class Buckets:
         return self._ranks * sum(payload.bytes for payload in payloads if payload.kind == "allgather")
 
     def _kinds(
-        self, xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array], plan: Plan
+        self, xp: AllFunctions, names: Sequence[str], gradients: Mapping[str, Array], plan: Plan
     ) -> dict[str, tuple[Any, Memory, str] | None]:
         """The kind of each tensor of the training, even if the tensor has no gradient in this step."""
         served = set(NARROW)
@@ -328,7 +330,7 @@ def in_parts(
 
 
 def _bridges(
-    xp: ModuleType, like: Array, shape: tuple[int, ...]
+    xp: AllFunctions, like: Array, shape: tuple[int, ...]
 ) -> tuple[Callable[[np.ndarray], Array], Callable[[Array], np.ndarray]]:
     """Two functions: from a NumPy vector to an array of the framework in a tensor's shape, with the same storage; and
     back."""
@@ -344,7 +346,7 @@ def _bridges(
 
 
 def _no_bridges(
-    xp: ModuleType, like: Array, shape: tuple[int, ...]
-) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
+    xp: AllFunctions, like: Array, shape: tuple[int, ...]
+) -> tuple[Callable[[AnyArray], AnyArray], Callable[[AnyArray], AnyArray]]:
     """`_bridges` on a device: there vectors are arrays of the framework."""
     return lambda vector: xp.reshape(vector, shape), xp.flatten

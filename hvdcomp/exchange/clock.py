@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import AllFunctions, Array
 
 Span: TypeAlias = float | tuple[Any, Any]
 """A time in seconds on the host; on a device the marks at its begin and end."""
@@ -36,7 +35,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.marks_only_turns = True
-        self._xp: ModuleType
+        self._xp: AllFunctions
         self._like: Array
         self._last: Any = None
         self._marks: list[Any] = []  # the marks of the present step, if gradients are on a device
@@ -48,7 +47,7 @@ class Clock:
         """Uses the clock of a simulated rank, in seconds, instead of the device's clock."""
         self._followed = self._now = now
 
-    def begin(self, xp: ModuleType, like: Array) -> None:
+    def begin(self, xp: AllFunctions, like: Array) -> None:
         """Begins a step. All marks of the step are on the device of `like`."""
         self._xp, self._like = xp, like
         self._marks = []
@@ -101,10 +100,13 @@ class Clock:
         def read(lists: Sequence[Sequence[Any]]) -> list[float] | None:
             seconds = []
             for spans in lists:
-                spent = [seconds_between(start, end) for start, end in spans]
-                if None in spent:
-                    return None
-                seconds.append(sum(spent))
+                total = 0.0
+                for start, end in spans:
+                    spent = seconds_between(start, end)
+                    if spent is None:
+                        return None
+                    total += spent
+                seconds.append(total)
             spare.extend(marks)
             return seconds
 

@@ -11,11 +11,10 @@ framework's allocator reuses it only after the work that was on the step's strea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 
 import numpy as np
 
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import AllFunctions, AnyArray
 from hvdcomp.compressors.bucket import Bucket
 from hvdcomp.exchange.residuals import FlatStorage
 from hvdcomp.kernels import cuda
@@ -36,12 +35,12 @@ class DeviceResiduals(FlatStorage):
         device: the device. Only tensors on this device have places here.
     """
 
-    def __init__(self, sizes: Sequence[int], xp: ModuleType, like: Array) -> None:
+    def __init__(self, sizes: Sequence[int], xp: AllFunctions, like: AnyArray) -> None:
         super().__init__(sizes, xp, _ALIGNMENT)
         self._like = like
         self.device = like.device
         # What was sent of x, by place and tensor: a rule of `kernels.tables` and its two numbers.
-        self._sent = xp.zeros((2, len(sizes), 4), like=like)
+        self._sent: AnyArray = xp.zeros((2, len(sizes), 4), like=like)
 
     def enter(self, bucket: Bucket, numbers: np.ndarray) -> None:
         turn = self._turn[numbers]
@@ -53,7 +52,7 @@ class DeviceResiduals(FlatStorage):
         for row, half in enumerate((turn, 1 - turn)):
             bucket.kernels.sent[row] = self._sent.data_ptr() + 16 * (half * len(self._sizes) + numbers)
 
-    def _subtract_sent(self, x: Array, number: int) -> None:
+    def _subtract_sent(self, x: AnyArray, number: int) -> None:
         rule, above, below, _ = self._sent[int(self._turn[number]), number]
         where = self._xp.where
         sent = where((x > 0) | ((x == 0) & (rule == NOT_NEGATIVE)), above, below)
@@ -70,11 +69,12 @@ class DeviceResiduals(FlatStorage):
         super().drop(numbers)
         self._free_places(self._turn[numbers], numbers)
 
-    def _before_free(self, buffer: Array) -> None:
+    def _before_free(self, buffer: AnyArray) -> None:
         cuda.let_go(buffer)
 
-    def _buffer(self, count: int, dtype: str) -> Array:
-        return self._xp.astype(self._like, dtype).new_empty(count)
+    def _buffer(self, count: int, dtype: str) -> AnyArray:
+        like: AnyArray = self._xp.astype(self._like, dtype)
+        return like.new_empty(count)
 
-    def _address(self, buffer: Array) -> int:
+    def _address(self, buffer: AnyArray) -> int:
         return int(buffer.data_ptr())

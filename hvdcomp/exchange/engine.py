@@ -18,10 +18,9 @@ import functools
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from types import ModuleType
 
 from hvdcomp.arrays import arrays_for
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import AllFunctions, AnyArray, Array
 from hvdcomp.communicators import Communicator
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.checked import require_sound
@@ -101,7 +100,7 @@ class Engine:
         warns, ranks = communicator.rank == 0, communicator.world_size
         self.buckets = Buckets(self.tensors, self.states, self.planner.memory_for, warns, gathered_bytes, ranks)
         self.before_compress: BeforeCompress | None = None
-        self.found_inf: Array | None = None
+        self.found_inf: AnyArray | None = None
         self._elsewhere: dict[str, Cost] = {}  # tensors of the present step that the binding exchanges itself
         self._forget_sent: Callable[[], None] | None = None  # call it before the next step
         self.overlap = Overlap(communicator, self.tensors, self.buckets, self.ledger.clock, overlap_bytes)
@@ -192,7 +191,7 @@ class Engine:
 
     def step(
         self, gradients: Mapping[str, Array], in_place: bool = False, sums: Sums | None = None
-    ) -> dict[str, Array]:
+    ) -> dict[str, AnyArray]:
         """Aggregates the gradients of one step.
 
         A step does not count if a gradient of any rank holds an inf or NaN. Nor does it count if a gradient overflows
@@ -263,7 +262,7 @@ class Engine:
         later = [self.overlap.new_wave(xp, part, None, part=place) for place, part in enumerate(parts, 1)]
         return [*started, *waves, *later]
 
-    def finish(self, waves: Sequence[Wave], kept: Set[str] = frozenset()) -> dict[str, Array]:
+    def finish(self, waves: Sequence[Wave], kept: Set[str] = frozenset()) -> dict[str, AnyArray]:
         """Ends a step that `start` began, and enters it in the ledger; returns the results, as `step` does.
 
         Args:
@@ -274,7 +273,7 @@ class Engine:
         buckets = [bucket for wave in waves for bucket in wave.buckets]
         xp = arrays_for(buckets[0].like)
         found_inf = sum((wave.found_inf() for wave in waves[1:]), waves[0].found_inf())
-        results: dict[str, Array] = {}
+        results: dict[str, AnyArray] = {}
         for bucket in buckets:
             results |= bucket.finish(found_inf)
         self.overlap.free(next(iter(results.values())))
@@ -285,7 +284,7 @@ class Engine:
         return results
 
     def _begin_buckets(
-        self, xp: ModuleType, gradients: Mapping[str, Array], factor: Array | None, under_way: Set[str]
+        self, xp: AllFunctions, gradients: Mapping[str, Array], factor: Array | None, under_way: Set[str]
     ) -> list[BucketOrGroup]:
         """Calls `begin` of the buckets that have not started, and returns these buckets.
 
@@ -303,7 +302,7 @@ class Engine:
             bucket.begin(xp, gradients, context, factor, clock)
         return waiting
 
-    def _record(self, xp: ModuleType, waves: Sequence[Wave], number_of_tensors: int, kept: Set[str]) -> None:
+    def _record(self, xp: AllFunctions, waves: Sequence[Wave], number_of_tensors: int, kept: Set[str]) -> None:
         """Enters the costs of a step in the ledger, after its end."""
         rounds = [span for wave in waves for span in wave.rounds]
         elsewhere, sent = self._take_elsewhere()
@@ -347,7 +346,7 @@ class Engine:
 
 
 def _forget_sent_residuals(
-    xp: ModuleType, buckets: Sequence[BucketOrGroup], sends_all: Callable[[str, Compressor], bool], found_inf: Array
+    xp: AllFunctions, buckets: Sequence[BucketOrGroup], sends_all: Callable[[str, Compressor], bool], found_inf: Array
 ) -> Callable[[], None] | None:
     """Forgets residuals that were sent whole, by a lossless compressor or a cast without error feedback.
 

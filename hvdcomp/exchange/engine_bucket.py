@@ -7,13 +7,13 @@ import functools
 import operator
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvdcomp.arrays import numpy_arrays
-from hvdcomp.arrays.types import Array, dtype_bytes
+from hvdcomp.arrays.types import AllFunctions, AnyArray, Array, dtype_bytes
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.bucket import Bucket, BucketStates
 from hvdcomp.compressors.memory import Memory
@@ -80,7 +80,7 @@ class EngineBucket:
         described: Sequence[TensorInfo],
         residuals: FlatStorage,
         device: Any = None,
-        xp: ModuleType = numpy_arrays,
+        xp: AllFunctions = numpy_arrays,
     ) -> None:
         self.names = [name for name, _, _ in tensors]
         self.places = {name: place for place, name in enumerate(self.names)}
@@ -94,25 +94,25 @@ class EngineBucket:
         self._tensors = tensors
         self._residuals = residuals
         self._numbers = np.array([number for _, _, number in tensors])
-        self._set_aside: tuple[list[Array], Sequence[int] | np.ndarray] | None = None
-        self._wide: tuple[list[Array], Sequence[int] | np.ndarray] | None = None
+        self._set_aside: tuple[list[AnyArray], Sequence[int] | np.ndarray] | None = None
+        self._wide: tuple[list[AnyArray], Sequence[int] | np.ndarray] | None = None
         # The costs of the tensors, by the step number modulo the compressors' period.
         self._costs: dict[int, dict[str, Cost]] = {}
         self._wrap_state: Callable[[np.ndarray], Array]
         # Of the step.
-        self._xp: ModuleType
+        self._xp: AllFunctions
         self._clock: Clock
         self._spans: Spans
         self._given: Sequence[Array] = ()  # the gradients, as the caller gave them
         self._energies: Array | None = None  # ||x||^2 of each tensor, if x is computed
         self._sources: Sequence[Array] = ()
-        self._generator: Generator[Request, Any, bool | Array]
+        self._generator: Generator[Request, Any, bool | AnyArray]
         self._results: Sequence[Array] = ()
         self._sums: Sums | None = None
         self._is_aside = False  # whether results are in other memory until the gradients are added to sums
         self._is_dense = False  # whether results already have the layout of the gradients
         self._had_residuals = False
-        self.found_inf_after: bool | Array = False
+        self.found_inf_after: bool | AnyArray = False
         self.when_compressed: list[Callable[[], None]] = []
 
     @property
@@ -123,7 +123,7 @@ class EngineBucket:
     # The step.
 
     def begin(
-        self, xp: ModuleType, gradients: Mapping[str, Array], context: Context, factor: Array | None, clock: Clock
+        self, xp: AllFunctions, gradients: Mapping[str, Array], context: Context, factor: Array | None, clock: Clock
     ) -> None:
         """Begins a step, after `Buckets.take`.
 
@@ -166,10 +166,10 @@ class EngineBucket:
         self._generator = self._run()
         self._clock.leave(self._spans.encoding)
 
-    def _run(self) -> Generator[Request, Any, bool | Array]:
+    def _run(self) -> Generator[Request, Any, bool | AnyArray]:
         """The bucket form; then narrows results to 16 bits if gradients have 16 bits."""
         bucket = self.bucket
-        found_inf: bool | Array = yield from bucket.compressors[0].aggregate_bucket(bucket)
+        found_inf: bool | AnyArray = yield from bucket.compressors[0].aggregate_bucket(bucket)
         if not bucket.widens:
             return found_inf
         if self.on_device:  # on the host, decoding has narrowed the results
@@ -198,7 +198,7 @@ class EngineBucket:
         return [asked]
 
     @property
-    def found_inf(self) -> bool | Array:
+    def found_inf(self) -> bool | AnyArray:
         """Whether x, or the part of x that is sent, holds an inf or NaN; known after the first `advance`."""
         return self.bucket.found_inf
 
@@ -276,7 +276,7 @@ class EngineBucket:
         if not self.bucket.keeps:
             self.bucket.segments["x"] = self._wide[1]
 
-    def _fresh_results(self) -> tuple[list[Array], Sequence[int] | np.ndarray]:
+    def _fresh_results(self) -> tuple[list[AnyArray], Sequence[int] | np.ndarray]:
         """New arrays for the results of a step, and their addresses."""
         arrays, addresses = self._fresh_arrays()
         if self.on_device:
@@ -286,7 +286,7 @@ class EngineBucket:
             results = [self._xp.bitcast(result, self.bucket.dtype) for result in results]
         return results, addresses
 
-    def _fresh_arrays(self) -> tuple[list[Array], Sequence[int] | np.ndarray]:
+    def _fresh_arrays(self) -> tuple[list[AnyArray], Sequence[int] | np.ndarray]:
         return cuda.split_like(self.arrays) if self.on_device else self._fresh.arrays()
 
     @cached_property
@@ -300,7 +300,7 @@ class EngineBucket:
         assert placed is not None
         return placed
 
-    def _settle(self, found_inf: Array) -> None:
+    def _settle(self, found_inf: AnyArray) -> None:
         if self.on_device:
             self.bucket.call("settle", found_inf, self._adds(), self._is_aside)
             self._keep(found_inf)
@@ -313,7 +313,8 @@ class EngineBucket:
             self.bucket.call("end_step", adds, self._is_aside)
         if not counts:
             for result in self._results:
-                self._xp.flatten(result)[:1] = np.nan
+                elements: AnyArray = self._xp.flatten(result)
+                elements[:1] = np.nan
 
     def _adds(self) -> bool:
         """Whether this step adds up gradients (or results, which then take the table's column `gradient`)."""
@@ -416,7 +417,7 @@ class EngineBucket:
 
 
 def prepared_states(
-    xp: ModuleType, bucket: Bucket, states: Sequence[TensorState], arrays: Sequence[Array]
+    xp: AllFunctions, bucket: Bucket, states: Sequence[TensorState], arrays: Sequence[Array]
 ) -> BucketStates | None:
     """The method's arrays of a bucket's tensors, fitted to the compressors' levels; None if the method keeps none.
 

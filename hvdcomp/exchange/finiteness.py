@@ -11,13 +11,12 @@ results, so this second check needs no collective. The final flag is the step's 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any, TypeGuard
 
 import numpy as np
 
 from hvdcomp.arrays import arrays_for, numpy_arrays
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import AllFunctions, Array
 from hvdcomp.compressors.protocol import AllGather, AllReduce, Request
 
 
@@ -34,7 +33,7 @@ def flag_of(answers: Sequence[bool | Array]) -> Array:
     return sum(flags[1:], flags[0])
 
 
-def flag_with(xp: ModuleType, flag: Array, answers: Sequence[bool | Array], like: Array) -> Array:
+def flag_with(xp: AllFunctions, flag: Array, answers: Sequence[bool | Array], like: Array) -> Array:
     """The flag, plus the answers of the check after the exchange; an array of the framework on the device of `like`.
 
     Args:
@@ -46,13 +45,13 @@ def flag_with(xp: ModuleType, flag: Array, answers: Sequence[bool | Array], like
     return sum((answer for answer in answers if not isinstance(answer, bool)), of_framework(xp, flag, like))
 
 
-def of_framework(xp: ModuleType, flag: Array, like: Array) -> Array:
+def of_framework(xp: AllFunctions, flag: Array, like: Array) -> Array:
     """A flag of the framework or of NumPy, as an array of the framework on the device of `like`."""
     return xp.from_numpy(flag, like=like) if isinstance(flag, np.ndarray) else flag
 
 
 def with_flag(
-    xp: ModuleType, requests: Sequence[Request], flag: Array, like: Array
+    xp: AllFunctions, requests: Sequence[Request], flag: Array, like: Array
 ) -> tuple[list[Request], Callable[[list[Any]], Array]]:
     """Adds the flag to the requests of the first round.
 
@@ -100,13 +99,13 @@ def _has_room(request: Request) -> TypeGuard[AllGather | AllReduce]:
 
 
 def _in_room_of(
-    xp: ModuleType, request: AllGather | AllReduce, place: int, flag: Array
+    xp: AllFunctions, request: AllGather | AllReduce, place: int, flag: Array
 ) -> tuple[Request, Callable[[list[Any]], Array]]:
     """A request with the flag appended to its vector; and the function of `with_flag`, which removes the flag from the
     answer at this place."""
     room: Any = request.with_room
     if isinstance(request, AllReduce):
-        length = len(request.array)
+        length = request.array.shape[0]
         room[length] = flag[0]
 
         def from_mean(answers: list[Any]) -> Array:
@@ -115,7 +114,7 @@ def _in_room_of(
             return xp.astype(mean[length:], "float32")
 
         return AllReduce(room[: length + 1], with_room=room), from_mean
-    length = len(request.parts[0])
+    length = request.parts[0].shape[0]
     room[length : length + 4] = xp.as_bytes(flag)
 
     def from_parts(answers: list[Any]) -> Array:

@@ -17,13 +17,12 @@ arrays of the framework.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from hvdcomp.arrays import arrays_for, numpy_arrays
-from hvdcomp.arrays.types import DTYPE_BYTES, Array, number_of_elements
+from hvdcomp.arrays.types import DTYPE_BYTES, AllFunctions, AnyArray, Array, number_of_elements
 from hvdcomp.communicators import Communicator
 from hvdcomp.compressors.bucket import ROW_ALIGNMENT
 from hvdcomp.compressors.packing import cut
@@ -46,7 +45,7 @@ class Round:
     """
 
     def __init__(
-        self, xp: ModuleType, communicator: Communicator, requests: Sequence[Request], name: str, like: Array
+        self, xp: AllFunctions, communicator: Communicator, requests: Sequence[Request], name: str, like: Array
     ) -> None:
         self._xp = xp
         self._requests = requests
@@ -61,6 +60,7 @@ class Round:
             inside = numpy_arrays if all(map(_is_numpy, fused)) else xp
             if inside is not numpy_arrays:
                 fused = [_of_framework(xp, request, like) for request in fused]
+            buffer: AnyArray
             buffer, offsets = _together(inside, fused)
             handed = part_bytes(inside, buffer)
             if inside is not xp:
@@ -99,7 +99,7 @@ def _start(communicator: Communicator, request: Request, buffer: Array, name: st
     return communicator.start_allgather(buffer, name)
 
 
-def _together(xp: ModuleType, fused: Sequence[Any]) -> tuple[Array, list[list[int]] | None]:
+def _together(xp: AllFunctions, fused: Sequence[Any]) -> tuple[Array, list[list[int]] | None]:
     """The buffer of a collective; and for an all-gather or an all-to-all the offsets of each request's parts, in bytes
     from the beginning of a row, else None."""
     if _travels_as_it_is(fused):
@@ -111,7 +111,7 @@ def _together(xp: ModuleType, fused: Sequence[Any]) -> tuple[Array, list[list[in
     return _pack(xp, fused)
 
 
-def _apart(xp: ModuleType, result: Array, fused: Sequence[Any], offsets: list[list[int]] | None) -> list[Any]:
+def _apart(xp: AllFunctions, result: Array, fused: Sequence[Any], offsets: list[list[int]] | None) -> list[Any]:
     """The answer to each request of a collective."""
     if _travels_as_it_is(fused):
         return [result]
@@ -126,7 +126,7 @@ def _is_numpy(request: Request) -> bool:
     return isinstance(request.arrays[0], (np.ndarray, np.generic))  # NumPy's sums of shape () are generic
 
 
-def _of_framework(xp: ModuleType, request: Request, like: Array) -> Request:
+def _of_framework(xp: AllFunctions, request: Request, like: Array) -> Request:
     if not _is_numpy(request):
         return request
     if isinstance(request, AllReduce | ReduceScatter):
@@ -138,7 +138,7 @@ def _of_framework(xp: ModuleType, request: Request, like: Array) -> Request:
     return AllGather(parts, room, request.group, request.in_rows)
 
 
-def _in_numpy(xp: ModuleType, answer: Any) -> Any:
+def _in_numpy(xp: AllFunctions, answer: Any) -> Any:
     if isinstance(answer, list):
         return [tuple(map(xp.to_numpy, parts)) for parts in answer]
     return xp.to_numpy(answer)
@@ -155,20 +155,20 @@ def _kind_of(request: Request) -> tuple[str, ...]:
     return *kind, xp.device(first)
 
 
-def _split(xp: ModuleType, vector: Array, fused: Sequence[AllReduce | ReduceScatter]) -> list[Any]:
+def _split(xp: AllFunctions, vector: Array, fused: Sequence[AllReduce | ReduceScatter]) -> list[Any]:
     return cut(xp, vector, [tuple(request.array.shape[isinstance(request, ReduceScatter) :]) for request in fused])
 
 
-def _rows(xp: ModuleType, array: Array, rows: int) -> Array:
+def _rows(xp: AllFunctions, array: Array, rows: int) -> Array:
     return xp.reshape(array, (rows, number_of_elements(tuple(array.shape)) // rows))
 
 
-def _joined(xp: ModuleType, pieces: Sequence[Array]) -> Array:
+def _joined(xp: AllFunctions, pieces: Sequence[Array]) -> Array:
     """Joins the rows of matrices that have the same number of rows, or joins vectors; returns one vector."""
     return xp.flatten(xp.concatenate(pieces, axis=len(pieces[0].shape) - 1))
 
 
-def _pack(xp: ModuleType, fused: Sequence[AllGather | AllToAll]) -> tuple[Array, list[list[int]]]:
+def _pack(xp: AllFunctions, fused: Sequence[AllGather | AllToAll]) -> tuple[Array, list[list[int]]]:
     """The parts of all requests in one vector of bytes, and the offset of each part of each request.
 
     For an all-to-all, the vector has a row for each rank. The offsets are then the same in each row.
@@ -201,7 +201,7 @@ def _pack(xp: ModuleType, fused: Sequence[AllGather | AllToAll]) -> tuple[Array,
 
 
 def _unpack(
-    xp: ModuleType, gathered: Array, fused: Sequence[AllGather | AllToAll], offsets: list[list[int]]
+    xp: AllFunctions, gathered: Array, fused: Sequence[AllGather | AllToAll], offsets: list[list[int]]
 ) -> list[Any]:
     """The answer to each request: a tuple of parts for each rank, as views of the gathered buffer (ranks, bytes)."""
     answers: list[Any] = []
@@ -224,7 +224,7 @@ def _unpack(
     return answers
 
 
-def part_bytes(xp: ModuleType, part: Array) -> int:
+def part_bytes(xp: AllFunctions, part: Array) -> int:
     """Bytes of an array."""
     if isinstance(part, (np.ndarray, np.generic)):
         return part.nbytes

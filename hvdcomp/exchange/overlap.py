@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from hvdcomp.arrays import arrays_for
-from hvdcomp.arrays.types import Array, dtype_bytes
+from hvdcomp.arrays.types import AllFunctions, Array, dtype_bytes
 from hvdcomp.communicators import Communicator
 from hvdcomp.compressors.bucket import LEAST_BYTES
 from hvdcomp.compressors.choice import Plan
@@ -186,7 +185,7 @@ class Overlap:
             self._streams = set()
 
     def new_wave(
-        self, xp: ModuleType, buckets: Sequence[BucketOrGroup], number: int | None, alone: bool = False, part: int = 0
+        self, xp: AllFunctions, buckets: Sequence[BucketOrGroup], number: int | None, alone: bool = False, part: int = 0
     ) -> Wave:
         """A wave: either of one bucket that may start early, or of the buckets that may not.
 

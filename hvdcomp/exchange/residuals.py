@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.alignment import empty_aligned
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import AllFunctions, AnyArray
 from hvdcomp.compressors.bucket import Bucket
 from hvdcomp.compressors.memory import ErrorFeedback, Memory, MomentumCorrection, NoMemory, without
 from hvdcomp.exchange.recycled import ALIGNMENT
@@ -55,11 +54,11 @@ class FlatStorage:
         dropped: how often residuals were dropped.
     """
 
-    def __init__(self, sizes: Sequence[int], xp: ModuleType, alignment: int) -> None:
+    def __init__(self, sizes: Sequence[int], xp: AllFunctions, alignment: int) -> None:
         self._sizes = sizes
         self._padded = np.array([-(-size // alignment) * alignment for size in sizes], np.int64)
         self._xp = xp
-        self._buffers: dict[int, Array] = {}
+        self._buffers: dict[int, AnyArray] = {}
         self._numbers = itertools.count(1)  # gives each buffer a number
         self._places = {kind: np.zeros((2, len(sizes)), _PLACE) for kind in _KINDS}
         # Which of a tensor's two places contains the residual; it never changes for rounded residuals.
@@ -73,7 +72,7 @@ class FlatStorage:
         """Bytes of all places, with or without a residual."""
         return sum(int(buffer.nbytes) for buffer in self._buffers.values())
 
-    def arrays(self, number: int) -> tuple[Array, ...]:
+    def arrays(self, number: int) -> tuple[AnyArray, ...]:
         """The state of a tensor's memory: float32 vectors. Later steps overwrite them."""
         if not self.has_residual[number]:
             return ()
@@ -86,7 +85,7 @@ class FlatStorage:
             return (x,)
         return self._part("velocity", number, self._turn[number]), x
 
-    def keep(self, number: int, keeper: Memory, arrays: Sequence[Array]) -> None:
+    def keep(self, number: int, keeper: Memory, arrays: Sequence[AnyArray]) -> None:
         """Replaces the arrays of a tensor.
 
         Args:
@@ -153,13 +152,13 @@ class FlatStorage:
         self.has_residual[numbers] = True
         self.keepers[numbers] = bucket.memory
 
-    def x(self, number: int) -> Array:
+    def x(self, number: int) -> AnyArray:
         """x of the present step, a vector."""
         return self._part("x", number, 1 - self._turn[number])
 
     # The part of x that was sent. A device stores its description for both places.
 
-    def _subtract_sent(self, x: Array, number: int) -> None:
+    def _subtract_sent(self, x: AnyArray, number: int) -> None:
         """Subtracts from a stored x the part that was sent."""
         raise NotImplementedError
 
@@ -168,7 +167,7 @@ class FlatStorage:
 
     # Places.
 
-    def _part(self, kind: str, number: int, turn: int) -> Array:
+    def _part(self, kind: str, number: int, turn: int) -> AnyArray:
         place = self._places[kind][int(turn), number]
         start = int(place["start"])
         return self._buffers[int(place["buffer"])][start : start + self._sizes[number]]
@@ -210,13 +209,13 @@ class FlatStorage:
                 if not (buffers == number).any():
                     self._before_free(self._buffers.pop(number))
 
-    def _before_free(self, buffer: Array) -> None:
+    def _before_free(self, buffer: AnyArray) -> None:
         """Called before a buffer is freed."""
 
-    def _buffer(self, count: int, dtype: str) -> Array:
+    def _buffer(self, count: int, dtype: str) -> AnyArray:
         raise NotImplementedError
 
-    def _address(self, buffer: Array) -> int:
+    def _address(self, buffer: AnyArray) -> int:
         raise NotImplementedError
 
 
@@ -296,11 +295,11 @@ def _kinds_of(memory: Memory) -> tuple[str, ...]:
     return ("rounded",) if memory.rounds_to else ("x", "velocity")[: 1 + memory.is_momentum]
 
 
-def _bits_of(xp: ModuleType, x: Array, dtype: str) -> Array:
+def _bits_of(xp: AllFunctions, x: AnyArray, dtype: str) -> AnyArray:
     """The bits, int16, of a vector rounded to a type of 16 bits, as kernels round it."""
     x = x.clip(-LARGEST[dtype], LARGEST[dtype])
     return xp.to_bfloat16_bits(x) if dtype == "bfloat16" else xp.bitcast(xp.astype(x, dtype), "int16")
 
 
-def _of_bits(xp: ModuleType, bits: Array, dtype: str) -> Array:
+def _of_bits(xp: AllFunctions, bits: AnyArray, dtype: str) -> AnyArray:
     return xp.from_bfloat16_bits(bits) if dtype == "bfloat16" else xp.astype(xp.bitcast(bits, dtype), "float32")

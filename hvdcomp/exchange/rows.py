@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdcomp.arrays import arrays_for
-from hvdcomp.arrays.types import DTYPE_BYTES, FLOATING, Array, wide_dtype
+from hvdcomp.arrays.types import DTYPE_BYTES, FLOATING, AnyArray, wide_dtype
 from hvdcomp.communicators import Communicator
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import gather_rows, require_agreement
@@ -60,8 +60,8 @@ class EmbeddingTable(NamedTuple):
 class Rows(NamedTuple):
     """Rows (n, columns) and their ids (n,). No id occurs twice."""
 
-    ids: Array
-    values: Array
+    ids: AnyArray
+    values: AnyArray
 
 
 class RowMeans:
@@ -82,7 +82,7 @@ class RowMeans:
     """
 
     def __init__(
-        self, ranks: Communicator, tables: Mapping[str, EmbeddingTable], wire: str | None, host: Array
+        self, ranks: Communicator, tables: Mapping[str, EmbeddingTable], wire: str | None, host: AnyArray
     ) -> None:
         shapes = {f"table {name}": f"{table.dtype} {(table.rows, table.columns)}" for name, table in tables.items()}
         facts = {"tables of RowExchange": list(tables), **shapes, "wire_dtype of RowExchange": wire}
@@ -127,7 +127,7 @@ class RowMeans:
 
     # The parts of a step, for callers that already know the ids of all ranks.
 
-    def exchange_known(self, rows: Sequence[Array], by_rank: Sequence[Sequence[Array]]) -> list[Rows]:
+    def exchange_known(self, rows: Sequence[AnyArray], by_rank: Sequence[Sequence[AnyArray]]) -> list[Rows]:
         """Averages rows whose ids are known on all ranks. Returns, for each table, the mean rows and their ids, which
         are the sorted ids of all ranks.
 
@@ -139,7 +139,7 @@ class RowMeans:
         return self._as_rows(unions, self._means(rows, list(map(len, unions)), places))
 
     def start_known(
-        self, rows: Sequence[Array], by_rank: Sequence[Sequence[Array]], ranks: Communicator, name: str
+        self, rows: Sequence[AnyArray], by_rank: Sequence[Sequence[AnyArray]], ranks: Communicator, name: str
     ) -> Callable[[], list[Rows]]:
         """Starts to average rows as `exchange_known` does, but always gathers all rows, and does not wait for them.
 
@@ -157,9 +157,9 @@ class RowMeans:
 
     def start_taken(
         self,
-        rows: Sequence[Array],
-        by_rank: Sequence[Sequence[Array]],
-        taken: Sequence[Array],
+        rows: Sequence[AnyArray],
+        by_rank: Sequence[Sequence[AnyArray]],
+        taken: Sequence[AnyArray],
         ranks: Communicator,
         name: str,
     ) -> Callable[[], list[Rows]]:
@@ -191,7 +191,7 @@ class RowMeans:
         ids = [union[mine] for union, mine in zip(unions, own, strict=True)]
         return lambda: self._as_rows(ids, self._decoded(_packed(self._sums(wait(), at, sums)), sums))
 
-    def start_alltoall(self, chunks: Sequence[Array], ranks: Communicator, name: str) -> Callable[[], Array]:
+    def start_alltoall(self, chunks: Sequence[AnyArray], ranks: Communicator, name: str) -> Callable[[], AnyArray]:
         """Starts an all-to-all; returns a function that waits, and returns the bytes from all ranks, uint8 (ranks,
         length).
 
@@ -206,7 +206,7 @@ class RowMeans:
         handle = ranks.start_alltoall(packed, name)
         return lambda: ranks.wait(handle)
 
-    def record(self, ids: Sequence[Array], beside: int = 0) -> None:
+    def record(self, ids: Sequence[AnyArray], beside: int = 0) -> None:
         """Enters the bytes of the step in the ledger.
 
         Args:
@@ -221,7 +221,7 @@ class RowMeans:
         self.ledger.record(self.ledger.step_cost(self.ledger.steps, [part], Sent(self._sent + beside)))
         self._sent, self._rows = 0, np.zeros_like(self._rows)
 
-    def _as_rows(self, unions: Sequence[Array], means: Sequence[Array]) -> list[Rows]:
+    def _as_rows(self, unions: Sequence[AnyArray], means: Sequence[AnyArray]) -> list[Rows]:
         """Mean rows and their ids, cast to int64 and to the element types of the tables."""
         xp = arrays_for(means[0])
         return [
@@ -229,7 +229,7 @@ class RowMeans:
             for table, union, mean in zip(self._tables.values(), unions, means, strict=True)
         ]
 
-    def _means(self, rows: Sequence[Array], sums: list[int], places: list[list[Array]]) -> list[Array]:
+    def _means(self, rows: Sequence[AnyArray], sums: list[int], places: list[list[AnyArray]]) -> list[AnyArray]:
         """Computes the mean rows of each table, in the order of the sorted ids of all ranks.
 
         Args:
@@ -261,7 +261,7 @@ class RowMeans:
         by_owner = [self._decoded(packed, of) for packed, of in zip(wait(), of_owner, strict=True)]
         means = []
         for by_place, length in zip(zip(*by_owner, strict=True), sums, strict=True):
-            mean = xp.zeros((length, by_place[0].shape[1]), by_place[0])
+            mean: AnyArray = xp.zeros((length, by_place[0].shape[1]), by_place[0])
             for owner, some in enumerate(by_place):
                 mean[owner::size] = some
             means.append(mean)
@@ -269,15 +269,15 @@ class RowMeans:
         return means
 
     def _start_whole(
-        self, rows: Sequence[Array], sums: list[int], places: list[list[Array]], ranks: Communicator, name: str
-    ) -> Callable[[], list[Array]]:
+        self, rows: Sequence[AnyArray], sums: list[int], places: list[list[AnyArray]], ranks: Communicator, name: str
+    ) -> Callable[[], list[AnyArray]]:
         """Starts to average rows as `_means` does, but gathers all rows. Returns a function that waits, and returns the
         mean rows."""
         self._rows += [len(row) for row in rows]
         wait = self._start_gather(self._encoded(rows), self._most_bytes(places), ranks, name)
         return lambda: self._decoded(_packed(self._sums(wait(), places, sums)), sums)
 
-    def _sums(self, received: Array, places: Sequence[Sequence[Array]], lengths: Sequence[int]) -> list[Array]:
+    def _sums(self, received: AnyArray, places: Sequence[Sequence[AnyArray]], lengths: Sequence[int]) -> list[AnyArray]:
         """Averages rows from all ranks, and encodes the means as bytes."""
         xp = arrays_for(received)
         by_rank = [
@@ -292,8 +292,8 @@ class RowMeans:
         return self._encoded(means)
 
     def _start_gather(
-        self, parts: Sequence[Array], length: int, ranks: Communicator, name: str
-    ) -> Callable[[], Array]:
+        self, parts: Sequence[AnyArray], length: int, ranks: Communicator, name: str
+    ) -> Callable[[], AnyArray]:
         """Starts an all-gather. Returns a function that waits, and returns the bytes of all ranks, uint8 (ranks,
         length).
 
@@ -310,7 +310,7 @@ class RowMeans:
         handle = ranks.start_allgather(packed, name)
         return lambda: ranks.wait(handle)
 
-    def _most_bytes(self, places: Sequence[Sequence[Array]]) -> int:
+    def _most_bytes(self, places: Sequence[Sequence[AnyArray]]) -> int:
         """The number of bytes of the rows of the rank that has most bytes."""
         return max(self._bytes(map(len, of_rank)) for of_rank in zip(*places, strict=True))
 
@@ -318,10 +318,10 @@ class RowMeans:
         """The number of bytes of rows. `lengths` has the number of rows of each table."""
         return sum(length * wire.row_bytes for length, wire in zip(lengths, self._wires, strict=True))
 
-    def _encoded(self, rows: Iterable[Array]) -> list[Array]:
+    def _encoded(self, rows: Iterable[AnyArray]) -> list[AnyArray]:
         return [wire.encoded(of_table) for wire, of_table in zip(self._wires, rows, strict=True)]
 
-    def _decoded(self, packed: Array, lengths: Sequence[int]) -> list[Array]:
+    def _decoded(self, packed: AnyArray, lengths: Sequence[int]) -> list[AnyArray]:
         """Decodes the rows of each table. `lengths` has the number of rows of each table."""
         parts = _parts(packed, [length * wire.row_bytes for length, wire in zip(lengths, self._wires, strict=True)])
         return [wire.decoded(part) for wire, part in zip(self._wires, parts, strict=True)]
@@ -341,10 +341,10 @@ class _IdWire(NamedTuple):
             return cls("int16", 2**15)
         return cls("int32" if rows <= 2**31 else "int64", 0)
 
-    def encoded(self, ids: Array) -> Array:
+    def encoded(self, ids: AnyArray) -> AnyArray:
         return arrays_for(ids).astype(ids - self.less, self.dtype)
 
-    def decoded(self, ids: Array) -> Array:
+    def decoded(self, ids: AnyArray) -> AnyArray:
         return arrays_for(ids).astype(ids, "int32") + self.less if self.less else ids
 
 
@@ -358,7 +358,7 @@ class _Wire(NamedTuple):
     def row_bytes(self) -> int:
         return _SCALE_BYTES + self.columns if self.dtype == _INT8 else FLOATING[self.dtype] * self.columns
 
-    def encoded(self, rows: Array) -> Array:
+    def encoded(self, rows: AnyArray) -> AnyArray:
         """The rows as bytes: first the scales of all rows, and then all numbers."""
         xp = arrays_for(rows)
         if self.dtype != _INT8:
@@ -370,7 +370,7 @@ class _Wire(NamedTuple):
         numbers = xp.floor(rows * xp.reciprocal_or_zero(scales, scales * 0) + 0.5)
         return xp.concatenate([xp.as_bytes(scales), xp.as_bytes(xp.astype(numbers, _INT8))])
 
-    def decoded(self, packed: Array) -> Array:
+    def decoded(self, packed: AnyArray) -> AnyArray:
         """Decodes rows from bytes, in the element type in which they are added up."""
         xp = arrays_for(packed)
         if self.dtype != _INT8:
@@ -379,10 +379,11 @@ class _Wire(NamedTuple):
         count = len(packed) // self.row_bytes
         scales, numbers = _parts(packed, [_SCALE_BYTES * count, self.columns * count])
         scales = scales.view(xp.astype(packed[:0], "float32").dtype).reshape(-1, 1)
-        return xp.astype(xp.bitcast(numbers, _INT8), "float32").reshape(-1, self.columns) * scales
+        rows = xp.astype(xp.bitcast(numbers, _INT8), "float32")
+        return xp.reshape(rows, (-1, self.columns)) * scales
 
 
-def _united(by_rank: Sequence[Sequence[Array]]) -> tuple[list[Array], list[list[Array]]]:
+def _united(by_rank: Sequence[Sequence[AnyArray]]) -> tuple[list[AnyArray], list[list[AnyArray]]]:
     """For each table, the sorted union of all ranks' ids, and each rank's positions in it."""
     unions, places = [], []
     for of_table in zip(*by_rank, strict=True):
@@ -393,14 +394,14 @@ def _united(by_rank: Sequence[Sequence[Array]]) -> tuple[list[Array], list[list[
     return unions, places
 
 
-def _packed(parts: Sequence[Array], length: int | None = None) -> Array:
+def _packed(parts: Sequence[AnyArray], length: int | None = None) -> AnyArray:
     """Vectors of bytes end to end, with zeros up to a length."""
     xp = arrays_for(parts[0])
     missing = 0 if length is None else length - sum(map(len, parts))
     return xp.concatenate([*parts, xp.zeros((missing,), parts[0])])
 
 
-def _parts(x: Array, lengths: Sequence[int]) -> list[Array]:
+def _parts(x: AnyArray, lengths: Sequence[int]) -> list[AnyArray]:
     """Cuts a vector into parts. The parts are copies: in a vector of bytes, a part may not be aligned for its element
     type."""
     xp = arrays_for(x)

@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Generator
-from types import ModuleType
 from typing import Any
 
 from hvdcomp import kernels
 from hvdcomp.arrays import arrays_for
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import AllFunctions, AnyArray, Array
 from hvdcomp.communicators import Communicator
 from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.compressors.gathering import Gathering
@@ -37,7 +36,7 @@ from hvdcomp.exchange.residuals import KNOWN_TO_KERNELS
 from hvdcomp.kernels import cuda
 from hvdcomp.specs.levels import Level
 
-State = tuple[Array, ...]
+State = tuple[AnyArray, ...]
 
 
 def averages_vectors(method: Compressor) -> bool:
@@ -115,7 +114,7 @@ class ShardReducer:
         self.plan[name] = NoCompression() if exact else self.compressor
         return not exact
 
-    def reduce(self, name: str, rows: Array, dense_bytes: int) -> Array:
+    def reduce(self, name: str, rows: AnyArray, dense_bytes: int) -> AnyArray:
         """This rank's row of the mean over all ranks, float32 (length,).
 
         If the gradient of any rank holds an inf or NaN, the row of at least one rank does too. Residuals stay finite.
@@ -160,8 +159,8 @@ class ShardReducer:
         return ()
 
     def _between_nodes(
-        self, xp: ModuleType, rows: Array, state: State, shard: Context, name: str
-    ) -> Generator[Request, Any, tuple[Array, State]]:
+        self, xp: AllFunctions, rows: AnyArray, state: State, shard: Context, name: str
+    ) -> Generator[Request, Any, tuple[AnyArray, State]]:
         """Runs the reduce-scatter between nodes, with kernels if possible, or else with the function
         `reduce_scatter`."""
         method, memory = self.compressor, self.memory

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvdcomp.arrays import arrays_for, numpy_arrays
-from hvdcomp.arrays.types import Array, wide_dtype
+from hvdcomp.arrays.types import AllFunctions, AnyArray, Array, wide_dtype
 from hvdcomp.compressors import Compressor, checked
 from hvdcomp.compressors.inside import Inside, inside_of, numbers_may_overflow
 from hvdcomp.compressors.memory import Memory, NoMemory
@@ -63,7 +63,7 @@ class TensorGroup:
         self.number: int | None = None
         self.gathered = 0.0
         # Of the step.
-        self._xp: ModuleType
+        self._xp: AllFunctions
         self._clock: Clock
         self._spans: Spans
         self._tensors: dict[str, _TensorExchange] = {}
@@ -83,7 +83,7 @@ class TensorGroup:
     # The step.
 
     def begin(
-        self, xp: ModuleType, gradients: Mapping[str, Array], context: Context, factor: Array | None, clock: Clock
+        self, xp: AllFunctions, gradients: Mapping[str, Array], context: Context, factor: Array | None, clock: Clock
     ) -> None:
         """Begins a step, and computes x; arguments as for `EngineBucket.begin`."""
         self._xp, self._clock, self._spans = xp, clock, Spans([], [])
@@ -141,7 +141,7 @@ class TensorGroup:
         arrays = [array for tensor in self._tensors.values() for array in tensor.new_arrays()]
         return _found_inf(self._xp, arrays)
 
-    def finish(self, found_inf: Array) -> dict[str, Array]:
+    def finish(self, found_inf: AnyArray) -> dict[str, Array]:
         """Ends the step of the tensor group, as `EngineBucket.finish` does for a bucket."""
         for function in self.when_compressed:
             function()
@@ -217,14 +217,14 @@ class _TensorExchange:
     """
 
     def __init__(
-        self, framework: ModuleType, member: Member, gradient: Array, context: Context, factor: Array | None
+        self, framework: AllFunctions, member: Member, gradient: Array, context: Context, factor: Array | None
     ) -> None:
         self.member, self.gradient = member, gradient
         # If there is a residual of an earlier plan, it must still be sent, and only the memory that made it can do so.
         self._memory = memory = member.state.memory_for(member.memory)
         self._inside = inside = inside_of(framework, gradient)
         self._context = dataclasses.replace(context, name=member.name)
-        self._gradient = inside.enter(gradient)
+        self._gradient: AnyArray = inside.enter(gradient)
         known = type(memory) in KNOWN_TO_KERNELS and not memory.rounds_to
         # Other memories may need types that NumPy lacks.
         remembering = inside if known else Inside(framework, framework, gradient)
@@ -353,7 +353,7 @@ class _TensorExchange:
         return bool(self._kept_before) and not self._memory.is_momentum
 
 
-def _found_inf(xp: ModuleType, arrays: Sequence[Array]) -> bool | Array:
+def _found_inf(xp: AllFunctions, arrays: Sequence[Array]) -> bool | Array:
     """Whether arrays of the framework or of NumPy hold an inf or NaN, as an argument of `flag_of`."""
     in_numpy = [array for array in arrays if isinstance(array, np.ndarray | np.generic)]
     others = [array for array in arrays if not isinstance(array, np.ndarray | np.generic)]

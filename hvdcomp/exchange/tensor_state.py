@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from types import ModuleType
 from typing import Protocol
 
 import numpy as np
 
 from hvdcomp.arrays import arrays_for, numpy_arrays
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import AllFunctions, AnyArray, Array
 from hvdcomp.compressors import Compressor, checked
 from hvdcomp.compressors.memory import Memory, NoMemory
 from hvdcomp.compressors.protocol import Context, TensorInfo
@@ -83,14 +82,14 @@ class TensorState:
         self._bucket, self._place = bucket, place
 
     @property
-    def memory(self) -> tuple[Array, ...]:
+    def memory(self) -> tuple[AnyArray, ...]:
         """The memory's arrays, in the shape of the tensor. The next step may reuse their storage."""
         if self._residuals is None:
             return self._arrays
         return tuple(self.wrapped(array) for array in self._residuals.arrays(self._number))
 
     @memory.setter
-    def memory(self, arrays: tuple[Array, ...]) -> None:
+    def memory(self, arrays: tuple[AnyArray, ...]) -> None:
         self._keeper = self.keeper
         self._arrays = arrays
         if self._residuals is not None:
@@ -152,18 +151,21 @@ class TensorState:
         """The method's arrays, if this compressor has the same method; else none."""
         return self.compressor if self.method == compressor.name else ()
 
-    def prepare(self, xp: ModuleType, x: Array, compressor: Compressor, context: Context) -> tuple[Array, ...]:
+    def prepare(self, xp: AllFunctions, x: Array, compressor: Compressor, context: Context) -> tuple[Array, ...]:
         """The arrays with which a compressor starts a step."""
         return checked.prepare(compressor, xp, x, self.kept_for(compressor), context)
 
     def prepare_on_host(
-        self, xp: ModuleType, tensor: TensorInfo, compressor: Compressor, context: Context
+        self, xp: AllFunctions, tensor: TensorInfo, compressor: Compressor, context: Context
     ) -> tuple[np.ndarray, ...]:
         """Prepares the state of the method as `prepare` does, but the arrays are NumPy arrays, and the name in the
         context is ignored."""
         x = np.broadcast_to(np.float32(0), tensor.shape)
         kept = tuple(map(xp.to_numpy, self.kept_for(compressor)))
-        return compressor.prepare(numpy_arrays, x, kept, dataclasses.replace(context, name=tensor.name))
+        prepared: tuple[AnyArray, ...] = compressor.prepare(
+            numpy_arrays, x, kept, dataclasses.replace(context, name=tensor.name)
+        )
+        return prepared
 
     def scale_residual(self, factor: float, momentum: bool) -> None:
         """Multiplies the residual by a factor, and if `momentum` also the memory's momentum."""

@@ -9,10 +9,9 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import AllFunctions, Array
 from hvdcomp.communicators import Communicator
 from hvdcomp.compressors.protocol import Request
 from hvdcomp.exchange.buckets import BucketOrGroup
@@ -44,7 +43,7 @@ class Wave:
 
     def __init__(
         self,
-        xp: ModuleType,
+        xp: AllFunctions,
         communicator: Communicator,
         clock: Clock,
         name: str,

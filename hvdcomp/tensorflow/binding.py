@@ -27,7 +27,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdcomp.arrays.tensorflow_tensors import in_graph
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import AnyArray
 from hvdcomp.bindings import elastic
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.horovod_tensorflow import HorovodTensorFlowCommunicator
@@ -250,7 +250,7 @@ class TensorFlowBinding(TensorFlowTraining):
             self.check_presence(int(self.communicator.wait(started)[0]))
         return self.engine.step_number
 
-    def _step(self, names: list[str], gradients: Sequence[Array]) -> list[Array]:
+    def _step(self, names: list[str], gradients: Sequence[AnyArray]) -> list[AnyArray]:
         ranks = self.communicator.world_size
         if ranks == 1:
             return list(gradients)
@@ -297,7 +297,7 @@ class TensorFlowBinding(TensorFlowTraining):
 
 
 @contextmanager
-def _refused_on_every_rank(communicator: Ranks, like: Array) -> Iterator[None]:
+def _refused_on_every_rank(communicator: Ranks, like: AnyArray) -> Iterator[None]:
     """Raises an error of one rank on every rank, as `refused_on_every_rank` does, but while a graph is created. In
     sessions of TensorFlow 1 there is no exchange."""
     with tf.init_scope():

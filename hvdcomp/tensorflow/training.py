@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import AnyArray
 from hvdcomp.bindings.base import Binding
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.ranks import Ranks
@@ -48,14 +48,14 @@ class TensorFlowTraining(Binding):
         self._grad_scaler = setup.grad_scaler
         self._optimizer = None if setup.optimizer is None else unwrapped(setup.optimizer)
         self._scaled: ScaledRate | None = None
-        self._terms: dict[str, Array] = {}  # the momenta that were added to the gradients of this step
+        self._terms: dict[str, AnyArray] = {}  # the momenta that were added to the gradients of this step
         if isinstance(self._optimizer, CompressedAdam):
             b1 = float(self._optimizer.beta_1)
             setup.compression.settings.require_momenta(self._optimizer.compressor_before, 1, b1)
         tensors = [_describe(name, variable) for name, variable in variables.items()]
         super().__init__(setup, tensors, communicator, np.zeros((0,), np.float32))
 
-    def means_of(self, names: Sequence[str], gradients: Sequence[Array]) -> list[Array]:
+    def means_of(self, names: Sequence[str], gradients: Sequence[AnyArray]) -> list[AnyArray]:
         """Runs `run_engine`. Returns the means with the shapes of the variables, in the order of `names`."""
         tensors = [self.engine.tensors[name] for name in names]
         by_name = {tensor.name: x.reshape(tensor.shape) for tensor, x in zip(tensors, gradients, strict=True)}
@@ -63,7 +63,7 @@ class TensorFlowTraining(Binding):
         results = self.run_engine(by_name)
         return [results[tensor.name].reshape(tensor.own_shape) for tensor in tensors]
 
-    def _add_momenta(self, gradients: dict[str, Array]) -> None:
+    def _add_momenta(self, gradients: dict[str, AnyArray]) -> None:
         """Adds momenta to gradients. The sums are new arrays."""
         names = self.units.momenta.keys() & gradients.keys()
         self._terms = {name: self._array_of(name) * self._weight_of(name) for name in names}
@@ -73,14 +73,14 @@ class TensorFlowTraining(Binding):
     def _weight_of(self, name: str) -> float:
         return float(self.units.momenta[name].weight * self.units.of_momenta)
 
-    def _array_of(self, name: str) -> Array:
+    def _array_of(self, name: str) -> AnyArray:
         mean = self.units.momenta[name].mean
         array = mean.numpy() if self._on_device is None else self._on_device.arrays([mean.read_value()])[0]
         return array.reshape(self.engine.tensors[name].shape)
 
     # Methods of `Training`.
 
-    def take_back(self, means: Mapping[str, Array]) -> None:
+    def take_back(self, means: Mapping[str, AnyArray]) -> None:
         for name, term in self._terms.items():
             means[name][...] -= term
         self._terms = {}
@@ -127,10 +127,10 @@ class TensorFlowTraining(Binding):
     def momentum_of_optimizer(self) -> str | None:
         return momentum_of(self._optimizer)
 
-    def copy(self, array: Array) -> Array:
+    def copy(self, array: AnyArray) -> AnyArray:
         return np.array(array) if self._on_device is None else self._on_device.to_host(array)
 
-    def place(self, array: Any, name: str) -> Array:
+    def place(self, array: Any, name: str) -> AnyArray:
         on_host = np.array(array)  # states of earlier versions contain tensors
         tensor = self.engine.tensors[name]
         if on_host.shape == tensor.own_shape:  # states of earlier versions have this shape

@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 from hvdcomp.arrays import arrays_for, numpy_arrays
 from hvdcomp.arrays.magnitudes import Magnitudes
-from hvdcomp.arrays.types import Array, dtype_bytes
+from hvdcomp.arrays.types import AllFunctions, Array, dtype_bytes
 from tests.harness import (
     EVERY_BACKEND,
     EVERY_DTYPE,
@@ -42,7 +42,7 @@ def arrays(draw: st.DrawFn, shapes: st.SearchStrategy = SHAPES, finite: bool = F
     return draw(hnp.arrays(dtype, draw(shapes), elements=elements | st.sampled_from([0.0, 1.0, -1.0])))
 
 
-def everywhere(x: np.ndarray) -> list[tuple[ModuleType, Array]]:
+def everywhere(x: np.ndarray) -> list[tuple[AllFunctions, Array]]:
     """The array functions of each framework, NumPy's first, and an array of its own with these values."""
     made = [make(backend, x, x.dtype.name) for backend in INSTALLED]
     return [(arrays_for(array), array) for array in made]
@@ -70,6 +70,15 @@ def test_all_backends_define_the_same_functions_and_numpy_documents_them() -> No
         assert functions_of(arrays_for(make(backend, [0.0]))) == expected, backend
     for name in functions_of(numpy_arrays):
         assert getattr(numpy_arrays, name).__doc__, name
+
+
+def test_the_protocols_list_every_function() -> None:
+    listed = {
+        name: list(inspect.signature(function).parameters)[1:]
+        for name, function in inspect.getmembers(AllFunctions, inspect.isfunction)
+        if not name.startswith("_")
+    }
+    assert listed == functions_of(numpy_arrays)
 
 
 def test_each_array_finds_its_functions() -> None:

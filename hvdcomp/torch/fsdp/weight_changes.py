@@ -97,9 +97,10 @@ class WeightChanges:
             change = (row.to(wide) - finite(self._gathered[own], wide)).float()
             # zero if nothing has changed, because passes between two updates must have the same weights
             change *= (row != self._last).any()
-            answers, sent = self._answers(method.encode(xp, change, context))
+            payload: Any = method.encode(xp, change, context)
+            answers, sent = self._answers(payload)
             for place, parts in enumerate(answers):
-                decoded = method.decoded(xp, parts, tuple(row.shape), context)
+                decoded: Any = method.decoded(xp, parts, tuple(row.shape), context)
                 self._gathered[place] = (finite(self._gathered[place], wide) + decoded).to(row.dtype)
         else:
             return self._gathered, Sent()
