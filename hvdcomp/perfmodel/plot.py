@@ -62,7 +62,7 @@ def draw(swept: Sweep, title: str, marked: float | None, file: Path) -> None:
 
 
 def _plain_ticks(axes: Axes) -> None:
-    """On a short logarithmic axis, labels ticks between the powers of ten, because the axis may contain no power of
+    """Labels the ticks between the powers of ten on a short logarithmic axis, which may not contain any power of
     ten."""
     for axis in (axes.xaxis, axes.yaxis):
         low, high = axis.get_view_interval()
@@ -86,8 +86,8 @@ _FULL_COLOUR = 4.0
 def draw_map(rows: Sequence[dict[str, Any]], title: str, file: Path) -> None:
     """Writes a PNG of the map, with a panel for each number of ranks.
 
-    A cell shows the fastest method and its speedup over the faster of dense and fp16. The cell is grey and empty if the
-    speedup is within the model's error.
+    A cell shows the fastest method and its speedup over the faster of dense and fp16. If the speedup is within the
+    model's error, the cell is gray and empty.
 
     Args:
         rows: the cells of the map, as `map.cells` yields them.
