@@ -35,7 +35,7 @@ from hvdcomp.perfmodel.ways import encode_time_of, in_each_way, in_two_levels, r
 
 FREE = (UNCOMPRESSED, "fp16")
 """The free methods: dense gradients and fp16, which Horovod and PyTorch send without hvdcomp. These methods have no
-encode time; only the time of the cast to fp16 counts, if the calibration has it."""
+encode time, except that the cast to fp16 counts if the calibration has its time."""
 STOCK = {"horovod": ("none", "hvd.fp16"), "ddp": ("none", "ddp.fp16")}
 """The names of each library's own free methods: dense gradients, and the library's cast to float16. The keys are the
 backends of `hvdcomp.tools.train.ranks.Ranks`."""
@@ -43,9 +43,9 @@ STOCK_SPECS = {name: spec for names in STOCK.values() for name, spec in zip(name
 """For each name in `STOCK`, the spec of hvdcomp's method with the same exchange."""
 
 MODEL_ERROR = 0.1
-"""Least relative difference of two predicted step times at which one method counts as faster. If the calibration's
-noise is larger, the noise is used instead. 210 of 240 predictions were within 10 % of the measured step
-(docs/exchange/steps-measured.md)."""
+"""A method counts as faster than another only if their predicted step times differ by at least this relative amount. If
+the calibration's noise is larger, the noise is used instead. 210 of 240 predictions were within 10 % of the measured
+step (docs/exchange/steps-measured.md)."""
 
 _BANDWIDTHS = np.geomspace(1e-3, 1e4, 1401) * 1.25e8  # bytes/s: from 1 Mb/s to 10 Tb/s, 200 per decade
 BUCKET_SIZES = (50_000_000, BUCKET_BYTES, 10_000_000, 5_000_000, 2_500_000, LEAST_BYTES)

@@ -37,8 +37,8 @@ from hvdcomp.perfmodel.workloads import models_on
 FORMAT = "hvdcomp-calibration"
 VERSION = 1
 OTHER = "other"
-"""The kind of an optimizer in a calibration file, if hvdcomp's own trainings (`hvdcomp.compressors.evidence`) do not
-have this kind."""
+"""The name in a calibration file for every kind of optimizer that hvdcomp's own training runs
+(`hvdcomp.compressors.evidence`) do not include."""
 _OPTIMIZERS = (*FIRST, OTHER)
 _PRESETS = Path(__file__).with_name("presets")
 

@@ -48,8 +48,8 @@ class Collective(NamedTuple):
 
 
 _FLAG = SentPayload("allgather", 4.0)
-"""The flag by which ranks tell each other whether a step is finite. The engine sends the flag with an allreduce or
-allgather of the first round. If the first round has neither, the engine sends the flag alone."""
+"""The flag with which ranks tell each other whether the values of a step are finite. The engine sends the flag with an
+allreduce or allgather of the first round. If the first round has neither, the engine sends the flag alone."""
 
 _Key = tuple[str, str, Group]  # kind, reduction and ranks (`among`) of payloads that share a collective
 _Rounds = list[dict[_Key, float]]  # for each round, the bytes that a rank contributes to each collective

@@ -27,7 +27,7 @@ LAUNCH_S = 6e-6
 HOST_S, HOST_LAUNCH_S = 0.8e-3, 75e-6
 """Seconds that the host needs for a step, and seconds that it needs to launch a kernel, with Python on a Xeon."""
 REACHED = 0.85
-"""Share of the bandwidth of a GPU's memory, as in the data sheet, that a kernel reaches if it only copies."""
+"""The share of a GPU's memory bandwidth (from the data sheet) that a kernel reaches if it only copies."""
 
 MEASURED_ON = CARDS["h200"]
 BENCH = "docs/encode/gpu.json, part bench"

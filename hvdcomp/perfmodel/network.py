@@ -89,8 +89,8 @@ ALGORITHMS: dict[str, dict[str, Callable[[Array, Array], Traffic]]] = {
     "alltoall": {"direct": _direct_alltoall, "pairwise": _part_by_part},
     "reducescatter": {"ring": _part_by_part},
 }
-"""By kind of collective and by algorithm, a function that computes the traffic if each of `ranks` ranks contributes
-`size` bytes. In an alltoall or a reduce-scatter, `size` is the sum of a rank's parts for all ranks.
+"""For each kind of collective and each algorithm, a function that computes the traffic if each of `ranks` ranks
+contributes `size` bytes. In an alltoall or a reduce-scatter, `size` is the sum of a rank's parts for all ranks.
 
 Sources:
 

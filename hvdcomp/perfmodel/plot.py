@@ -80,7 +80,7 @@ def _leading_digit(value: float) -> int:
 
 
 _FULL_COLOUR = 4.0
-"""The speedup from which on a cell of the map has its full colour."""
+"""A cell of the map has its full color at this speedup or a higher one."""
 
 
 def draw_map(rows: Sequence[dict[str, Any]], title: str, file: Path) -> None:

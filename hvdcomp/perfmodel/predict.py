@@ -20,8 +20,8 @@ from hvdcomp.perfmodel.schedule import Buckets, Parts, cut, early, overlapped, p
 Array = Any
 
 UNCOMPRESSED = "none"
-"""The spec of dense gradients. They are not encoded, so the encode time of this spec is the time of a dense step that
-no other number includes."""
+"""The spec of dense gradients. They are not encoded, so the encode time of this spec stands for the part of a dense
+step's time that the other numbers do not include."""
 
 LIMITS = ("compute", "encode", "network", "latency")
 

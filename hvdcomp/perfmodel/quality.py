@@ -7,7 +7,7 @@ from hvdcomp.compressors.evidence import DIVERGED
 from hvdcomp.compressors.harm import HARMFUL
 
 HARMLESS = 0.02
-"""A method suits an optimizer if it lost at most this share of quality in hvdcomp's own trainings."""
+"""A method suits an optimizer if it lost at most this share of quality in hvdcomp's own training runs."""
 
 MUCH = 2 * HARMFUL
 """A method is never recommended if it lost at least this share of quality with every one of the `OPTIMIZERS`."""

@@ -21,7 +21,7 @@ _GAMMA = 1.07
 _ADAM_BYTES = 28  # per element: Adam reads gradient, weight and both moments, and writes weight and both moments
 _STATE_BYTES, _OF_MEMORY = 16, 0.7
 """Bytes per element of a parameter together with its gradient and AdamW's state, all in float32; and the share of the
-GPU's memory that they may fill."""
+GPU's memory that these bytes may fill."""
 _MOST_BUCKETS = 32
 """Largest number of entries in `ready`. Large models have more buckets; several buckets then share an entry."""
 
