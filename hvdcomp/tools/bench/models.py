@@ -1,4 +1,4 @@
-"""The names of models that can be timed on random data. This file does not import a framework."""
+"""The names of models that can be timed on random data. This module does not import a framework."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ IMAGES = {"cifar10": (3, 32, 10), "cifar100": (3, 32, 100), "digits": (1, 8, 10)
 
 
 def split_model(model: str) -> tuple[str, str]:
-    """Splits a text into the name of a model and the name of a data set. The random images have the shape of this data
-    set. The second name is empty if the text has none.
+    """Splits a text into the name of a model and the name of a data set, which determines the shape of random images.
+    The second name is empty if the text does not name a data set.
 
     Args:
         model: name of a model, which may contain the name of its data, such as "lstm", "resnet20" or "cnn@digits".

@@ -37,7 +37,7 @@ def _errors() -> Iterator[None]:
 
 
 def _cluster(hosts: int | None, rate: str | None) -> Cluster:
-    """The cluster for a command. If both options are given, it is a new cluster; otherwise the standing cluster."""
+    """The cluster for a command: a new cluster if both options are given, otherwise the standing cluster."""
     if hosts is not None and rate is not None:
         namespaces.become_root()
         return Cluster(hosts, rate)
