@@ -5,7 +5,8 @@ from __future__ import annotations
 from hvdcomp.tools.train.options import IMAGE_MODELS, TEXT_MODELS, SetupError
 
 TIMED = IMAGE_MODELS + TEXT_MODELS
-"""The models of `hvdcomp train` that take images or text; signals, clicks and numbers to sort have no random data."""
+"""The models of `hvdcomp train` whose inputs are images or text. There are no random data for signals, clicks and
+numbers to sort."""
 
 IMAGES = {"cifar10": (3, 32, 10), "cifar100": (3, 32, 100), "digits": (1, 8, 10)}
 """For each data set, the number of channels, the size in pixels, and the number of classes of its images."""

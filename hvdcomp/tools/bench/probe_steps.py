@@ -15,7 +15,7 @@ from hvdcomp.tools.bench.workload import Workload, in_turn, turn_of
 from hvdcomp.tools.train.ranks import Ranks
 
 FORWARD, BACKWARD, EXCHANGE, OPTIMIZER = range(4)
-"""Parts of a step. EXCHANGE is the exchange's time after the last gradient was computed."""
+"""Parts of a step. EXCHANGE is the time of the exchange that remains after the last gradient was computed."""
 
 Show = Callable[[str], None]
 

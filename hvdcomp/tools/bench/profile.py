@@ -35,7 +35,7 @@ from hvdcomp.tools.bench.watched import BACKWARD, FORWARD, OPTIMIZER, Watched
 from hvdcomp.tools.bench.workload import Workload
 
 MODEL = "training"
-"""The name of the training's model in the calibration."""
+"""The name of the user's model in the calibration."""
 SOURCE = "hvdcomp profile"
 _NETWORK_SHARE = 0.5  # the share of a profile's time
 _FEWEST, _MOST = 5, 20  # fewest and most exchanges of a method

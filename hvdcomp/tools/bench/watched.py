@@ -22,7 +22,7 @@ from hvdcomp.tools.bench.workload import Workload
 from hvdcomp.tools.train.options import SetupError
 
 FORWARD, BACKWARD, EXCHANGE, OPTIMIZER = range(4)
-"""Parts of a step. FORWARD includes all other work, such as loading data; EXCHANGE is the time from the last computed
+"""Parts of a step. FORWARD includes all other work, such as loading data. EXCHANGE is the time from the last computed
 gradient to the optimizer's step."""
 
 

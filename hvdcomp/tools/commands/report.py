@@ -109,8 +109,8 @@ def _spread_below(text: str) -> str:
 
 
 def _terminal_table(section: Section, wide: bool) -> Table:
-    """The table of a section. Spec and policy are below the name of the run. The phases are shown only if the terminal
-    is wide enough."""
+    """The table of a section. Spec and policy are shown below the name of the run. The phases of steps are shown only
+    if the terminal is wide enough."""
     narrow = ("Ranks", section.headings[-1]) if section.in_turns else section.headings[-1:]
     places = [place for place, heading in enumerate(section.headings) if wide or heading not in narrow]
     shown = [section.headings[place] for place in places[2:]]

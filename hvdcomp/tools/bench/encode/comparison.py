@@ -15,9 +15,9 @@ from hvdcomp.tools.bench.encode.measurement import Measurement
 from hvdcomp.tools.bench.encode.peers import POWERSGD
 
 MOST_SPREAD = 0.15
-"""The largest relative difference of the copy's time between methods that may be compared."""
+"""Methods may be compared only if the times of their copies differ by at most this share."""
 MOST_QUARTILES = 0.3
-"""The largest relative difference of the quartiles of a method's steps in a steady row."""
+"""A row is steady only if the quartiles of its steps differ by at most this share."""
 
 
 class UnsteadyError(Exception):

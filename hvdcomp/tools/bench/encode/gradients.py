@@ -15,11 +15,12 @@ from hvdcomp.arrays import numpy_arrays
 from hvdcomp.compressors import TensorInfo
 
 PEER_FRAMEWORK = "torch"
-"""The framework of the hooks with which methods are compared."""
+"""The framework whose hooks are compared with the methods."""
 
 
 Work = Callable[[Mapping[str, Any], bool], Mapping[str, Any]]
-"""A step: takes gradients by name, and whether it may write the results into them; returns the results by name."""
+"""The type of a step: a function that gets the gradients by name, and whether it may write results into them. It
+returns the results by name."""
 
 
 class Gradients(ABC):
@@ -239,4 +240,4 @@ FRAMEWORKS: dict[str, Callable[[Sequence[TensorInfo], int, str], Gradients]] = {
     "tensorflow": TensorFlowGradients,
     "numpy": NumpyGradients,
 }
-"""By framework, the function that makes gradients: `FRAMEWORKS[name](tensors, threads, device)`."""
+"""For each framework, the function that creates gradients: `FRAMEWORKS[name](tensors, threads, device)`."""
