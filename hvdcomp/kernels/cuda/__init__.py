@@ -185,8 +185,8 @@ def placed(arrays: Sequence[Any], dtype: str = "float32") -> tuple[list[Any], li
     """Makes sure that PyTorch tensors are in row-major order, and gets the addresses of their first elements.
 
     Returns:
-        The tensors and their addresses. A tensor that is not in row-major order is replaced by a copy. None if a tensor
-        has another element type, or if the tensors are not all on one device that has kernels.
+        The tensors and their addresses. A tensor that is not in row-major order is replaced with a copy. The result is
+        None if a tensor has a different element type, or if the tensors are not all on one device that has kernels.
     """
     first = arrays[0]
     if not hasattr(first, "is_cuda") or not serves(first) or str(first.dtype) != f"torch.{dtype}":

@@ -264,8 +264,8 @@ def find_runs(paths: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
     """Reads every run in `paths`. A path is the folder of a run, or a folder that contains such folders.
 
     Returns:
-        The runs in the given order, without duplicates; and notes about paths that were left out (because they belong
-        to an earlier report).
+        The runs in the given order, without duplicates, and notes about paths that were left out because they belong to
+        an earlier report.
 
     Raises:
         RunError: if a path does not exist, is not a run and contains no runs, or a file of a run cannot be read.
