@@ -102,7 +102,7 @@ def options_of_trainings(
 
     Args:
         workloads: names of the workloads that a user may choose.
-        name: name of the folder of trainings in `MEASURED`, and name of the page in docs.
+        name: name of the folder of training runs in `MEASURED`, and of the page in docs.
         seeds: default of the option --seeds.
     """
     path = click.Path(path_type=Path)

@@ -217,7 +217,7 @@ class Trainer:
         """Runs all training runs, and returns those that failed.
 
         Args:
-            todo: the trainings to run.
+            todo: the training runs that are missing.
             took: seconds of earlier training runs, by workload.
         """
         seconds = {name: list(values) for name, values in took.items()}

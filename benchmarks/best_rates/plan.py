@@ -47,7 +47,7 @@ _QUIET_SECONDS = {"gpt": 100.0, "lstm": 70.0, "mnist1d": 26.0, "sorting": 17.0, 
 processor time of 40 steps. The number for the LSTM is that of its quickest training run in docs/convergence.md. The
 number for the GPT is a guess."""
 _SLOW = 30.0
-"""If a training takes at least this number of seconds, the rows of its workload are trained one after the other,
+"""If a training run takes at least this number of seconds, the rows of its workload are trained one after the other,
 because the result of one row may make the next row unnecessary."""
 
 

@@ -81,7 +81,7 @@ class Standing:
 
     Attributes:
         lost: for each workload with a complete row, by name, the mean loss of quality and half of its confidence
-            interval, as in `Row.lost_beside`; infinite if a training diverged.
+            interval, as in `Row.lost_beside`; infinite if a training run diverged.
         factors: for each workload with a complete row, by name, the compression factor of its trainings.
         open: the names of the workloads without a complete row.
     """

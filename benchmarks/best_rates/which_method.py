@@ -4,9 +4,9 @@ learning rates.
     python -m benchmarks.best_rates.which_method
 
 It reads benchmarks/measured/best-rates/trainings.csv, and does not train anything. The rule is in rule.py. Until the
-rule can decide about an optimizer, README keeps the methods that were chosen at a single learning rate, and says so.
-Run this program after `python -m benchmarks.best_rates` has added trainings: tests compare README and evidence.json
-with the records.
+rule can decide about an optimizer, README keeps the methods that were chosen at a single learning rate, with a note
+about this. Run this program after `python -m benchmarks.best_rates` has added training runs, because tests compare
+README and evidence.json with the records.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ _KINDS: Mapping[str, str] = {
 
 
 def _mean_lost(outcome: Outcome, dense: Outcome) -> float | None:
-    """The mean loss of quality, in the unit of `hvdcomp.compressors.evidence`; None if a training diverged."""
+    """The mean loss of quality, in the unit of `hvdcomp.compressors.evidence`; None if a training run diverged."""
     lost: Sequence[float] = outcome.complete.lost_beside(dense.complete)
     return round(math.fsum(lost) / len(lost) / 100, 4) if lost else None
 

@@ -213,7 +213,7 @@ def bytes_of_step(workload: Workload, row: Row) -> tuple[int, int]:
 
 
 def payload_bytes(options: Mapping[str, Any], spec: str) -> int:
-    """Bytes that a rank sends in an exchange of a training.
+    """Bytes that a rank sends in one exchange.
 
     Args:
         options: the options of `hvdcomp train`.
@@ -318,7 +318,7 @@ def _in_mid_training(
 
 
 def mean_bytes(name: str, row: Row, runs: Path, seeds: Sequence[int]) -> float | None:
-    """The mean of the bytes that the row's trainings sent; None if there are none."""
+    """The mean number of bytes that the row's training runs sent; None if there are no runs."""
     records = [LevelRun(name, seed, runs, row).record for seed in seeds]
     sent = [record["bytes_sent"] for record in records if record is not None]
     return statistics.mean(sent) if sent else None
@@ -329,12 +329,12 @@ def mean_bytes(name: str, row: Row, runs: Path, seeds: Sequence[int]) -> float |
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of a row's trainings.
+    """The results of a row's training runs.
 
     Attributes:
         factor, megabytes: compression factor, and megabytes that a rank sent; both are means over the seeds.
-        qualities: the final quality of each training that did not diverge, by seed.
-        count: number of trainings.
+        qualities: the final quality of each training run that did not diverge, by seed.
+        count: number of training runs.
     """
 
     row: Row

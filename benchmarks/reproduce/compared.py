@@ -90,7 +90,7 @@ class Trainings:
         epochs: number of epochs of the training runs on published data; None for the authors' number.
 
     Attributes:
-        quick: whether trainings are short.
+        quick: whether training runs are short.
         seeds: the number of seeds.
         commits: the commits of the training runs that were used.
     """

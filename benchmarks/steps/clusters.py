@@ -26,7 +26,7 @@ _FIRST_LINES, _LAST_LINES = 30, 15
 
 
 class StepsError(Exception):
-    """The requested steps cannot be measured; the message says why, and what to do."""
+    """The requested steps cannot be measured. The message explains why, and what to do."""
 
 
 @dataclass(frozen=True)

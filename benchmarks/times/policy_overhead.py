@@ -4,12 +4,11 @@ policy.
     horovodrun -np 2 python -m benchmarks.times.policy_overhead     # about 15 minutes on two cores
     horovodrun -np 2 python -m benchmarks.times.policy_overhead --model resnet20 --steps 200
 
-Two trainings of the cnn on digits, or of ResNet-20 on random images, take turns in one process, two steps at a time, so
-that other work on the machine affects both equally. One training has a policy that reads every gradient and makes
-decisions often, but always chooses the fixed level of the other training. Rank 0 writes two medians to --output: that
-of the step times, and that of the ratios between steps at the same place in a turn of the two trainings. A median does
-not show the cost of rare expensive steps. The ratio of the total times shows it, but includes other work on the
-machine.
+Two training runs of the cnn on digits, or of ResNet-20 on random images, take turns in one process, two steps at a
+time, so that other work on the machine affects both equally. One run has a policy that reads every gradient and makes
+decisions often, but always chooses the fixed level of the other run. Rank 0 writes two medians to --output: that of the
+step times, and that of the ratios between steps at the same place in a turn of the two runs. A median does not show the
+cost of rare expensive steps. The ratio of the total times shows it, but includes other work on the machine.
 """
 
 from __future__ import annotations
@@ -46,7 +45,8 @@ CASES = {
     "gravac, two levels": ("topk:ratio=0.05", "gravac:min=10,max=20,epsilon=1e-6,window=100000"),
     "gravac, two levels, every=1": ("topk:ratio=0.05", "gravac:min=10,max=20,epsilon=1e-6,window=100000,every=1"),
 }
-# What is fixed beside it, where that is not the compressor's own level: what the policy's factors come to.
+# The fixed compression of the other run if it is not the compressor's own level: the factors that result from the
+# policy.
 FIXED = {
     "adaqs": 50.0,
     "gravac": 10.0,

@@ -104,7 +104,7 @@ def step_of_torch(name: str, compression: Any) -> Step:
 
 
 class Turns:
-    """The times of the turns of one training, in milliseconds per step."""
+    """The times of one training run's turns, in milliseconds per step."""
 
     def __init__(self, step: Step) -> None:
         self._step = step

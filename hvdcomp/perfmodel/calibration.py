@@ -56,7 +56,7 @@ class ModelFacts:
             buckets (DistributedDataParallel); None if `hvdcomp.Compression` sets the size of buckets.
         shapes: name of the model in `hvdcomp.perfmodel.shapes`; None if that module does not list the model.
         sources: the source of each number, by the name of its field in the file.
-        estimated: names of the fields whose numbers were estimated, not measured. `sources` says how.
+        estimated: names of the fields whose numbers were estimated, not measured. `sources` explains how.
         optimizer: the kind of optimizer that the training uses, as in `hvdcomp.compressors.evidence`, or `OTHER`; None
             if the numbers do not come from a user's training.
         sharded: whether the model is sharded over all ranks (FSDP2). Then `bucket_bytes` is the number of bytes of the

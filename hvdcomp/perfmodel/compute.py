@@ -23,7 +23,7 @@ class EncodeTime:
             one payload from each rank. If payloads are scattered, a rank decodes the bytes of about two payloads
             (`Exchange.decoded`).
         source: the source of the numbers.
-        estimated: whether the numbers were estimated, not measured. `source` says how.
+        estimated: whether the numbers were estimated, not measured. `source` explains how.
         host_s: seconds that the host needs to launch the kernels of a step, while the device works. Encoding and
             decoding take at least this time, even if only a part of the model is compressed.
     """

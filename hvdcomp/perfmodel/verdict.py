@@ -12,7 +12,7 @@ _RIVALS = {UNCOMPRESSED: "dense gradients", "fp16": "fp16 gradients"}
 
 
 def verdict(report: dict[str, Any]) -> list[str]:
-    """One sentence that says whether compression makes training faster, and one sentence for each rival of compression:
+    """One sentence about whether compression makes training faster, and one sentence for each rival of compression:
     uncompressed gradients and fp16.
 
     Args:

@@ -36,8 +36,8 @@ INFINITE_BFLOAT16_BITS = tl.constexpr(limits.INFINITE_BITS["bfloat16"])
 
 @triton.jit
 def _to_wire_at_random(x, i, key, TYPE: tl.constexpr):
-    """Casts numbers to 16 bits as `to_bits` does, but rounds at random to one of the two neighbours. The result is
-    infinite only if rounding to nearest also gives infinity."""
+    """Casts numbers to 16 bits as `to_bits` does, but rounds at random to one of the two neighboring numbers. The
+    result is infinite only if rounding to nearest also gives infinity."""
     exact = magnitude(x).to(tl.uint32)
     sign = (x.to(tl.uint32, bitcast=True) >> 16) & 0x8000
     if TYPE == HALF:

@@ -207,7 +207,7 @@ def make_x(
     table, segments, segment, i, inside, factor, decay, momentum,
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
 ):  # fmt: skip
-    """Computes elements i of x and writes them to x. If a source is compressed in place of x, reads elements i of the
+    """Computes elements i of x and writes them to x. If a source is compressed instead of x, reads elements i of the
     source."""
     if FROM == SOURCED:
         x = tl.load(floats(table, segments, segment, SOURCE) + i, mask=inside, other=0.0)

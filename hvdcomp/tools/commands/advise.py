@@ -395,7 +395,7 @@ def to_begin_with(adviser: Adviser, advice: Advice) -> list[str]:
 
     Args:
         adviser: the adviser, with the compressors and the optimizer of the training.
-        advice: the advice of this adviser for a training with several ranks.
+        advice: the advice of this adviser for training with several ranks.
     """
     optimizer = None if adviser.facts.optimizer == OTHER else adviser.facts.optimizer
     harmless = [

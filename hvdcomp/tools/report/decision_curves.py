@@ -26,7 +26,7 @@ from hvdcomp.tools.report.runs import Run, printable
 _WIDTH = 11.0  # the width of every figure in inches
 _COLUMNS = 1500  # at this width, more ranges of steps cannot be distinguished
 _LABELS = 40  # largest number of tensor names next to a heat map
-_MOST_COLOURS = 12  # largest number of colours that can be distinguished
+_MOST_COLOURS = 12  # largest number of colors that can be distinguished
 _MOST_FALLS = 20  # largest number of falls of the learning rate that are marked
 _BINS = 60  # number of ranges of steps for which the shares of factors are drawn
 _CRITICAL = "#d55e00"

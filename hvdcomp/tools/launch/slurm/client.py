@@ -145,7 +145,7 @@ def my_jobs() -> list[SlurmJobState]:
         try:
             jobs.append(state_of(number))
         except UnknownJobError:
-            continue  # Slurm no longer knows the job
+            continue  # Slurm no longer has a record of the job
     return jobs
 
 
