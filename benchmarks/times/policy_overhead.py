@@ -45,8 +45,8 @@ CASES = {
     "gravac, two levels": ("topk:ratio=0.05", "gravac:min=10,max=20,epsilon=1e-6,window=100000"),
     "gravac, two levels, every=1": ("topk:ratio=0.05", "gravac:min=10,max=20,epsilon=1e-6,window=100000,every=1"),
 }
-# The fixed compression of the other run if it is not the compressor's own level: the factors that result from the
-# policy.
+# In these cases, the other run does not use the compressor's own level, but the level with this compression factor,
+# which the policy always chooses.
 FIXED = {
     "adaqs": 50.0,
     "gravac": 10.0,

@@ -203,7 +203,7 @@ def command(
     A table shows, for dense (uncompressed) gradients and for each compressor, the predicted time of a training step,
     its bottleneck, and the bandwidth below which the compressor is faster than dense gradients. A compressor is
     recommended if it is faster than dense and fp16 gradients by more than the model's error. Horovod and PyTorch can
-    send dense and fp16 gradients without hvdcomp. This command runs no training and no measurement.
+    send dense and fp16 gradients without hvdcomp. This command does not train or measure anything.
     """
     kind = None if optimizer is None else _OPTIMIZERS[optimizer.lower()]
     passes: dict[str, Any] = {"micro_batches": accumulate, "recompute": float(recompute)}

@@ -131,10 +131,10 @@ def command(
 ) -> None:
     """Measure the network, a model's passes and compressors for `hvdcomp advise`.
 
-    The command runs on all ranks at once, and uses Horovod or torch.distributed. The command measures collectives of
-    several sizes, the model's forward and backward passes (alone and during an exchange), encoding and decoding with
-    each compressor, and the part of the exchange that the backward pass hides. If several hosts have several ranks
-    each, it also measures collectives within hosts and between hosts. It needs PyTorch.
+    The command runs on all ranks at once, and uses Horovod or torch.distributed. It measures collectives of several
+    sizes, the model's forward and backward passes (alone and during an exchange), encoding and decoding with each
+    compressor, and the part of the exchange that the backward pass hides. If several hosts have several ranks each, it
+    also measures collectives within hosts and between hosts. The command needs PyTorch.
     """
     environment.prepare_mpi()
     allow_process_sets()

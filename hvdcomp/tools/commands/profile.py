@@ -96,9 +96,9 @@ def command(
 
     PROGRAM is your unchanged training program. You may write the word python before PROGRAM. The program may use
     PyTorch, with DistributedDataParallel or Horovod, or TensorFlow, with Horovod's tape or optimizer. The command times
-    the program's steps. The command measures the network, and each compressor on copies of the program's own gradients,
-    and carries out the exchanges of the best compressors. Then the command prints the advice of `hvdcomp advise`, and
-    the lines to add to the program. The training's weights do not change.
+    the program's steps. It measures the network, and each compressor on copies of the program's own gradients, and runs
+    the exchanges of the best compressors. Then it prints the advice of `hvdcomp advise`, and the lines to add to the
+    program. The trained weights do not change.
     """
     # the user also typed the command that starts the program
     if re.fullmatch(r"python[\d.]*", Path(program).name):

@@ -52,7 +52,7 @@ def _cluster(hosts: int | None, rate: str | None) -> Cluster:
 def main() -> None:
     """Run Horovod or torch.distributed on several emulated hosts of this machine, joined by links of a chosen rate.
 
-    Needs root. If the hosts end with the command, a kernel that lets users make user namespaces is enough.
+    Needs root, unless the hosts end with the command and the kernel lets users create user namespaces.
     """
 
 
