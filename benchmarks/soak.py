@@ -305,7 +305,7 @@ def page_of(cases: dict[str, dict[str, Any]], steps: int, ranks: int, faults: fl
 @click.option("--output", type=click.Path(path_type=Path), default=Path("runs/soak"), show_default=True)
 @click.option("--worker", type=click.Choice(list(CASES)), hidden=True)
 def main(steps: int, ranks: int, names: tuple[str, ...], faults: float, output: Path, worker: str | None) -> None:
-    """Train for many steps, and check that no resource grows."""
+    """Train for many steps, and check that the use of resources does not grow."""
     if worker is not None:
         train(worker, steps, faults, output)
         return

@@ -1,4 +1,5 @@
-"""Runs the training that figures need. Each training run is a separate process of `hvdcomp train`, with its own folder.
+"""Runs the training behind the figures of the benchmarks. Each training run is a separate process of `hvdcomp train`,
+with its own folder.
 
 A complete training run with the same options is not repeated, so an interrupted series of runs can be continued. The
 benchmarks also store the figures for their pages in `trainings.csv`, which is part of the repository. A training run in

@@ -1,8 +1,8 @@
 """The largest eigenvalue of the Hessian of a loss, by power iteration with Hessian-vector products (PyTorch).
 
-A Hessian-vector product is the gradient of (gradient . vector), so the Hessian itself, which has as many elements as
-the square of the number of parameters, is never formed. Each product passes once over all batches and costs a few
-backward passes.
+A Hessian-vector product is the gradient of (gradient . vector), so the Hessian itself, whose number of elements is the
+square of the number of parameters, is never formed. Each product passes once over all batches and costs a few backward
+passes.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class RegimeRecord:
 
     Attributes:
         interval: number of epochs from one comparison to the next.
-        eta: least relative change of the measure in a critical span.
+        eta: smallest relative change of the measure in a critical span.
         eigenvalues: the largest eigenvalue of the Hessian at the end of each epoch; None if it was not given.
         gradient_norms: the norm of the gradient at the end of each epoch.
     """
@@ -54,7 +54,7 @@ class RegimeRecord:
 
     @property
     def compares_next(self) -> bool:
-        """Whether the next epoch ends a span; other epochs need no eigenvalue."""
+        """Whether the next epoch ends a span. No eigenvalue is needed for other epochs."""
         return (self.epochs + 1) % self.interval == 0
 
     def note(self, *, eigenvalue: float | None, gradient_norm: float) -> None:

@@ -143,7 +143,8 @@ class Method:
     """A way to send gradients.
 
     Attributes:
-        changes: options that the method changes, by workload or optimizer. The value of `lr` is a factor.
+        changes: options that the method changes, by workload or optimizer. The value of `lr` is a factor by which the
+            learning rate is multiplied.
         left_out: workloads that are not trained with this method, each with the reason.
     """
 

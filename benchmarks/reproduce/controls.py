@@ -58,8 +58,8 @@ def of_sparsity(t: Trainings, compared: Compared, policy: str, compressor: str, 
 
 
 def of_batch_size(t: Trainings, compared: Compared, policy: str, rate: float) -> tuple[Compared, Row]:
-    """The control of a policy that chooses a batch size between the smallest and larger ones: a fixed batch size, with
-    a learning rate in proportion to it.
+    """The control of a policy that chooses the smallest or a larger batch size: a fixed batch size, with a learning
+    rate in proportion to it.
 
     Args:
         compared: the training runs, which include "small" and the policy.

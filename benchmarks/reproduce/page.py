@@ -1,4 +1,4 @@
-"""Writes the page of all tables and figures, beginning with those that do not hold, and the CSV of all rows."""
+"""Writes the page of all tables and figures, beginning with the results that do not hold, and the CSV of all rows."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ FIXED = {
 
 
 class Training:
-    """A training run that can run one step at a time."""
+    """A training run that is carried out step by step."""
 
     def __init__(self, model: str, spec: str, policy: str | None) -> None:
         import horovod.torch as hvd

@@ -29,7 +29,7 @@ BATCHES = (0.25, 0.5, 1, 2)
 pass are assumed to be proportional to the batch size."""
 RATES = (1, 10, 25)
 """The rates of a link in `setups`, in Gb/s, in addition to the calibration's rate. Source: Agarwal et al. 2022, On the
-Utility."""
+Utility of Gradient Compression."""
 OF_2021 = "v100-p3.8xlarge-2021"
 """The preset with the encode times of Agarwal et al. 2022, measured with their code of 2021 on a V100."""
 

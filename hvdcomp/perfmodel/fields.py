@@ -93,8 +93,8 @@ class Fields:
         Args:
             name: name of the field.
             noun: words for the two numbers of a pair, such as "bytes, seconds", for error messages.
-            second_rises: whether each second number must be at least the second number of the pair before.
-            lowest_second: least allowed second number.
+            second_rises: whether each second number must be at least the second number of the previous pair.
+            lowest_second: smallest allowed second number.
         """
         rows = self._list(name)
         pairs: list[tuple[float, float]] = []

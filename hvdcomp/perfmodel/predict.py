@@ -227,7 +227,7 @@ def least_compression_factor(
 ) -> Array:
     """The compression factor with which an ideal compressor makes a step nearly as fast as on one rank.
 
-    An ideal compressor needs no time itself. It divides the bytes of every bucket, and the overhead of dense gradients,
+    An ideal compressor itself takes no time. It divides the bytes of every bucket, and the overhead of dense gradients,
     by the compression factor. In the fastest possible step, all communication overlaps with the backward pass, which
     becomes slower by the factor gamma. The speed of this step counts as linear scaling, because gamma alone can cost
     more than `efficiency` allows.

@@ -40,8 +40,8 @@ class Parts(NamedTuple):
     Attributes:
         compute: seconds of computation, except encoding and decoding.
         encode: seconds of encoding and decoding.
-        transfer: seconds of moving bytes that do not overlap with computation.
-        latency: seconds of waiting for messages that do not overlap with computation.
+        transfer: seconds spent moving bytes, as far as they do not overlap with computation.
+        latency: seconds spent waiting for messages, as far as they do not overlap with computation.
         waits: whether computation ends before the communication that overlaps with it, so that a faster computer would
             only wait longer.
     """

@@ -27,7 +27,8 @@ from hvdcomp.kernels.cuda.x import (
 
 _TILE_OF_P = 16, 1024  # rows and columns
 _TILE_OF_Q = 256, 64
-# fewest columns of a tile of P at a time, so that loads read whole sectors; fewest rows of a tile of Q
+# The fewest columns of a tile of P that are read at a time, so that loads read whole sectors, and the fewest rows of a
+# tile of Q.
 _LEAST_ACROSS = 16, 4
 _AT_A_TIME = 2048  # number of products, if the tile allows it; their sums need most of the registers
 _SUMS_AT_A_TIME = 4096

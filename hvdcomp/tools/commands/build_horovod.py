@@ -133,7 +133,7 @@ def _run_ranks(console: Console, plan: Plan) -> None:
         run_two_ranks(*check)
         return time.monotonic() - started
 
-    # Two checks run at a time, because horovodrun itself imports the frameworks, which occupies one core.
+    # Two checks run in parallel, because horovodrun itself imports the frameworks, on a single core.
     with ThreadPoolExecutor(max_workers=2) as pool:
         for (framework, controller), seconds in zip(checks, pool.map(run, checks), strict=True):
             console.print(f"Two ranks ran: {framework} under {controller} ({seconds:.0f} s)")

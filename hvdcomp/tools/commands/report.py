@@ -50,8 +50,8 @@ def command(
     """Make a table and a web page from training runs.
 
     Each RUN is the folder of one run of `hvdcomp train`, or a folder that contains such folders. Runs that differ only
-    in their seed form one series. For each series, a table shows the mean and the spread over the seeds, and figures
-    show a band over bytes and seconds. A run may still be training.
+    in their seed form one series. For each series, a table shows the mean and the spread over the seeds. Figures plot
+    the mean and a band against bytes and against seconds. A run may still be training.
     """
     console = make_console()
     try:

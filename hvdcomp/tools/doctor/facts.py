@@ -51,7 +51,7 @@ class Gpu:
     """A GPU, as nvidia-smi lists it."""
 
     name: str
-    compute_capability: str | None  # "7.0"; None if nvidia-smi does not know it
+    compute_capability: str | None  # "7.0"; None if nvidia-smi does not report it
     driver: str
 
 

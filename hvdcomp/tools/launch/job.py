@@ -42,7 +42,7 @@ class Job:
     """A program that runs on many ranks.
 
     Attributes:
-        name: a name that `check_name` allows. A scheduler may allow fewer names.
+        name: a name that `check_name` allows. A scheduler may have stricter rules for names.
         command: the program of each rank, and its arguments. No shell interprets the program and its arguments.
         ranks: number of ranks, as in `hvd.size()` or `torch.distributed.get_world_size()`.
         environment: the environment variables of every rank.

@@ -1,4 +1,4 @@
-"""The models of the reference training program: small models for a laptop, and the models of the papers on compression.
+"""The models of the reference training program: small models for a laptop, and the models in the papers on compression.
 
 Image models map float batches of shape (N, channels, size, size) to logits (N, classes). The signal model has inputs
 (N, channels, size). The click model has inputs (N, channels), which are dense features, followed by an id for each

@@ -69,7 +69,7 @@ class SlurmJobState:
         nodes: names of the nodes on which the job runs; empty before it starts.
         restarts: number of times that Slurm has requeued the job.
         code, signal: the exit code of the script, and the number of the signal that ended it.
-        output: the file of the job's output; None if Slurm does not know the file.
+        output: the file of the job's output; None if Slurm does not report the file.
     """
 
     job_id: int
