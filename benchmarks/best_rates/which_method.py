@@ -113,8 +113,8 @@ def table_of(runs: Path) -> str:
 
 
 def rows_of(situation: Situation, runs: Path) -> list[tuple[str, str, str, str]]:
-    """The rows of a situation in README's table: the methods that the rule chooses, or else the methods that were
-    chosen at one learning rate, or else the methods that are not measured yet."""
+    """The rows of a situation in README's table: the methods that the rule chooses. If it cannot choose yet, these are
+    the methods that were chosen at one learning rate, or else the methods that are not measured yet."""
     standings = standings_of(situation, runs)
     found, missing = chosen(standings), undecided(standings)
     rows: list[tuple[str, str, str, str]] = []

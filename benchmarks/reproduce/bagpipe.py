@@ -1,4 +1,4 @@
-"""Bagpipe: counts, on synthetic ids, how skewed the accesses to embeddings are, and how much is gained by reading
+"""Bagpipe: measures, on synthetic ids, how skewed the accesses to embeddings are, and how much is gained by reading
 batches ahead."""
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Counterparts that are computed from the shapes of models: the number of parameters, and the number of floats that a
 whole training run sends.
 
-They do not need training, because a compressor's payload depends only on shapes. `COUNTERPARTS` also has the
-counterpart that is counted on ids.
+They do not need training, because a compressor's payload depends only on shapes. `COUNTERPARTS` also includes the
+counterpart in `bagpipe`, which is counted on synthetic ids.
 """
 
 from __future__ import annotations

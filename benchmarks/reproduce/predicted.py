@@ -276,8 +276,8 @@ def setups(artefact: Artefact) -> Outcome:
 
 
 def _counted(advisers: Mapping[str, Adviser]) -> dict[float, list[int]]:
-    """For each share of the batch size, three numbers of set-ups: all, those in which a method is faster than dense
-    gradients, and those in which it is faster by more than the error."""
+    """For each share of the batch size, the number of set-ups, the number of those in which a method is faster than
+    dense gradients, and the number of those in which it is faster by more than the error."""
     counts = {share: [0, 0, 0] for share in (0.25, 0.5, 1.0)}
     for adviser in advisers.values():
         own_batch_size = adviser.facts.compute.batch_size or 1

@@ -6,9 +6,10 @@ policy.
 
 Two training runs of the cnn on digits, or of ResNet-20 on random images, take turns in one process, two steps at a
 time, so that other work on the machine affects both equally. One run has a policy that reads every gradient and makes
-decisions often, but always chooses the fixed level of the other run. Rank 0 writes two medians to --output: that of the
-step times, and that of the ratios between steps at the same place in a turn of the two runs. A median does not show the
-cost of rare expensive steps. The ratio of the total times shows it, but includes other work on the machine.
+decisions often, but always chooses the fixed level of the other run. Rank 0 writes two medians to --output: the median
+of the step times, and the median of the ratios between corresponding steps in the turns of the two runs. A median does
+not show the cost of rare expensive steps. The ratio of the total times shows it, but includes other work on the
+machine.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class CollectiveCost:
             both ascending. The time is interpolated linearly from (0, 0), and rises with `bytes_per_s` beyond the last
             entry.
         incast: optional table for collectives in which all senders reach one receiver at once: pairs of a number of
-            ranks and the factor by which the transfer time is longer. The factor is interpolated linearly.
+            ranks and the factor by which the transfer time increases. The factor is interpolated linearly.
         start_s: seconds that an idle Horovod takes to start a collective (its cycle), whatever the number of ranks.
         fusion_s_per_byte: seconds per byte that Horovod needs to copy gradients into its fusion buffer and back, if it
             fuses several tensors.

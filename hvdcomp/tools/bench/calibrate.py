@@ -205,7 +205,7 @@ def largest_collectives(
     models: Sequence[Sequence[TensorInfo]], compressors: Sequence[Compressor], ranks: int, ranks_per_node: int | None
 ) -> dict[Kind, int]:
     """For each kind of collective and group of ranks, the bytes that a rank sends in the largest collective in a step
-    of any model. All ways to exchange are considered, because `advise` shows all of them.
+    of any model. All kinds of exchange are considered, because `advise` shows all of them.
 
     Args:
         models: the tensors of each model, by name.

@@ -62,7 +62,8 @@ class Group:
 
     @property
     def is_plain(self) -> bool:
-        """Whether only the compressor of the spec compresses."""
+        """Whether the spec alone determines the compression: there is no policy, and the optimizer does not
+        compress."""
         return self.runs[0].policy is None and self.runs[0].options.get("optimizer") != "compressed-adam"
 
     @property

@@ -114,8 +114,8 @@ class Run:
             self._reporter.say(self._checkpoints.change)
 
     def _taken_of(self, old_ranks: int) -> int:
-        """Converts the number of batches that the old ranks have used in this epoch to the number with which the new
-        ranks have used the same share of the epoch, rounded down."""
+        """Converts a number of batches in an epoch from the old ranks to the new ranks, so that the share of the epoch
+        stays the same. The result is rounded down."""
         options = self._options
         assert options.batch_size is not None
         samples = len(self._data.train_x)

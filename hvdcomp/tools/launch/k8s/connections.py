@@ -1,8 +1,8 @@
 """Ends threads that wait for the API server.
 
-Python cannot end a thread that waits in C code, and must not exit while such a thread exists: the Kubernetes client
-runs inside Rust code (pydantic), and a thread that ends there aborts the process. A thread stops waiting if its
-connection is closed.
+Python cannot end a thread that waits in C code, and must not exit while such a thread exists. The reason is that the
+Kubernetes client runs inside Rust code (pydantic), and a thread that ends there aborts the process. Closing its
+connection makes a thread stop waiting.
 """
 
 from __future__ import annotations

@@ -79,8 +79,8 @@ def _never_sent(error: BaseException) -> bool:
     """Whether no request was sent because there was no connection. This is the case if the server or proxy refused the
     connection, is unknown or silent, or has a certificate that was not accepted.
 
-    This function examines the cause, because the type of the error is not enough: urllib3 also raises a proxy error if
-    a connection through a proxy breaks after the request, and other TLS errors may also occur after the request.
+    This function examines the cause, because the type of the error is not enough. urllib3 also raises a proxy error if
+    a connection through a proxy breaks after the request. Other TLS errors may also occur after the request.
     """
     from urllib3.exceptions import ConnectTimeoutError, NewConnectionError, ProxyError, SSLError
 
