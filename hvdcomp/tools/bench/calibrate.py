@@ -27,7 +27,7 @@ from hvdcomp.tools.bench.probe_model import probe_model
 from hvdcomp.tools.bench.probe_network import IN_LEVELS, Kind, NetworkProbe, probe_network
 from hvdcomp.tools.bench.workload import build
 
-NETWORK_SHARE = 0.3  # the share of a calibration's time
+NETWORK_SHARE = 0.3  # the share of a calibration's time for measuring the network
 Show = Callable[[str], None]
 
 

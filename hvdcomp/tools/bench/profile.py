@@ -37,7 +37,7 @@ from hvdcomp.tools.bench.workload import Workload
 MODEL = "training"
 """The name of the user's model in the calibration."""
 SOURCE = "hvdcomp profile"
-_NETWORK_SHARE = 0.5  # the share of a profile's time
+_NETWORK_SHARE = 0.5  # the share of a profile's time for measuring the network
 _FEWEST, _MOST = 5, 20  # fewest and most exchanges of a method
 _TRIED = 3  # number of methods whose exchanges are actually run
 

@@ -91,9 +91,9 @@ _SGD_RATES = {
     "gpt-small": 0.1,
 }
 FREEZE_AFTER = 0.15  # fraction of a run after which AdamW's second moment is frozen
-# Default learning rates by model or by data. Otherwise 1e-3. muon has the same rates.
+# Default learning rates of AdamW and muon, by model or by data. All others have the rate 1e-3.
 _ADAMW_RATES = {"gpt": 2e-3, "gpt-small": 6e-4, "encoder": 8e-3, "heavy-tails": 8e-3}
-# Default batch sizes. Otherwise 32.
+# Default batch sizes. All others have the batch size 32.
 _BATCH_SIZES = {
     **{"digits": 16, "synthetic": 32, "cifar10": 128, "cifar100": 128, "mnist1d": 25, "text": 8},
     **{"shapes": 16, "sorting": 16},

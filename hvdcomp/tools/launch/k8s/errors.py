@@ -71,7 +71,7 @@ def explained(failed: str, server: str, namespace: str, creating: str | None = N
             message = "an MPIJob of this name exists already" if creating else replaced
         advice = _advice(error.status, message, namespace, creating)
         raise KubernetesError(f"{failed}: {message}", error.status, None if error.status else True, advice) from None
-    except (urllib3.exceptions.HTTPError, ValueError) as error:  # ValueError: half an object
+    except (urllib3.exceptions.HTTPError, ValueError) as error:  # ValueError: the answer is incomplete
         raise unanswered(error) from None
 
 
