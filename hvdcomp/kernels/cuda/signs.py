@@ -212,7 +212,7 @@ def votes_decode(
 
 @triton.jit
 def votes_keep(table, segments, tasks, flag, payload, PIECE: tl.constexpr, BLOCK: tl.constexpr):
-    """Subtracts the signs that this rank voted for from x."""
+    """Subtracts from x the signs that this rank voted for."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     columns = entry(table, segments, segment, COUNT).to(tl.int32)
     for block in range(start, end, BLOCK):

@@ -65,7 +65,7 @@ typedef struct {
     int32_t nesterov;
     int32_t threads;
     float share; /* gradients are multiplied by it when they are added to totals */
-    int32_t keeps; /* whether residuals are kept, as x */
+    int32_t keeps; /* whether residuals are kept, in the form of x */
 } hvd_bucket;
 
 /* Number of elements of a block. A core works on a block in its first-level cache. */

@@ -1,7 +1,8 @@
 """Shapes: drawn gray images of 16x16 pixels. Each image has a whole shape, a piece of another shape, and noise.
 
-The label is the whole shape, one of ten. Places, sizes, angles and brightness are random. The piece is a window of 5x5
-pixels from another drawing, and the whole shape is drawn over it. The images are the same for every seed of a run.
+The label is the type of the whole shape, one of ten types. Places, sizes, angles and brightness are random. The piece
+is a window of 5x5 pixels from another drawing, and the whole shape is drawn over it. The images are the same for every
+seed of a run.
 
 References: Mnih et al., Recurrent Models of Visual Attention, 2014, section 4.2 (digits among pieces of digits).
 """
