@@ -1,4 +1,4 @@
-"""Parts that the pages of several benchmarks share: confidence intervals, commits, and text that is written by hand."""
+"""Parts that the pages of several benchmarks share: confidence intervals, commits, and hand-written text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvdcomp.files import commits_in_words
 from hvdcomp.tools.train.spread import estimate
 
 MEASURED = ROOT / "benchmarks/measured"
-"""Default folder for trainings: git ignores the folders of the trainings, but not the files of records."""
+"""Default folder for training runs. Git ignores the folders of the runs, but not the files of records."""
 
 
 def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
@@ -35,7 +35,7 @@ def with_interval(values: Sequence[float], form: str) -> str:
 
 
 def verdict(gains: Sequence[float]) -> str:
-    """Whether the mean of paired differences is better or worse than zero, by its 95 % confidence interval."""
+    """Whether the mean of paired differences is better or worse than zero, judged by its 95 % confidence interval."""
     if len(gains) < 2:
         return "one seed says nothing"
     mean, half = mean_and_interval(gains)
@@ -50,7 +50,7 @@ def commits_of(runs: Iterable[Run]) -> str:
 
 
 def formerly(command: str) -> str:
-    """A sentence for a page with figures of older commits: the command that made them there.
+    """A sentence for a page with figures from older commits. It names the command that was used at those commits.
 
     Example:
         >>> formerly("hvdcomp reproduce NAME")
@@ -79,7 +79,7 @@ FINDINGS, END_OF_FINDINGS = "<!-- findings: written by hand, and kept -->", "<!-
 
 
 def findings_of(page: Path) -> str:
-    """The part of an existing page that was written by hand, with its marks; empty for a new page."""
+    """The hand-written part of an existing page, with its marks; empty for a new page."""
     before = page.read_text() if page.exists() else ""
     findings = before.partition(FINDINGS)[2].partition(END_OF_FINDINGS)[0].strip()
     return f"{FINDINGS}\n{findings}\n{END_OF_FINDINGS}"
@@ -102,7 +102,7 @@ def options_of_trainings(
 
     Args:
         workloads: names of the workloads that a user may choose.
-        name: name of the folder of trainings in `MEASURED`, and name of the page in docs.
+        name: name of the folder of training runs in `MEASURED`, and of the page in docs.
         seeds: default of the option --seeds.
     """
     path = click.Path(path_type=Path)

@@ -1,12 +1,12 @@
-"""Checks that memory, open files and disk space do not grow in a long training, for each policy and many methods.
+"""Checks that memory, open files and disk space do not grow in a long training run, for each policy and many methods.
 
     python -m benchmarks.soak --steps 2000
     python -m benchmarks.soak --steps 1000000 --case topk --case auto --output runs/soak
     python -m benchmarks.soak --faults 0
 
-Each case is a separate training of a small network on real ranks. Each rank regularly measures its resident memory,
+Each case is a separate training run of a small network on real ranks. Each rank regularly measures its resident memory,
 its open files, and the bytes of its decision log. The log's files have a small limit, so that they are rotated. In
-random steps, a random rank has a fault (`FAULTS`). The training clips the mean gradient, and skips a step if the
+random steps, a random rank has a fault (`FAULTS`). The training run clips the mean gradient, and skips a step if the
 gradients are not finite.
 
 A case is flat if all ranks have equal weights in every measurement, and if for every rank:
@@ -16,7 +16,7 @@ A case is flat if all ranks have equal weights in every measurement, and if for 
 - the log never exceeds the limit of all its files together; each file may exceed its own limit by one line.
 
 The exit status is 1 if a case is not flat or fails. In a short run, memory is still growing to its normal size. A leak
-of 100 bytes per step shows only after 100,000 steps.
+of 100 bytes per step becomes visible only after 100,000 steps.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _WIDTH = 128  # number of units of each layer
 
 
 def look(step: int, log: Path, model: Any) -> dict[str, int]:
-    """The resources of this process now."""
+    """The resources that this process uses now."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     files = [file.stat().st_size for file in log.parent.glob(f"{log.stem}*")]
     return {
@@ -91,7 +91,7 @@ def look(step: int, log: Path, model: Any) -> dict[str, int]:
 
 
 def what_grows(looks: list[dict[str, int]]) -> list[str]:
-    """Sentences on the resources of one rank that grow; empty if the rank is flat."""
+    """A sentence for each resource of a rank that grows; empty if the rank is flat."""
     quarter = len(looks) // 4
     before, last = looks[-2 * quarter : -quarter], looks[-quarter:]
     growth = []
@@ -108,7 +108,7 @@ def what_grows(looks: list[dict[str, int]]) -> list[str]:
 
 
 def where_ranks_differ(looks_of_ranks: list[list[dict[str, int]]]) -> list[str]:
-    """A sentence on the first step at which weights of ranks differ; empty if there is none."""
+    """A sentence about the first step at which the weights of ranks differ; empty if there is no such step."""
     by_turn = zip(*looks_of_ranks, strict=True)
     steps = [looks[0]["step"] for looks in by_turn if len({snapshot["weights"] for snapshot in looks}) > 1]
     return [f"weights differ at step {steps[0]}"] if steps else []
@@ -116,7 +116,7 @@ def where_ranks_differ(looks_of_ranks: list[list[dict[str, int]]]) -> list[str]:
 
 @contextmanager
 def full_disk(full: bool) -> Iterator[None]:
-    """Makes every write to a file fail, if `full`."""
+    """If `full`, makes every write to a file fail."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if full:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
@@ -127,7 +127,7 @@ def full_disk(full: bool) -> Iterator[None]:
 
 
 def draw(random: Random, share: float, ranks: int) -> tuple[str | None, int]:
-    """Draws the fault of a step, or None, and the rank that has it. All ranks draw the same."""
+    """Draws the fault of a step, or None, and the rank that has the fault. All ranks draw the same result."""
     happens, fault, rank = random.random() < share, random.choice(list(FAULTS)), random.randrange(ranks)
     return fault if happens else None, rank
 
@@ -182,7 +182,7 @@ def train(case: str, steps: int, faults: float, folder: Path) -> None:
     model = torch.nn.Sequential(*[torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(4)])
     spec, policy = CASES[case]
     calibration, log = folder / "calibration.json", folder / f"log-{hvd.rank()}" / "decisions.jsonl"
-    if hvd.rank() == 0:  # nobody else reads it
+    if hvd.rank() == 0:  # no other rank reads it
         write_calibration(calibration, spec, model)
     chosen = parse_policy(policy.format(calibration=calibration)) if policy else None
     compression = hvdcomp.Compression.from_spec(
@@ -305,7 +305,7 @@ def page_of(cases: dict[str, dict[str, Any]], steps: int, ranks: int, faults: fl
 @click.option("--output", type=click.Path(path_type=Path), default=Path("runs/soak"), show_default=True)
 @click.option("--worker", type=click.Choice(list(CASES)), hidden=True)
 def main(steps: int, ranks: int, names: tuple[str, ...], faults: float, output: Path, worker: str | None) -> None:
-    """Train for many steps, and check that no resource grows."""
+    """Train for many steps, and check that the use of resources does not grow."""
     if worker is not None:
         train(worker, steps, faults, output)
         return

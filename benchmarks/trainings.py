@@ -1,8 +1,9 @@
-"""Runs the trainings that figures need. Each training is a separate process of `hvdcomp train`, with its own folder.
+"""Runs the training behind the figures of the benchmarks. Each training run is a separate process of `hvdcomp train`,
+with its own folder.
 
-A complete training with the same options is not repeated, so that an interrupted series of trainings continues. The
-benchmarks also store the figures of their pages in `trainings.csv`, which is part of the repository: a training in it
-is not repeated on any machine, and its folder is not needed.
+A complete training run with the same options is not repeated, so an interrupted series of runs can be continued. The
+benchmarks also store the figures for their pages in `trainings.csv`, which is part of the repository. A training run in
+this file is not repeated on any machine, and its folder is not needed.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Run:
-    """A training. Subclasses set its options.
+    """A training run. Subclasses set its options.
 
     Attributes:
         workload: name of the model and of the way to train it.
-        seed: the seed of the training.
-        runs: the folder that contains all trainings, and the file of their records.
+        seed: the seed of the training run.
+        runs: the folder that contains all training runs, and the file of their records.
     """
 
     workload: str
@@ -50,12 +51,12 @@ class Run:
 
     @property
     def label(self) -> str:
-        """The label that distinguishes the training from others of the same workload and seed."""
+        """The label that distinguishes this training run from others with the same workload and seed."""
         raise NotImplementedError
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """Options of `hvdcomp train`, without those of the output."""
+        """Options of `hvdcomp train`, without the options for the output."""
         raise NotImplementedError
 
     @property
@@ -80,13 +81,13 @@ class Run:
 
     @property
     def command(self) -> str:
-        """The command line of the training."""
+        """The command line of the training run."""
         settings = [f"{name}={value}" for name, value in self.environment.items()]
         return " ".join([*settings, "hvdcomp", shlex.join(self.words)])
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        """The summary of the run in the folder; None if it is incomplete or was trained with other options."""
+        """The summary of the run in the folder; None if the run is incomplete or has different options."""
         summary = _json(self.folder / "summary.json")
         if not summary:
             return None
@@ -95,24 +96,24 @@ class Run:
         return summary if same and summary.get("status") in ("finished", "diverged") else None
 
     def figures(self) -> dict[str, Any]:
-        """The figures of the complete training in the folder, for the file of records."""
+        """The figures of the complete training run in the folder, for the file of records."""
         return {}
 
     @property
     def target(self) -> str:
-        """The target on the validation data up to which the figures count; empty if there is none, or if it is an
-        option of the training."""
+        """The target on the validation data at which the figures end; empty if there is no target, or if the target is
+        an option of the training run."""
         return ""
 
     @property
     def settings(self) -> str:
-        """A hash of all that the training's figures depend on, except the code."""
+        """A hash of everything that the training run's figures depend on, except the code."""
         everything = json.dumps([self.options, dict(self.environment), self.target], sort_keys=True)
         return hashlib.sha256(everything.encode()).hexdigest()[:12]
 
     @property
     def record(self) -> dict[str, Any] | None:
-        """The training's figures, commit and seconds; None if it is neither in its folder nor in the records."""
+        """The training run's figures, commit and seconds; None if it is neither in its folder nor in the records."""
         if self.summary is None:
             stored = kept_records(self.runs).get((self.workload, self.label, self.seed))
             return stored if stored is not None and stored["settings"] == self.settings else None
@@ -126,19 +127,19 @@ class Run:
         return _json(self.folder / "run.json") or {}
 
     def begin(self) -> None:
-        """Creates the folder, and removes the results of an earlier training."""
+        """Creates the folder, and removes the results of an earlier training run."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in ("summary.json", "run.json"):
             (self.folder / name).unlink(missing_ok=True)
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables that are added for the training's process."""
+        """Environment variables that are added for the process of the training run."""
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         return {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, **self.environment}
 
     def end(self, at_commit: str, seconds: float, code: int) -> dict[str, Any]:
-        """Writes and returns what is known about the run (`about`), with the error from log.txt if the training
+        """Writes and returns what is known about the run (`about`), with the error from log.txt if the training run
         failed."""
         error = None
         if self.summary is None:
@@ -156,7 +157,7 @@ RECORDS = "trainings.csv"
 
 
 def kept_records(runs: Path) -> Mapping[tuple[str, str, int], dict[str, Any]]:
-    """The stored records of the folder of all trainings, by workload, label and seed."""
+    """The stored records of all training runs in a folder, by workload, label and seed."""
     file = runs / RECORDS
     return _records(file, file.stat().st_mtime_ns) if file.exists() else {}
 
@@ -173,7 +174,7 @@ def _records(file: Path, changed: int) -> Mapping[tuple[str, str, int], dict[str
 
 
 def keep_records(runs: Iterable[Run], folder: Path) -> None:
-    """Adds the records of runs to the file of records, in place of older records of the same training."""
+    """Adds the records of runs to the file of records. They replace older records of the same runs."""
     records = dict(kept_records(folder))
     for run in runs:
         record = run.record
@@ -184,7 +185,7 @@ def keep_records(runs: Iterable[Run], folder: Path) -> None:
 
 
 def seeds_there(runs: Path) -> list[int]:
-    """The seeds of all trainings whose results are in a folder or in its file of records."""
+    """The seeds of all training runs whose results are in a folder or in its file of records."""
     in_folders = {int(folder.name.removeprefix("seed")) for folder in runs.glob("*/*/seed*")}
     return sorted(in_folders | {seed for _, _, seed in kept_records(runs)})
 
@@ -197,10 +198,10 @@ def _json(file: Path) -> Any:
 
 
 class Trainer:
-    """Runs trainings, several at a time, each in a separate process.
+    """Starts training runs, several at a time, each in a separate process.
 
     Args:
-        workers: number of trainings that run at a time.
+        workers: number of training runs at a time.
         say: function that shows a line of text.
     """
 
@@ -214,11 +215,11 @@ class Trainer:
         self._server = _server()
 
     def train(self, todo: Sequence[Run], took: Mapping[str, Sequence[float]]) -> list[Run]:
-        """Runs all trainings, and returns those that failed.
+        """Runs all training runs, and returns those that failed.
 
         Args:
-            todo: the trainings to run.
-            took: seconds of earlier trainings, by workload.
+            todo: the training runs that are missing.
+            took: seconds of earlier training runs, by workload.
         """
         seconds = {name: list(values) for name, values in took.items()}
         failed, waiting = [], list(todo)
@@ -240,8 +241,8 @@ class Trainer:
         return failed
 
     def _train(self, run: Run) -> dict[str, Any]:
-        """Runs a training, and returns what is known about it (`about`). A training that was stopped counts as
-        unfinished."""
+        """Runs one training run, and returns what is known about it (`about`). A training run that was stopped counts
+        as unfinished."""
         run.begin()
         start = time.monotonic()
         with self._lock:
@@ -269,7 +270,7 @@ def _server() -> ForkServerContext:
     """Starts processes that have imported PyTorch, because the imports take longer than half of a quick training."""
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["torch._dynamo"])
-    # The libraries read the number of threads when they are imported, so from the variables of the server.
+    # The libraries read the number of threads when they are imported. They therefore read the variables of the server.
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
@@ -283,7 +284,7 @@ def _server() -> ForkServerContext:
 
 def _run(words: Sequence[str], variables: Mapping[str, str], log: Path) -> None:
     """Runs `hvdcomp` with these arguments in this process, which writes what it prints to a file."""
-    os.setsid()  # Ctrl-C reaches the benchmark only, which ends its trainings
+    os.setsid()  # Ctrl-C reaches only the benchmark, which then ends its training runs
     with log.open("wb") as file:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
@@ -302,7 +303,7 @@ def _outcome(run: Run, about: Mapping[str, Any]) -> str:
 
 
 def _remaining_time(waiting: Sequence[Run], seconds: Mapping[str, Sequence[float]], workers: int) -> str:
-    """The approximate remaining time, from earlier runs of the same workload, or of all workloads."""
+    """The approximate remaining time, estimated from earlier runs of the same workload, or of all workloads."""
     everything = statistics.mean(value for values in seconds.values() for value in values)
     total = sum(statistics.mean(seconds.get(run.workload) or [everything]) for run in waiting)
     minutes = total / max(1, min(workers, len(waiting))) / 60
@@ -314,12 +315,13 @@ def _interrupt(*_: Any) -> None:
 
 
 def train_missing(runs: Sequence[Run], console: Any, *, workers: int | None = None, dry_run: bool = False) -> list[Run]:
-    """Runs the trainings that have no record, and returns those that failed. Ends the process if the user stops it.
+    """Performs the training runs that have no record, and returns those that failed. Ends the process if the user stops
+    it.
 
     Args:
-        runs: the trainings, of any workloads.
+        runs: the training runs, of any workloads.
         console: console of `rich`, on which the progress is shown.
-        workers: number of trainings that run at a time; None for one training on each core.
+        workers: number of training runs at a time; None for one run on each core.
         dry_run: whether to only print the commands.
     """
     todo = [run for run in runs if run.record is None]

@@ -1,20 +1,21 @@
-"""Compares methods at their own best learning rates: searches the rate of each method, and trains it with five seeds.
+"""Compares methods at their own best learning rates: searches for each method's best rate, and trains the method at
+this rate with five seeds.
 
-    python -m benchmarks.best_rates --dry-run                   # lists the next trainings, and the hours of all
-    python -m benchmarks.best_rates                             # all trainings; many hours of each core
+    python -m benchmarks.best_rates --dry-run                   # lists the next training runs, and the hours of all
+    python -m benchmarks.best_rates                             # all training runs; many hours on all cores
     python -m benchmarks.best_rates --workload gpt --only eden:bits=1 --only terngrad
-    python -m benchmarks.best_rates --page-only                 # only the page, from the existing trainings
+    python -m benchmarks.best_rates --page-only                 # only the page, from the existing training runs
 
-The search of a method trains rates that differ by factors of two, and continues until the best rate is between two
-others. It trains each rate with one seed. The search for dense training comes first, and the other searches begin
+The search for a method trains at rates that differ by factors of two, and continues until the best rate is between two
+others. It trains at each rate with one seed. The search for dense training comes first, and the other searches begin
 around its best rate.
 
 Then each method is trained at its best rate, and at the best rate of dense training, with seeds that the search has not
-used. Each training is a separate process and has a folder below --runs. A complete training is not repeated. The file
-trainings.csv in --runs keeps the figures of all trainings.
+used. Each training run is a separate process and has a folder below --runs. A complete run is not repeated. The file
+trainings.csv in --runs keeps the figures of all training runs.
 
-First comes what decides README's table (rule.py). A method that loses too much on a quick task needs no
-slow one. The command can be stopped at any time, and continues with the same words.
+The training runs that decide README's table come first (rule.py). A method that loses too much on a quick task is not
+trained on slow tasks. You can stop the command at any time. To continue, start it again with the same arguments.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ Train = Callable[[Sequence[RateRun]], list[Run]]
 
 
 def trained(runs: Path) -> list[RateRun]:
-    """All trainings of these workloads and methods whose results are in a folder or in the file of records."""
+    """All training runs of these workloads and methods whose results are in a folder or in the file of records."""
     seeds = seeds_there(runs)
     return [
         RateRun(workload, seed, runs, spec, doublings)
@@ -58,7 +59,7 @@ def trained(runs: Path) -> list[RateRun]:
 
 
 def train_items(group: Sequence[Item], runs: Path, seeds: Sequence[int], train: Train) -> list[Run]:
-    """Trains rows of one workload and kind, and returns the trainings that failed."""
+    """Trains rows of one workload and kind, and returns the training runs that failed."""
     workload, methods = group[0].workload, [item.method for item in group]
     if group[0].kind == SAME:
         return train(at_rate_of_dense(workload, methods, runs, seeds))
@@ -69,7 +70,7 @@ def train_items(group: Sequence[Item], runs: Path, seeds: Sequence[int], train: 
 
 
 def show_plan(plan: Sequence[Item], runs: Path, console: Any) -> None:
-    """Prints the commands of the next trainings, and how long all of them take."""
+    """Prints the commands of the next training runs, and how long all missing training runs take."""
     first: list[RateRun] = []
     done: list[Item] = []
     while not first and (group := next_items(plan, done)):
@@ -134,7 +135,7 @@ def main(
         while group := next_items(order, done):
             failed += train_items(group, runs, seeds, train)
             done += group
-            if (now := len(kept_records(runs))) > count:  # it may have decided what comes next
+            if (now := len(kept_records(runs))) > count:  # it may decide which runs come next
                 order, count = plan(), now
     if write_page(table, runs, seeds):
         console.print(f"wrote {table}, and a CSV beside it")

@@ -1,9 +1,10 @@
-"""Writes docs/optimizers.md: which method goes with which optimizer, from the trainings of best learning rates.
+"""Writes docs/optimizers.md, which shows the methods that suit each optimizer, from the training runs at the best
+learning rates.
 
     python -m benchmarks.best_rates.optimizers
 
-It reads benchmarks/measured/best-rates/trainings.csv, and trains nothing. `python -m benchmarks.best_rates --workload
-sorting-soap` adds trainings of one optimizer on one task.
+It reads benchmarks/measured/best-rates/trainings.csv, and does not train anything. `python -m benchmarks.best_rates
+--workload sorting-soap` adds the training runs of one optimizer on one task.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SITUATIONS = (
     *OTHER_SITUATIONS,
     Situation("Muon", tuple(f"{task}-muon" for task in TASKS_OF_OTHERS), METHODS_OF_OTHERS, "Muon"),
 )
-"""The optimizers of the page, each with a workload for each of the tasks."""
+"""The optimizers on the page. For each optimizer, there is a workload for each task."""
 TASKS = {
     "heavy-tails": "A regression with outliers: a network with two hidden layers, 400 steps.",
     "sorting": "A transformer that sorts 16 numbers: two layers, 300 steps.",
@@ -150,7 +151,7 @@ def _method() -> list[str]:
 @click.option("--runs", type=click.Path(path_type=Path), default=MEASURED / "best-rates", show_default=True)
 @click.option("--table", type=click.Path(path_type=Path), default=Path("docs/optimizers.md"), show_default=True)
 def main(runs: Path, table: Path) -> None:
-    """Writes the page of methods by optimizer from the records of trainings."""
+    """Writes the page of methods by optimizer, from the records of training runs."""
     write_page(table, runs)
     click.echo(f"wrote {table}")
 

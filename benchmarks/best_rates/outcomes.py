@@ -1,4 +1,4 @@
-"""The results of the trainings for one method: its figures if all needed trainings exist, or what is missing."""
+"""The results of one method's training runs: its figures if all needed runs exist, otherwise what is missing."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from benchmarks.best_rates.search import FARTHEST, HELD_OUT, Grid, grid_of, seed
 from benchmarks.pages import mean_and_interval, with_interval
 
 FORGIVING = 1.0
-"""A learning rate counts as good if its quality is worse than that of the best rate by at most this number: percent of
-the loss, or points of accuracy."""
+"""A learning rate counts as good if its quality is at most this much worse than the quality at the best rate: in
+percent of the loss, or in points of accuracy."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """The trainings of a method at one learning rate, with several seeds.
+    """The training runs of a method at one learning rate, with several seeds.
 
     Attributes:
-        qualities: the quality of each training (`RateRun.quality`), by seed.
+        qualities: the quality of each training run (`RateRun.quality`), by seed.
     """
 
     workload: str
@@ -32,7 +32,7 @@ class Row:
     qualities: Mapping[int, float]
 
     def lost_beside(self, other: Row) -> list[float]:
-        """For each seed that both rows have, how much worse the quality of this row is; empty if any of these trainings
+        """For each seed that both rows have, how much worse this row's quality is; empty if any of these training runs
         diverged."""
         seeds = sorted(self.qualities.keys() & other.qualities.keys())
         lost = [lost_beside(self.workload, self.qualities[seed], other.qualities[seed]) for seed in seeds]
@@ -50,7 +50,7 @@ class Row:
 
 
 def row_of(workload: str, spec: str, doublings: int, runs: Path, seeds: Iterable[int]) -> Row | None:
-    """The row of the trainings that exist; None if there are none."""
+    """The row of the training runs that exist; None if there are none."""
     factors, qualities = [], {}
     for seed in seeds:
         run = RateRun(workload, seed, runs, spec, doublings)
@@ -63,13 +63,14 @@ def row_of(workload: str, spec: str, doublings: int, runs: Path, seeds: Iterable
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of a method in a workload.
+    """The results of a method on a workload.
 
     Attributes:
         grid: the learning rates that the search for the best one has trained.
         own: the row at the method's own best learning rate; None if it was not trained with a held-out seed.
         same: the row at the best learning rate of dense training; None if it was not trained.
-        lacks: words for what is missing; empty if nothing is. Figures are shown only if nothing is missing.
+        lacks: a description of what is missing; empty if nothing is missing. Figures are shown only if nothing is
+            missing.
     """
 
     workload: str
@@ -81,7 +82,7 @@ class Outcome:
 
     @property
     def complete(self) -> Row:
-        """The row at the method's own best learning rate, if the outcome lacks nothing; otherwise None."""
+        """The row at the method's own best learning rate, if nothing is missing; otherwise None."""
         assert self.own is not None
         assert not self.lacks
         return self.own
@@ -92,15 +93,15 @@ class Outcome:
 
     @property
     def good(self) -> tuple[float, float]:
-        """The lowest and the highest learning rate of the search that lose little compared with the best one
+        """The lowest and the highest learning rate in the search whose loss compared with the best rate is small
         (`FORGIVING`)."""
         rates = [rate_of(self.workload, at) for at, lost in self.grid.lost.items() if lost <= FORGIVING]
         return min(rates), max(rates)
 
 
 def outcome_of(workload: str, spec: str, runs: Path, seeds: Sequence[int]) -> Outcome:
-    """The results of a method. If dense training of the same workload lacks something, all methods of the workload lack
-    it."""
+    """The results of a method. If something is missing for dense training on the same workload, it counts as missing
+    for all methods on this workload."""
     seeds = seeds_of(workload, seeds)
     grid = grid_of(workload, spec, runs, start_of(workload, spec, runs))
     own = row_of(workload, spec, grid.best, runs, seeds)
@@ -130,7 +131,7 @@ def _lacks_of(grid: Grid, own: Row | None, seeds: Sequence[int]) -> tuple[str, .
 def outcomes_of(
     workload: str, runs: Path, seeds: Sequence[int], methods: Sequence[str] | None = None
 ) -> dict[str, Outcome]:
-    """The results of the methods of a workload, by spec. Dense training is the first. `only` limits the methods."""
+    """The results of the methods on a workload, by spec, with dense training first. `only` limits the methods."""
     chosen = methods_of(workload) if methods is None else methods
     return {spec: outcome_of(workload, spec, runs, seeds) for spec in dict.fromkeys([DENSE, *chosen])}
 

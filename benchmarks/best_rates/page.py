@@ -1,4 +1,4 @@
-"""The page of best learning rates, docs/best-rates.md, and the CSV file beside it."""
+"""Writes the page of best learning rates, docs/best-rates.md, and the CSV file next to it."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ ByWorkload = Mapping[str, Mapping[str, Outcome]]
 
 
 def write_page(file: Path, runs: Path, seeds: Sequence[int]) -> bool:
-    """Writes the page of all trainings in the file of records, and a CSV file next to it. Returns False if there are no
-    trainings."""
+    """Writes the page of all training runs in the file of records, and a CSV file next to the page. Returns False if
+    there are no training runs."""
     records = [one for one in kept_records(runs).values() if one["workload"] not in WORKLOADS_OF_OTHERS]
     if not records:
         return False
@@ -173,7 +173,7 @@ def _pairs(workload: str, complete: Mapping[str, Outcome]) -> list[str]:
 
 
 def _missing(outcomes: Mapping[str, Outcome]) -> list[str]:
-    """A list, in Markdown, of what rows lack that are not complete."""
+    """A list, in Markdown, of what is missing in the rows that are not complete."""
     begun = [outcome for outcome in outcomes.values() if outcome.lacks and outcome.is_begun]
     others = [f"`{outcome.spec}`" for outcome in outcomes.values() if not outcome.is_begun]
     lines = [
@@ -195,8 +195,8 @@ _MANY_RANKS_IN_WORDS = (
 
 
 def _variants(found: ByWorkload, runs: Path, kind: str, title: str, text: str) -> list[str]:
-    """A section about trainings of another kind, with a result for each seed. Two seeds are too few for a confidence
-    interval.
+    """A section about training runs of a different kind, with a result for each seed. Two seeds are too few for a
+    confidence interval.
 
     Args:
         kind: end of the names of these variants, such as "-long".
@@ -224,7 +224,7 @@ def _variants(found: ByWorkload, runs: Path, kind: str, title: str, text: str) -
 
 
 def in_one_sentence(words: Sequence[str]) -> str:
-    """Words as a list in a sentence: a, b and c."""
+    """Joins words into a list for a sentence, such as "a, b and c"."""
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 

@@ -1,4 +1,4 @@
-"""The order of the trainings, and the time that the missing ones take. Trainings that README's table needs come
+"""The order of the training runs, and the time that the missing runs take. The runs that README's table needs come
 first."""
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ _RATES_OF_A_SEARCH = 4
 _SHARE_OF_OTHER_RATES = 0.5
 """Expected share of methods whose best rate is not that of dense training."""
 _QUIET_SECONDS = {"gpt": 100.0, "lstm": 70.0, "mnist1d": 26.0, "sorting": 17.0, "shapes": 17.0, "heavy-tails": 10.0}
-"""Seconds of a training on a core without other programs, for workloads without records: extrapolated from the
-processor time of 40 steps. The LSTM's is its quickest training in docs/convergence.md, the GPT's a guess."""
+"""For workloads without records, the seconds of a training run on an otherwise idle core, extrapolated from the
+processor time of 40 steps. The number for the LSTM is that of its quickest training run in docs/convergence.md. The
+number for the GPT is a guess."""
 _SLOW = 30.0
-"""If a training takes at least this number of seconds, the rows of its workload are trained one after the other,
-because the result of one row may make the next row needless."""
+"""If a training run takes at least this number of seconds, the rows of its workload are trained one after the other,
+because the result of one row may make the next row unnecessary."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Item:
 
 
 def items(runs: Path) -> list[Item]:
-    """All rows in the order of their trainings, as far as the present records determine it."""
+    """All rows in the order in which they are trained, as far as the existing records determine the order."""
     found: dict[tuple[str, str, str], Item] = {}
     for item in _items(runs):
         found.setdefault(item.key, item)
@@ -108,14 +109,15 @@ def _items(runs: Path) -> Iterator[Item]:
 
 
 def _with_control(methods: Sequence[str]) -> list[str]:
-    """Dense training and methods, with the frozen optimizer that compresses nothing beside those that freeze."""
+    """Dense training and the given methods. If any of the methods freezes the optimizer, the result also has the frozen
+    optimizer without compression."""
     frozen = [name for name in FROZEN if name.endswith(f" {DENSE}")] if set(methods) & FROZEN.keys() else []
     return [DENSE, *methods, *frozen]
 
 
 def named_in(situation: Situation, runs: Path) -> list[str]:
-    """The methods that README's table names by the rule; if the rule does not decide yet, the methods to measure
-    first."""
+    """The methods that the rule chooses for README's table. If the rule cannot decide yet, these are the methods to
+    measure first."""
     standings = standings_of(situation, runs)
     found = [standing.method for standing in chosen(standings).values()]
     return found or [standing.method for standing in undecided(standings)[:1]]
@@ -139,8 +141,8 @@ def next_items(plan: Sequence[Item], done: Collection[Item]) -> list[Item]:
 
 
 def variant_runs(workload: str, kind: str, methods: Sequence[str], runs: Path) -> list[RateRun]:
-    """The trainings of a variant. They use the best learning rates of the workload itself, so only complete rows have
-    them.
+    """The training runs of a variant. They use the best learning rates of the workload itself, so they exist only for
+    complete rows.
 
     Args:
         kind: end of the variant's name, such as "-long".
@@ -153,11 +155,11 @@ def variant_runs(workload: str, kind: str, methods: Sequence[str], runs: Path) -
     ]
 
 
-# How long it takes.
+# The time that training takes.
 
 
 def missing_trainings(item: Item, runs: Path, seeds: Sequence[int] = HELD_OUT) -> float:
-    """The number of trainings that a row is expected to need still."""
+    """The expected number of training runs that a row still needs."""
     workload, method = item.workload, item.method
     grid = grid_of(workload, method, runs, start_of(workload, method, runs))
     seeds = seeds_of(workload, seeds)
@@ -178,8 +180,8 @@ def missing_trainings(item: Item, runs: Path, seeds: Sequence[int] = HELD_OUT) -
 
 
 def seconds_of(workload: str, runs: Path) -> tuple[float, float]:
-    """The seconds of a training: the smallest and the median number in the records, or else those of a similar
-    workload."""
+    """The seconds that a training run takes: the smallest and the median number in the records, or, if there are none,
+    those of a similar workload."""
     own = [record["seconds"] for record in kept_records(runs).values() if record["workload"] == workload]
     known = [seconds for seconds in own if seconds is not None]
     if known:
@@ -192,7 +194,8 @@ def seconds_of(workload: str, runs: Path) -> tuple[float, float]:
 
 
 _SIMILAR = {LONG: float(LONGER), MANY_RANKS: 4.0, "-muon": 1.0, **{f"-{name}": 1.0 for name in OTHER_OPTIMIZERS}}
-"""For each part of a workload's name, the factor by which a training takes longer than without this part."""
+"""For each part of a workload's name, the factor by which training takes longer than on the workload without this part
+in its name."""
 
 
 def _quiet_seconds(workload: str) -> float:
@@ -208,8 +211,8 @@ class Estimate:
 
     Attributes:
         rows: number of rows that are not complete.
-        trainings: expected number of trainings that are missing.
-        least, usual: hours of one core, computed from the quickest and from the median training of each workload.
+        trainings: expected number of missing training runs.
+        least, usual: hours of one core, computed from the quickest and from the median training run of each workload.
     """
 
     stage: str
@@ -220,7 +223,7 @@ class Estimate:
 
 
 def estimates(among: Sequence[Item], runs: Path) -> list[Estimate]:
-    """The work that each stage still needs, if no result makes another row needless."""
+    """The work that each stage still needs, if no result makes other rows unnecessary."""
     found = []
     for number, stage in enumerate(STAGES):
         left = [(item, missing_trainings(item, runs)) for item in among if item.stage == number]

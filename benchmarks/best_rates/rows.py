@@ -1,5 +1,5 @@
-"""The rows of the benchmark of best learning rates: its workloads, the methods of each workload, and a single
-training."""
+"""The rows of the benchmark of best learning rates: its workloads, the methods for each workload, and a single training
+run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _with(name: str, **changes: Any) -> dict[str, Any]:
 
 
 def _quick(model: str, data: str, optimizer: str, lr: float, steps: int, **changes: Any) -> dict[str, Any]:
-    """The options of a training that takes about ten seconds on one core."""
+    """The options of a training run that takes about ten seconds on one core."""
     words = {"model": model, "data": data, "optimizer": optimizer, "lr": lr, "schedule": "cosine", "steps": steps}
     return {**words, "evaluate_every": 100, "simulate_ranks": convergence.RANKS, **changes}
 
@@ -51,8 +51,8 @@ OTHER_OPTIMIZERS: dict[str, dict[str, Any]] = {
     "schedule-free": {"optimizer": "pytorch_optimizer.ScheduleFreeAdamW", "lr": 1.0, "schedule": "step"},
     "soap": {"optimizer": "pytorch_optimizer.SOAP", "lr": 0.5},
 }
-"""By name, optimizers of other packages: what they change in a workload of AdamW. The learning rate at which the first
-search begins is a multiple of the workload's."""
+"""Optimizers from other packages: for each, by name, the options that it changes in a workload with AdamW. The first
+search begins at a multiple of the workload's learning rate."""
 
 
 KINDS_OF_OTHERS = {
@@ -75,22 +75,21 @@ def _of_other_optimizers(task: str) -> dict[str, dict[str, Any]]:
 
 
 TASKS_OF_OTHERS = ("heavy-tails", "sorting")
-"""The workloads that are trained with other optimizers, too: those of AdamW that are quick."""
+"""The workloads that are also trained with other optimizers: the quick workloads with AdamW."""
 WORKLOADS_OF_OTHERS = {name: one for task in TASKS_OF_OTHERS for name, one in _of_other_optimizers(task).items()}
 
 DENSE = "none"
 PAIRS = {"eden": ("terngrad", "powersgd"), "eden:bits=1": ("powersgd",)}
-"""For each method, the rivals that it is compared with. PowerSGD has the lowest rank that sends at least the bytes of
-the method."""
+"""For each method, the rivals that it is compared with. PowerSGD has the lowest rank at which it sends at least as many
+bytes as the method."""
 QUICK_RANKS = {"sorting": 2, "heavy-tails": 4, "shapes": 2}
-"""For the data of each quick workload, the rank at which PowerSGD sends about the same number of bytes as
-`terngrad`."""
+"""For the data of each quick workload, the rank with which PowerSGD sends about as many bytes as `terngrad`."""
 FROZEN: dict[str, dict[str, Any]] = {
     "compressed-adam none": {"optimizer": "compressed-adam", "compression": "none", "freeze_compression": "none"},
     "compressed-adam efsignsgd": {"optimizer": "compressed-adam", "compression": "efsignsgd"},
 }
-"""Methods that also change AdamW. This change alone may improve the quality, so one of the methods compresses nothing,
-for comparison."""
+"""Methods that also change AdamW. This change alone may improve the quality, so one of these methods does not compress;
+it is the baseline."""
 _FREEZE_AFTER = {"gpt": 0.2}
 """The share of the steps after which the second moment is frozen, for workloads whose warm-up is longer than the
 default share of 15 %."""
@@ -100,7 +99,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "local-steps=4 chunkedtopk:chunk=8,k=1,values=sign": {
         **_COMPRESSED_STEPS, "local_steps": 4, "compression": "chunkedtopk:chunk=8,k=1,values=sign",
     },
-    # SparseLoCo and DiLoCo, so that they send about as many bytes as signs.
+    # SparseLoCo and DiLoCo, with settings at which they send about as many bytes as signs.
     "sparseloco": {
         **_COMPRESSED_STEPS, "memory": "error_feedback:decay=0.95", "local_steps": 4,
         "compression": "chunkedtopk:k=256",
@@ -113,8 +112,8 @@ STEPS: dict[str, dict[str, Any]] = {
         **_COMPRESSED_STEPS, "local_steps": 1, "compression": "chunkedtopk:chunk=32,k=1,values=sign",
     },
 }  # fmt: skip
-"""Methods whose ranks make steps with their own gradients and exchange how far the weights moved, from the fewest bytes
-to the most."""
+"""Methods in which ranks take steps with their own gradients, and exchange the changes of their weights. They are
+sorted from the fewest bytes to the most."""
 
 RAISED = tuple(name for name, changes in STEPS.items() if changes["outer_momentum"] == 0)
 """The names in `STEPS` whose best learning rates are two to four times the best rate of dense training
@@ -126,7 +125,7 @@ CANDIDATES = {
     "adamw": ("eden:bits=1", "terngrad", "eden", "int4", "int8"),
     "muon": ("eden:bits=1", "terngrad", "eden", "int4"),
 }
-"""The compressors among which README's table chooses, by optimizer, from the fewest bytes to the most."""
+"""For each optimizer, the compressors that README's table may name, from the fewest bytes to the most."""
 
 METHODS_OF_OTHERS = ("topk:ratio=0.01", "eden:bits=1", "eden", "int4")
 """The compressors that are trained with other optimizers, from the fewest bytes to the most."""
@@ -134,8 +133,9 @@ METHODS_OF_OTHERS = ("topk:ratio=0.01", "eden:bits=1", "eden", "int4")
 LONGER = 3
 """Factor by which a long training has more steps."""
 LONG, MANY_RANKS = "-long", "-16"
-"""Ends of the names of variants: a workload with more steps, and one with 16 ranks. A variant has no search: its rates
-are the best rates of its workload. Two seeds say which way it goes; they have no interval."""
+"""Ends of the names of variants: a workload with more steps, and a workload with 16 ranks. There is no search for a
+variant; its rates are the best rates of its workload. Its two seeds only show the trend: they are too few for a
+confidence interval."""
 SEEDS_OF_VARIANTS = (101, 102)
 METHODS_OF_MANY_RANKS = (DENSE, *PAIRS, "terngrad")
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -171,7 +171,7 @@ def _of_equal_bytes(workload: str, spec: str) -> str:
 
 
 def methods_of(workload: str) -> list[str]:
-    """The methods with which a workload is trained: specs, and names of `NAMED`. Dense training is the first."""
+    """The methods with which a workload is trained: specs, and names in `NAMED`. Dense training comes first."""
     if workload in WORKLOADS_OF_OTHERS:
         return [DENSE, *METHODS_OF_OTHERS]
     options = TRAINED[workload]
@@ -187,12 +187,12 @@ def methods_of(workload: str) -> list[str]:
 
 
 def name_of(spec: str) -> str:
-    """The name of a method for `--only`: the name of its compressor, or the first word of a name of `NAMED`."""
+    """The name of a method for `--only`: the name of its compressor, or the first word of a name in `NAMED`."""
     return spec.partition(" ")[0].partition("=")[0] if spec in NAMED else parse_compressor(spec).name
 
 
 def changes_of(workload: str, spec: str) -> dict[str, Any]:
-    """The options with which a method changes the options of the workload."""
+    """The options that a method changes in the options of the workload."""
     changes = NAMED.get(spec, {"compression": spec})
     steps = TRAINED[workload]["steps"]
     share = _FREEZE_AFTER.get(workload.removesuffix(LONG).removesuffix(MANY_RANKS))
@@ -200,17 +200,18 @@ def changes_of(workload: str, spec: str) -> dict[str, Any]:
         return {**changes, "freeze_after": round(share * steps)}
     if spec not in STEPS:
         return changes
-    # The last step ends a round. Within rounds the ranks have different weights, so the end is the only evaluation.
+    # The last step ends a round. Within a round, the ranks have different weights, so the only evaluation is at the
+    # end.
     every = max(length for length in range(1, changes["local_steps"] + 1) if steps % length == 0)
     return {**changes, "local_steps": every, "evaluate_every": steps}
 
 
 @dataclass(frozen=True)
 class RateRun(Run):
-    """A training of a workload with a method at a learning rate.
+    """One training run: a workload, a method and a learning rate.
 
     Attributes:
-        spec: spec of the compressor, or a name of `NAMED`.
+        spec: spec of the compressor, or a name in `NAMED`.
         doublings: the learning rate, as the number of times that the workload's own learning rate is doubled; negative
             if it is halved.
     """
@@ -244,7 +245,7 @@ class RateRun(Run):
 
     @property
     def quality(self) -> float | None:
-        """The accuracy in percent, or the loss; None if the training does not exist, and NaN if it diverged."""
+        """The accuracy in percent, or the loss; None if the training run does not exist, and NaN if it diverged."""
         record = self.record
         if record is None:
             return None
@@ -253,5 +254,5 @@ class RateRun(Run):
 
 
 def lost_beside(workload: str, quality: float, reference: float) -> float:
-    """How much worse a quality is than another: in points of accuracy, or in percent of the loss."""
+    """How much worse a quality is than a reference quality: in points of accuracy, or in percent of the loss."""
     return reference - quality if is_accuracy(workload) else 100 * (quality / reference - 1)

@@ -1,10 +1,12 @@
-"""The rule of README's table "which method": the fewest bytes that lose little on every task with an optimizer.
+"""The rule for README's table "which method": for each optimizer, it chooses the method that sends the fewest bytes
+among those that lose little on every task.
 
 A method is within a bound if, on every workload with the optimizer, its row is complete and the upper end of its 95 %
-interval is at most the bound: percent of the loss or points of accuracy beside dense training, each at its own best
-rate. The first method of an optimizer is the one within the first of `BOUNDS` that sends the fewest bytes. The next one
-is within the second bound, if it sends fewer bytes still. A method that exceeds all bounds on one workload is out, so
-that its other rows need no trainings.
+interval is at most the bound. The interval is that of the loss of quality compared with dense training, in percent of
+the loss or points of accuracy, with both at their own best rates. The first method for an optimizer is the one that
+sends the fewest bytes among the methods within the first of `BOUNDS`. The second method is within the second bound, and
+is named only if it sends even fewer bytes. A method that exceeds all bounds on one workload is excluded, so its other
+rows are not trained.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from benchmarks.best_rates.rows import (
 from benchmarks.best_rates.search import HELD_OUT
 
 BOUNDS = (1.0, 3.0)
-"""The bounds of the rule: a method may be worse than dense training by this number of percent of the loss, or points of
+"""The bounds of the rule: how much worse than dense training a method may be, in percent of the loss or points of
 accuracy."""
 
 
@@ -38,7 +40,7 @@ class Situation:
 
     Attributes:
         name: the text in the first column of README's table.
-        workloads: names of the workloads on which a method must be good, the quickest first.
+        workloads: names of the workloads on which a method must be good, quickest first.
         methods: the methods to choose from, from the fewest bytes to the most.
         optimizer: kind of the optimizer, as in `hvdcomp.compressors.evidence`; None if the methods do not compress
             gradients.
@@ -70,7 +72,7 @@ OTHER_SITUATIONS = tuple(
     Situation(kind, tuple(f"{task}-{name}" for task in TASKS_OF_OTHERS), METHODS_OF_OTHERS, kind)
     for name, kind in KINDS_OF_OTHERS.items()
 )
-"""The situations of docs/optimizers.md, which README's table does not have."""
+"""The situations that are in docs/optimizers.md but not in README's table."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Standing:
 
     Attributes:
         lost: for each workload with a complete row, by name, the mean loss of quality and half of its confidence
-            interval, as in `Row.lost_beside`; infinite if a training diverged.
+            interval, as in `Row.lost_beside`; infinite if a training run diverged.
         factors: for each workload with a complete row, by name, the compression factor of its trainings.
         open: the names of the workloads without a complete row.
     """
@@ -102,7 +104,7 @@ class Standing:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is not decided yet if the method is within a bound, because rows are missing."""
+        """Whether it is still undecided if the method is within a bound, because rows are missing."""
         return bool(self.open) and not self._exceeds(max(BOUNDS))
 
 

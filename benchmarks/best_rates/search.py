@@ -1,7 +1,8 @@
-"""The search of a method's best learning rate: rates that differ by factors of two, until the best is between others.
+"""The search for a method's best learning rate. It tries rates that differ by factors of two, until the best rate is
+between two others.
 
-A row is complete when its best rate is between two worse rates of the search, and is trained with five seeds that the
-search has not seen; so is dense training of the same workload.
+A row is complete when its best rate is between two worse rates of the search, and the method was trained at the best
+rate with five seeds that the search has not used. The same must be true of dense training on the same workload.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from benchmarks.trainings import Run
 SEARCHED = 0
 """The seed of the search."""
 HELD_OUT = (101, 102, 103, 104, 105)
-"""The seeds of the trainings that give the figures. No choice depends on trainings with these seeds."""
+"""The seeds of the training runs from which the figures are computed. No choice depends on training runs with these
+seeds."""
 MANY = 30
 _NOISY = ("heavy-tails", "heavy-tails-muon")
-"""Quick workloads with so much noise between seeds that five of them cannot show a loss below some percent. They get
+"""Quick workloads that vary so much from seed to seed that five seeds cannot show a loss of a few percent. They get
 `MANY` seeds."""
 FARTHEST = 8
 """Largest number of doublings or halvings of the workload's own learning rate. A search ends there, even if it has not
@@ -28,20 +30,20 @@ found a best rate between two others."""
 
 
 def seeds_of(workload: str, seeds: Sequence[int]) -> tuple[int, ...]:
-    """The held-out seeds of a workload: the given ones, and further ones if the workload is noisy."""
+    """The held-out seeds of a workload: the given seeds, and additional seeds if the workload is noisy."""
     further = range(HELD_OUT[0], HELD_OUT[0] + MANY) if workload in _NOISY else ()
     return tuple(dict.fromkeys((*seeds, *further)))
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The learning rates of a method that the search has trained.
+    """The learning rates at which the search has trained a method.
 
     Attributes:
-        lost: for each rate, by its doublings, how much worse the training was than the best one: in percent of the
-            loss, or in points of accuracy. Infinite if the training diverged.
+        lost: for each rate, by its doublings, how much worse the training run was than the best run: in percent of the
+            loss, or in points of accuracy. Infinite if the training run diverged.
         best: doublings of the best learning rate.
-        next: the trainings that the search needs next; empty if the best rate is between two other trained rates.
+        next: the training runs that the search needs next; empty if the best rate is between two other trained rates.
     """
 
     lost: Mapping[int, float]
@@ -50,12 +52,12 @@ class Grid:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the training at the best rate did not diverge, and the best rate is between two worse ones."""
+        """Whether the training run at the best rate did not diverge, and the best rate is between two worse rates."""
         return math.isfinite(self.lost.get(self.best, math.inf)) and {self.best - 1, self.best + 1} <= self.lost.keys()
 
 
 def grid_of(workload: str, spec: str, runs: Path, start: int) -> Grid:
-    """The learning rates of a method that were trained so far.
+    """The learning rates at which a method has been trained so far.
 
     Args:
         start: doublings of the rate at which the search begins.
@@ -70,7 +72,7 @@ def grid_of(workload: str, spec: str, runs: Path, start: int) -> Grid:
     if not trained:
         return Grid({}, start, untrained(start - 1, start, start + 1))
     finished = [quality for quality in trained.values() if not math.isnan(quality)]
-    if not finished:  # too high, all of them
+    if not finished:  # all rates were too high
         lower = min(trained) - 1
         return Grid(dict.fromkeys(trained, math.inf), lower, untrained(lower))
     best_quality = (max if is_accuracy(workload) else min)(finished)
@@ -88,8 +90,8 @@ begins."""
 
 
 def start_of(workload: str, spec: str, runs: Path) -> int:
-    """The doublings of the rate at which the search of a method begins. It is the best rate of dense training. If ranks
-    send the mean of compressed steps, which is shorter than each of the steps, it is twice this rate."""
+    """The doublings of the rate at which the search for a method begins. This is the best rate of dense training. If
+    ranks exchange compressed steps, it is twice that rate, because the mean of the steps is shorter than each step."""
     start = _DENSE_STARTS.get(workload, 0)
     if spec == DENSE:
         return start
@@ -99,10 +101,10 @@ def start_of(workload: str, spec: str, runs: Path) -> int:
 def search(
     workload: str, specs: Sequence[str], runs: Path, train: Callable[[Sequence[RateRun]], Sequence[Run]]
 ) -> list[Run]:
-    """Trains until every best rate is between two others: first of dense training, then of all methods.
+    """Trains until every best rate is between two others: first with dense training, then with all methods.
 
     Returns:
-        the trainings that failed, where the search of their method ended.
+        the training runs that failed. They end the search for their method.
     """
     failed: list[Run] = []
     for methods in ([DENSE], specs):

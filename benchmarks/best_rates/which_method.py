@@ -1,10 +1,12 @@
-"""Makes README's table "which method", and the figures behind hvdcomp's own advice, from the trainings of best rates.
+"""Makes README's table "which method", and the figures behind hvdcomp's own advice, from the training runs at the best
+learning rates.
 
     python -m benchmarks.best_rates.which_method
 
-It reads benchmarks/measured/best-rates/trainings.csv, and trains nothing. The rule is in rule.py. Until it
-decides about an optimizer, README keeps the methods that were chosen at a single learning rate, and says so. Run it
-after `python -m benchmarks.best_rates` has added trainings: tests compare README and evidence.json with the records.
+It reads benchmarks/measured/best-rates/trainings.csv, and does not train anything. The rule is in rule.py. Until the
+rule can decide about an optimizer, README keeps the methods that were chosen at a single learning rate, with a note
+about this. Run this program after `python -m benchmarks.best_rates` has added training runs, because tests compare
+README and evidence.json with the records.
 """
 
 from __future__ import annotations
@@ -111,8 +113,8 @@ def table_of(runs: Path) -> str:
 
 
 def rows_of(situation: Situation, runs: Path) -> list[tuple[str, str, str, str]]:
-    """The rows of a situation in README's table: the methods that the rule chooses, or else the methods that were
-    chosen at one learning rate, or else the methods that are not measured yet."""
+    """The rows of a situation in README's table: the methods that the rule chooses. If it cannot choose yet, these are
+    the methods that were chosen at one learning rate, or else the methods that are not measured yet."""
     standings = standings_of(situation, runs)
     found, missing = chosen(standings), undecided(standings)
     rows: list[tuple[str, str, str, str]] = []
@@ -136,7 +138,7 @@ def rows_of(situation: Situation, runs: Path) -> list[tuple[str, str, str, str]]
 
 
 def _shown(method: str) -> str:
-    """A method in the words of README."""
+    """The name of a method, as in README."""
     if method not in NAMED:
         return f"`{method}`"
     compressor = f"`{NAMED[method]['compression']}`"
@@ -165,7 +167,7 @@ def _quality(standing: Standing, bound: float) -> str:
 
 
 def with_table(text: str, table: str) -> str:
-    """README's text, with this table in place of the present one."""
+    """README's text, with this table instead of the current one."""
     before, mark, rest = text.partition(MARK)
     _, end, after = rest.partition("\n\n")
     if not mark or not end:
@@ -221,7 +223,8 @@ def _records_of(workload: str, runs: Path) -> list[dict[str, Any]]:
 
 def _is_complete(method: str, workload: str, runs: Path) -> bool:
     """Whether a method has complete rows of all workloads that are trained with the optimizer of this workload. A
-    method that loses nothing on an easy task must not be recommended before its other tasks are known."""
+    method that loses nothing on an easy task must not be recommended before its results on the other tasks are
+    known."""
     tasks = next(one.workloads for one in (*SITUATIONS, *OTHER_SITUATIONS) if workload in one.workloads)
     return not any(outcome_of(name, method, runs, HELD_OUT).lacks for name in tasks)
 
@@ -234,7 +237,7 @@ _KINDS: Mapping[str, str] = {
 
 
 def _mean_lost(outcome: Outcome, dense: Outcome) -> float | None:
-    """The mean loss of quality, in the unit of `hvdcomp.compressors.evidence`; None if a training diverged."""
+    """The mean loss of quality, in the unit of `hvdcomp.compressors.evidence`; None if a training run diverged."""
     lost: Sequence[float] = outcome.complete.lost_beside(dense.complete)
     return round(math.fsum(lost) / len(lost) / 100, 4) if lost else None
 

@@ -1,8 +1,8 @@
-"""Diagnostics of a training: the curvature of the loss, and the critical regimes that it marks.
+"""Diagnostics of training: the curvature of the loss, and the critical regimes that it indicates.
 
-Accordion detects critical regimes by the norm of the gradient, because the eigenvalues of the Hessian, which earlier
-work uses, are too expensive to follow in every training. This package measures both, to compare them on a model of
-your own. It needs PyTorch; plots need matplotlib.
+Accordion detects critical regimes by the norm of the gradient. Earlier work uses the eigenvalues of the Hessian, which
+are too expensive to follow in every training run. This package measures both, to compare them on a model of your own.
+It needs PyTorch; plots need matplotlib.
 """
 
 from __future__ import annotations

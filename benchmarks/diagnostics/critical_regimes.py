@@ -1,11 +1,11 @@
-"""Compares the critical regimes by the gradient's norm with those by the Hessian's largest eigenvalue.
+"""Compares two ways to detect critical regimes: by the gradient's norm, and by the Hessian's largest eigenvalue.
 
     python -m benchmarks.diagnostics.critical_regimes        # without Horovod; some minutes on one core
 
 The program trains the reference network on the digits with dense SGD. The learning rate falls once. The program
 measures both quantities at the end of every epoch, and writes critical_regimes.json and critical_regimes.png: figure 3
-of the Accordion paper, for a model that is small enough for every machine. By default, a fifth of the labels is random.
-Otherwise the loss would be near zero before the learning rate falls, and the fall would change nothing.
+of the Accordion paper, for a model that is small enough for every machine. By default, a fifth of the labels are
+random. Otherwise the loss would be near zero before the learning rate falls, and the fall would not change anything.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BATCH = 256  # batch size of the passes for the Hessian; the result does not de
 
 
 def measure(options: TrainingOptions, record: RegimeRecord, samples: int, progress: Progress) -> list[dict[str, Any]]:
-    """Trains a model as `options` say, notes every epoch in `record`, and returns one row per epoch."""
+    """Trains a model with these options, adds every epoch to `record`, and returns one row per epoch."""
     torch.manual_seed(options.seed)
     data = load_data(options)
     if not 1 <= samples <= len(data.train_x):
@@ -144,7 +144,7 @@ def main(
     seed: int,
     output: Path,
 ) -> None:
-    """Trains, measures, and writes what was found."""
+    """Trains, measures, and writes the results."""
     try:
         options = TrainingOptions(
             epochs=epochs, milestones=(milestone,), lr=lr, label_noise=label_noise, seed=seed

@@ -1,7 +1,8 @@
 """The largest eigenvalue of the Hessian of a loss, by power iteration with Hessian-vector products (PyTorch).
 
-A Hessian-vector product is the gradient of (gradient . vector), so the Hessian itself, of parameters times parameters
-elements, is never formed. Each product passes once over all batches and costs a few backward passes.
+A Hessian-vector product is the gradient of (gradient . vector), so the Hessian itself, whose number of elements is the
+square of the number of parameters, is never formed. Each product passes once over all batches and costs a few backward
+passes.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ class HessianEigenvalue:
             loss curves down in every direction.
         dominant: the signed Rayleigh quotient at the end of plain power iteration. It estimates the eigenvalue of
             largest magnitude: `value` itself, or a negative eigenvalue. If both extremes are equally far from zero, it
-            lies anywhere between them.
-        iterations: the number of Hessian-vector products, each a pass over all batches.
+            may be anywhere between them.
+        iterations: the number of Hessian-vector products. Each product is a pass over all batches.
         relative_change: the change of the estimate in the last iteration, relative to `value`.
-        converged: whether the relative change fell to the tolerance in time, in the plain power iteration and, if there
-            was one, in the shifted power iteration.
+        converged: whether the relative change fell to the tolerance within the allowed iterations, in the plain power
+            iteration and, if there was one, in the shifted power iteration.
     """
 
     value: float
@@ -56,39 +57,40 @@ def largest_hessian_eigenvalue(
 ) -> HessianEigenvalue:
     """The largest eigenvalue of the Hessian of the mean loss over `batches`.
 
-    Power iteration finds the eigenvalue of largest magnitude. If a negative eigenvalue is as far from zero as the
-    largest or farther, a second power iteration on Hessian + |dominant| * identity follows, whose dominant eigenvalue
-    belongs to the largest.
+    Power iteration finds the eigenvalue of largest magnitude. If a negative eigenvalue is at least as far from zero as
+    the largest eigenvalue, a second power iteration follows, on Hessian + |dominant| * identity. Its dominant
+    eigenvalue corresponds to the largest eigenvalue of the Hessian.
 
-    The model is used in its present mode (`model.eval()`, `model.train()`) and is not changed: neither its gradients,
-    nor its buffers (batch normalization updates copies), nor PyTorch's random generators on the CPU and on the
-    parameters' devices. Random numbers of model and batches come from `seed`, the same in every pass: dropout, for
-    example, has a fixed mask per batch.
+    The model is used in its current mode (`model.eval()`, `model.train()`). The function does not change the model's
+    gradients, its buffers (batch normalization updates copies), or PyTorch's random generators on the CPU and on the
+    parameters' devices. Random numbers of model and batches come from `seed` and are the same in every pass: dropout,
+    for example, has a fixed mask per batch.
 
     Args:
         model: the model. It is called with the inputs of a batch.
         loss_function: function that gets the model's output and the targets, and returns a scalar: the mean loss over
             the elements of the targets.
         batches: pairs of inputs and targets, on the model's device, which can be iterated many times, such as a list or
-            a DataLoader. The weight of a batch is the number of elements of its targets.
+            a DataLoader. A batch is weighted by the number of elements of its targets.
         parameters: the parameters with respect to which the Hessian is computed; by default all parameters of the
-            model. Parameters that require no gradient are left out.
-        iterations: the largest number of Hessian-vector products of each of the two power iterations.
-        tolerance: the relative change of the estimate at which it has converged. It bounds the last change, not the
-            error, which is larger if the largest eigenvalues are close together.
+            model. Parameters that do not require a gradient are left out.
+        iterations: the largest number of Hessian-vector products in each of the two power iterations.
+        tolerance: the estimate has converged when its relative change is at most this number. The number bounds the
+            last change, not the error. The error is larger if the largest eigenvalues are close together.
         seed: seed of the random start vectors, and of the random numbers of model and batches.
         reduce: function that gets the Hessian-vector product of this rank's batches, (parameters,), and returns its
-            mean over the ranks; for Horovod `lambda vector: hvd.allreduce(vector, name="hessian")`. All ranks make the
-            same call, and each rank has the same amount of data. An error on one rank then raises an error on all.
+            mean over the ranks; for Horovod, use `lambda vector: hvd.allreduce(vector, name="hessian")`. All ranks must
+            make the same call and must have the same amount of data. An error on one rank then raises an error on all
+            ranks.
 
     A custom autograd function that detaches tensors in its backward pass, and is not marked `once_differentiable`,
     gives a wrong second derivative, which cannot be detected.
 
     Raises:
-        ValueError: an argument that is not allowed; no parameter requires a gradient; no batches, or batches that can
-            be iterated only once; a loss that is no scalar, is not finite, or does not depend on the parameters; a
-            product that is not finite.
-        RuntimeError: an operation of the model or loss cannot be differentiated twice.
+        ValueError: if an argument is not allowed; if no parameter requires a gradient; if there are no batches, or if
+            they can be iterated only once; if the loss is not a scalar, is not finite, or does not depend on the
+            parameters; or if a product is not finite.
+        RuntimeError: if an operation of the model or loss cannot be differentiated twice.
 
     References:
         Jastrzebski et al., On the relation between the sharpest directions of DNN loss and the SGD step length, 2019;
@@ -140,12 +142,12 @@ def _power_iteration(
 ) -> _Iterated:
     """Power iteration on Hessian + shift * identity, from a random vector.
 
-    Convergence is judged by the norm: it never falls from one iteration to the next, and unlike the Rayleigh quotient
-    it does not settle at a wrong value when two eigenvalues of opposite sign dominate together.
+    Convergence is judged by the norm, which never falls from one iteration to the next. Unlike the Rayleigh quotient,
+    the norm does not settle at a wrong value if two dominant eigenvalues have opposite signs and equal magnitudes.
     """
     vector = torch.randn(hessian.size, generator=generator).to(hessian.device, hessian.dtype)
     vector /= torch.linalg.vector_norm(vector)
-    resolution = 8 * torch.finfo(hessian.dtype).eps * shift  # the rounding error of differences to the shift
+    resolution = 8 * torch.finfo(hessian.dtype).eps * shift  # the rounding error of differences from the shift
     last = math.inf
     for _ in range(iterations):
         product = hessian(vector)
@@ -164,7 +166,7 @@ def _power_iteration(
 
 
 class _Hessian:
-    """The Hessian as a function from vector to vector, both of shape (size,).
+    """The Hessian as a function from vectors to vectors, all of shape (size,).
 
     Attributes:
         size: number of elements of all parameters together.
@@ -197,7 +199,7 @@ class _Hessian:
     def __call__(self, vector: Tensor) -> Tensor:
         """The mean over all batches, and over the ranks, of Hessian . vector.
 
-        A rank that fails sends NaN to the others, so that they do not wait for it, and raises its error afterwards.
+        A rank that fails sends NaN to the other ranks, so that they do not wait for it, and then raises its error.
         """
         self.products += 1
         error: Exception | None = None
@@ -243,7 +245,7 @@ class _Hessian:
         loss = self._loss_function(torch.func.functional_call(self._model, buffers, (inputs,)), targets)
         _check_loss(loss, number)
         try:
-            # PyTorch marks operations that can be differentiated only once if this factor requires a gradient.
+            # If this factor requires a gradient, PyTorch marks operations that can be differentiated only once.
             weight = torch.ones_like(loss, requires_grad=True)
             gradients = torch.autograd.grad(loss, self._parameters, weight, create_graph=True, allow_unused=True)
             if self.products == 1:
@@ -290,8 +292,8 @@ def _trainable(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _check_twice_differentiable(gradients: Sequence[Tensor | None]) -> None:
-    """Raises an error for operations that are marked as differentiable only once; PyTorch's second derivative would
-    silently leave them out."""
+    """Raises an error for operations that are marked as differentiable only once. PyTorch's second derivative would
+    silently omit them."""
     pending = [gradient.grad_fn for gradient in gradients if gradient is not None]
     seen = set()
     while pending:
@@ -327,8 +329,8 @@ def _check_loss(loss: object, number: int) -> None:
 
 @contextlib.contextmanager
 def _own_randomness(seed: int, parameters: Sequence[Tensor]) -> Iterator[None]:
-    """A context in which random numbers come from `seed`. Afterwards, the random generators of the CPU and of the
-    parameters' GPUs continue as before."""
+    """A context manager in which random numbers come from `seed`. Afterwards, the random generators of the CPU and of
+    the parameters' GPUs continue as before."""
     devices = sorted({parameter.device.index for parameter in parameters if parameter.is_cuda})
     with torch.random.fork_rng(devices):
         torch.default_generator.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""The plot of a `RegimeRecord`: both measures over the epochs, with the critical epochs of each shaded."""
+"""Plots a `RegimeRecord`: both measures over the epochs. The critical epochs by each measure are shaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LABELS = {EIGENVALUE: "largest eigenvalue\nof the Hessian", GRADIENT_NORM: "nor
 
 
 def draw(record: RegimeRecord, losses: Sequence[float] | None = None, decays: Sequence[float] = ()) -> Figure:
-    """Draws a record, as a figure to be saved with `savefig`, or without a background by `figures.as_png`.
+    """Draws a record. Save the figure with `savefig`, or with `figures.as_png` to leave out the background.
 
     Args:
         record: the measurements of at least one epoch.
@@ -25,7 +25,7 @@ def draw(record: RegimeRecord, losses: Sequence[float] | None = None, decays: Se
         decays: numbers of the epochs after which the learning rate fell. They are drawn as dashed lines.
 
     Raises:
-        ValueError: the record is empty, or the numbers of losses and epochs differ.
+        ValueError: if the record is empty, or if the numbers of losses and epochs differ.
     """
     if not record.epochs:
         raise ValueError("the record is empty; call record.note() for at least one epoch before you draw the record")

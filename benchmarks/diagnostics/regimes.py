@@ -1,6 +1,8 @@
-"""The critical epochs of a training by two criteria: the Hessian's largest eigenvalue, and the gradient's norm.
+"""Finds the critical epochs of a training run by two criteria: the Hessian's largest eigenvalue, and the gradient's
+norm.
 
-Both are compared in the same way, as Accordion compares norms, so that only the measure differs.
+Both measures are compared from span to span in the way in which Accordion compares norms, so that only the measure
+differs.
 """
 
 from __future__ import annotations
@@ -17,19 +19,19 @@ CRITERIA = (EIGENVALUE, GRADIENT_NORM)
 
 @dataclass
 class RegimeRecord:
-    """Notes both measures at the end of each epoch, and finds the critical epochs by each.
+    """Records both measures at the end of each epoch, and finds the critical epochs by each measure.
 
-    The epochs are cut into spans of `interval`. A span is critical if the measure at its end differs from that at the
-    end of the previous span by at least `eta` times the latter (Agarwal et al. 2021, section 4.1). Spans that cannot be
-    compared are critical, as in `hvdcomp.policies.accordion`: the first span, a value that is not finite, and a
-    previous value that is not above zero, as an eigenvalue may be.
+    The epochs are divided into spans of `interval` epochs. A span is critical if the measure at its end differs from
+    the measure at the end of the previous span by at least `eta` times the latter (Agarwal et al. 2021, section 4.1).
+    Spans that cannot be compared are critical, as in `hvdcomp.policies.accordion`: the first span, spans with a value
+    that is not finite, and spans after a value that is not above zero (an eigenvalue may be negative).
 
-    A span is marked for the change within it. Accordion only knows that change at the end of the span, acts in the next
-    span, and has a rule of its own for the delay after a fall of the learning rate.
+    A span is marked for the change within the span. Accordion can only measure this change at the end of the span, so
+    it acts in the next span. It has a special rule for this delay after a fall of the learning rate.
 
     Attributes:
         interval: number of epochs from one comparison to the next.
-        eta: least relative change of the measure in a critical span.
+        eta: smallest relative change of the measure in a critical span.
         eigenvalues: the largest eigenvalue of the Hessian at the end of each epoch; None if it was not given.
         gradient_norms: the norm of the gradient at the end of each epoch.
     """
@@ -47,24 +49,24 @@ class RegimeRecord:
 
     @property
     def epochs(self) -> int:
-        """The number of epochs that were noted."""
+        """The number of recorded epochs."""
         return len(self.gradient_norms)
 
     @property
     def compares_next(self) -> bool:
-        """Whether the next epoch ends a span; other epochs need no eigenvalue."""
+        """Whether the next epoch ends a span. No eigenvalue is needed for other epochs."""
         return (self.epochs + 1) % self.interval == 0
 
     def note(self, *, eigenvalue: float | None, gradient_norm: float) -> None:
-        """Notes the end of an epoch.
+        """Records the end of an epoch.
 
         Args:
             eigenvalue: the largest eigenvalue of the Hessian; None is allowed only if `compares_next` is False.
             gradient_norm: the norm of the gradient that was accumulated over the epoch.
 
         Raises:
-            ValueError: a value is not a number, a norm is below zero, or a needed eigenvalue is missing. Nothing is
-                noted then.
+            ValueError: if a value is not a number, a norm is below zero, or a needed eigenvalue is missing. In this
+                case nothing is recorded.
         """
         if eigenvalue is None and self.compares_next:
             raise ValueError(
@@ -93,14 +95,15 @@ class RegimeRecord:
     def agreement(self) -> float | None:
         """The share of spans on which both criteria agree, without the first span, which is critical by definition.
 
-        None before the end of two spans.
+        The result is None before the end of the second span.
         """
         ends = range(2 * self.interval - 1, self.epochs, self.interval)
         first, second = (self.critical(criterion) for criterion in CRITERIA)
         return sum(first[end] == second[end] for end in ends) / len(ends) if ends else None
 
     def as_json(self) -> dict[str, Any]:
-        """The settings, the measures (null: left out or not finite) and the regimes, for JSON."""
+        """The settings, the measures and the regimes, for JSON. A measure is null if it was omitted or is not
+        finite."""
         return {
             "interval": self.interval,
             "eta": self.eta,
@@ -122,5 +125,5 @@ class RegimeRecord:
 
 
 def _is_float(value: object) -> bool:
-    """Whether a value is a number, NaN and infinity included, as of a diverged training."""
+    """Whether a value is a number. NaN and infinity count as numbers, because a diverged training run has them."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

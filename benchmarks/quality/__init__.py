@@ -1,1 +1,1 @@
-"""What compression does to gradients, and to the weights and accuracy of trainings."""
+"""Measures the effect of compression on gradients, on trained weights and on accuracy."""

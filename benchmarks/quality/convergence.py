@@ -1,20 +1,20 @@
 """Measures the effect of every compressor on accuracy: trains reference models on four simulated ranks.
 
-    python -m benchmarks.quality.convergence --dry-run                 # lists the runs
-    python -m benchmarks.quality.convergence                           # trains all runs; takes many hours on every core
-    python -m benchmarks.quality.convergence --workload mnist1d --only topk --only 'powersgd*' --seeds 0
-    python -m benchmarks.quality.convergence --page-only               # writes the page from the complete runs
+    python -m benchmarks.quality.convergence --dry-run                 # lists the runs python -m
+    benchmarks.quality.convergence                           # trains all runs; takes many hours on all cores python -m
+    benchmarks.quality.convergence --workload mnist1d --only topk --only 'powersgd*' --seeds 0 python -m
+    benchmarks.quality.convergence --page-only               # writes the page from the complete runs
 
 Each run is a separate process with one thread, and writes to its own folder below --runs. A complete run with the same
 settings is not trained again, so an interrupted benchmark continues where it stopped. At the end, the benchmark writes
 the page --table, a CSV file and a plot from all complete runs. It keeps the figures of all runs in trainings.csv in
---runs. A run in this file counts as complete. To train everything again, name another folder with --runs.
+--runs. A run in this file counts as complete. To train everything again, pass a new folder to --runs.
 
-Trainings give the quality, steps and bytes. They may run on any machine, also on a busy one or on a GPU. The times of a
-step come from a few steps of each method: run --times on an idle machine. It measures several links at once
-(docs/simulated-ranks.md). All rows of a workload use the same time for computing a step, so that the rows can be
-compared: the median over the methods, or --compute-ms. The times of encoding, decoding and waiting for a link are those
-of each method.
+The training runs give the quality, the steps and the bytes. You can run them on any machine, even a busy one, or on a
+GPU. The times of a step come from a few steps of each method, which --times measures; use it on an idle machine. It
+measures several links at once (docs/simulated-ranks.md). So that the rows of a workload can be compared, all of them
+use the same time for the computation of a step: the median over the methods, or --compute-ms. The times of encoding,
+decoding and waiting for a link are measured for each method.
 
     python -m benchmarks.quality.convergence --times --workers 1       # half an hour
     python -m benchmarks.quality.convergence --page-only --evidence hvdcomp/compressors/evidence_one_rate.json
@@ -45,19 +45,20 @@ from hvdcomp.tools.train.target import Target
 
 RANKS = 4
 LINKS = {"100mbit": "100 Mb/s", "1gbit": "1 Gb/s"}
-ALL_LINKS = ",".join((NO_TIME, *LINKS))  # with the first link, only computing takes time
-UNCOMPRESSED = ("none", "fp16")  # speedups are over the faster of the two, which you have without hvdcomp
+ALL_LINKS = ",".join((NO_TIME, *LINKS))  # on the first link, only computation takes time
+UNCOMPRESSED = ("none", "fp16")  # speedups are over the faster of these two, which do not need hvdcomp
 NODES = {"HVDCOMP_RANKS_PER_NODE": "2"}  # for methods with two levels
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model with its training.
+    """A model, and the options with which it is trained.
 
     Attributes:
         options: the options of `hvdcomp train`.
         target: a quality on the validation data. Steps, bytes and seconds are counted until a run reaches it.
-        beside: name of the workload whose uncompressed runs are the baseline; None if it is this workload.
+        beside: name of the workload whose uncompressed runs are the baseline; None if this workload has its own
+            baseline.
         only: the methods with which the workload is trained; empty for all methods.
         ranks: number of simulated ranks.
     """
@@ -76,7 +77,7 @@ class Workload:
     def lost(self) -> str:
         """The unit in which a method is compared with dense training.
 
-        It is accuracy if the workload has one, because the loss then varies much more by chance.
+        The unit is accuracy if the workload has an accuracy, because its loss varies much more by chance.
         """
         return "points of accuracy lost" if self.metric == "accuracy" else "loss above dense (%)"
 
@@ -98,7 +99,7 @@ WORKLOADS = {
             "model": "cnn1d",
             "data": "mnist1d",
             "optimizer": "sgd",
-            "lr": 0.1,  # at 0.2 dense training is near its edge, and ends 20 % apart by chance
+            "lr": 0.1,  # at 0.2, dense training is barely stable: its results vary by 20 % by chance
             "schedule": "cosine",
             "warm_up": 1.0,
             "steps": 800,
@@ -115,7 +116,7 @@ WORKLOADS = {
         beside="gpt",
         only=("none", "efsignsgd", "onebit", "powersgd:rank=4", "int4"),
     ),
-    # 200 exchanges, compared with an exchange in each step, and with one rank that exchanges nothing.
+    # 200 exchanges. Compare them with an exchange in each step, and with a single rank, which exchanges nothing.
     "gpt-long": Workload(_LONG, "loss=1.6", only=("none", "int4")),
     "gpt-rounds": Workload(
         {**_LONG, "local_steps": 30}, "loss=1.6", beside="gpt-long", only=("none", "int4", "chunkedtopk")
@@ -139,10 +140,11 @@ WORKLOADS = {
 
 @dataclass(frozen=True)
 class Method:
-    """How gradients are sent.
+    """A way to send gradients.
 
     Attributes:
-        changes: options that the method changes, by workload or optimizer. The value of `lr` is a factor.
+        changes: options that the method changes, by workload or optimizer. The value of `lr` is a factor by which the
+            learning rate is multiplied.
         left_out: workloads that are not trained with this method, each with the reason.
     """
 
@@ -167,7 +169,7 @@ def _methods(*specs: str, **attributes: Any) -> list[Method]:
 # These methods cannot send the residuals that int4 leaves, because their noise is too large for error feedback.
 _BEFORE_NOISE = {"compressed-adam": {"freeze_compression": "int8"}}
 METHODS = (
-    # compressed-adam sends the steps before it freezes as int4 by default.
+    # By default, compressed-adam sends the steps before freezing as int4.
     Method("none", {"compressed-adam": {"freeze_compression": "none"}}),
     Method("fp16", {"compressed-adam": {"freeze_compression": "fp16"}}),
     Method("bf16", {"compressed-adam": {"freeze_compression": "bf16"}}),
@@ -180,7 +182,7 @@ METHODS = (
         *("topk:ratio=0.0751", "topk:ratio=0.024", "topk:ratio=0.0175"),
         left_out=dict.fromkeys(("gpt", "gpt-frozen", "lstm"), "its level is for mnist1d"),
     ),
-    *_methods("chunkedtopk:chunk=512,k=8"),  # the published 1 in 64, in chunks that small tensors fill
+    *_methods("chunkedtopk:chunk=512,k=8"),  # the published share of 1 in 64, in chunks that small tensors can fill
     # The settings of `LocalSteps.sparseloco`.
     Method(
         "chunkedtopk",
@@ -194,8 +196,8 @@ METHODS = (
         changes={"sgd": {"momentum": 0.0}, "adamw": {"betas": (0.0, 0.95)}},
         left_out={"gpt-frozen": "CompressedAdam already sends a momentum"},
     ),
-    # A vote has no magnitude. SGD therefore needs a learning rate for signs; clipping makes the norm of a step that of
-    # a dense step.
+    # Votes have no magnitude. SGD therefore needs a learning rate that suits signs. Clipping gives a step the norm of a
+    # dense step.
     *_methods(
         "signsgd",
         changes={"mnist1d": {"lr": 0.02}, "lstm": {"lr": 0.1}},
@@ -221,7 +223,7 @@ METHODS = (
 
 @dataclass(frozen=True)
 class MethodRun(Run):
-    """The training of a workload with a method."""
+    """The training run of a workload with a method."""
 
     method: Method
 
@@ -272,7 +274,7 @@ TIMED_STEPS = 24
 
 @dataclass(frozen=True)
 class TimedRun(MethodRun):
-    """A few steps of a method in a workload, to measure the time of a step."""
+    """A few steps of a method on a workload, to measure the time of a step."""
 
     @cached_property
     def options(self) -> dict[str, Any]:
@@ -285,12 +287,12 @@ class TimedRun(MethodRun):
         return ""
 
     def figures(self) -> dict[str, Any]:
-        """Milliseconds of a step: computing, encoding with decoding, and waiting for each link."""
+        """Milliseconds of a step: computation, encoding and decoding together, and waiting for each link."""
         assert self.summary is not None
         steps, on_links = self.records("steps.jsonl"), self.summary["trained_seconds_on_links"]
         coding = [(step["encode_ms"] or 0.0) + (step["decode_ms"] or 0.0) for step in steps]
         alone = [step["ms"] - spent for step, spent in zip(steps, coding, strict=True)]
-        # The times of steps that encode; with local steps, only steps with an exchange do.
+        # The times of steps that encode. With local steps, only steps with an exchange encode.
         spent = [ms for ms in coding if ms > 0]
         return {
             "compute_ms": statistics.median(alone),
@@ -307,7 +309,7 @@ def planned(workloads: Iterable[str], seeds: Iterable[int], only: Sequence[str],
     """The chosen runs, sorted by seed: all runs with one seed come before the next seed.
 
     Args:
-        only: patterns of specs, or names of compressors, that limit the runs; empty for all.
+        only: patterns of specs, or names of compressors, to which the runs are limited; empty for all.
     """
 
     def is_chosen(spec: str) -> bool:
@@ -333,8 +335,8 @@ class Outcome:
     Attributes:
         factor: compression factor: dense bytes / sent bytes.
         loss, quality: the loss and the quality on the validation data at the end; None if the run diverged.
-        steps_to_target, bytes_to_target: steps and bytes until the first evaluation that reached the target; None if
-            none did.
+        steps_to_target, bytes_to_target: steps and bytes until the first evaluation that reached the target; None if no
+            evaluation did.
         waits: for each link, by its rate, the seconds that the rank waited for the link until it reached the target.
     """
 
@@ -370,8 +372,8 @@ class Outcome:
         """Seconds until the target on a link; None if no steps of the method were timed.
 
         With overlap, the time that a step waits for a link depends on the machine. It is therefore measured in the
-        timed steps. With CompressedAdam there is no overlap, and steps before and after the freezing differ, so the
-        waits of the whole training are used.
+        timed steps. With CompressedAdam there is no overlap, and steps before and after freezing differ. The waits of
+        the whole training run are therefore used.
 
         Args:
             compute_ms: milliseconds of computation in each step.
@@ -388,7 +390,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Row:
-    """All finished runs of a method in a workload.
+    """All finished runs of a method on a workload.
 
     Attributes:
         dense: the outcome of uncompressed training, by seed.
@@ -431,7 +433,7 @@ class Row:
         return {outcome.run.seed for outcome in self.outcomes}
 
     def seconds(self, link: str, compute_ms: float, seeds: Collection[int] | None = None) -> float | None:
-        """The mean seconds to the target over some seeds; None unless all of their runs reached it.
+        """The mean seconds to the target over some seeds; None unless all of their runs reached the target.
 
         Args:
             seeds: None for all.
@@ -447,7 +449,7 @@ class Table:
     """The rows of a workload.
 
     Attributes:
-        compute_ms: milliseconds of computation in a step, for all rows.
+        compute_ms: milliseconds of computation in a step, the same for all rows.
         runs, failed: the finished runs and the failed runs of this workload.
     """
 
@@ -462,10 +464,11 @@ class Table:
         return WORKLOADS[self.name]
 
     def times_as_fast(self, row: Row, link: str, beside: Sequence[str] = UNCOMPRESSED) -> float | None:
-        """The speedup of a row to the target over the fastest of some methods, on the seeds of the row.
+        """The speedup with which a row reaches the target, compared with the fastest of some methods, for the seeds of
+        the row.
 
-        It is None if the row or all of these methods missed the target. It is also None for methods with nodes, because
-        the other methods have a link for each rank.
+        It is None if the row, or all of these methods, missed the target. It is also None for methods with nodes,
+        because with the other methods each rank has its own link.
 
         Args:
             beside: specs of the methods with which the row is compared.
@@ -521,7 +524,7 @@ def _record(table: Table, row: Row) -> dict[str, Any]:
     seconds = {link: row.seconds(link, table.compute_ms) for link in LINKS if len(steps) == runs}
     return {
         "workload": table.name,
-        "trained_in": run.workload,  # another workload for the baseline's uncompressed runs
+        "trained_in": run.workload,  # a different one for uncompressed baseline runs
         "method": run.method.spec,
         "ranks": table.workload.ranks,
         "seeds": runs,
@@ -558,7 +561,8 @@ LOSES_TOO_MUCH = 5.0  # points or percent; a method that loses at least this is 
 def front_of(table: Table) -> list[Row]:
     """The rows that lose less than every row with fewer bytes, sorted by their bytes.
 
-    Rows with one seed are left out, and so are rows with nodes, because their bytes are those between nodes.
+    Rows with one seed are left out. Rows with nodes are also left out, because their bytes are only those between
+    nodes.
     """
     front: list[Row] = []
     own = [row for row in table.rows if row.outcomes[0].run.workload == table.name]
@@ -571,7 +575,7 @@ def front_of(table: Table) -> list[Row]:
 
 
 def block_of(table: Table) -> str:
-    """In Markdown: a table of a workload's well-known and best methods, and the options of its trainings."""
+    """In Markdown, a table of a workload's well-known and best methods, and the options of its training runs."""
     workload, front = table.workload, front_of(table)
     options = ", ".join(f"{name} {value}" for name, value in workload.options.items())
     lines = [
@@ -599,8 +603,8 @@ def _time(seconds: float | None, times: float | None) -> str:
 
 
 def savings_of(tables: Sequence[Table]) -> str:
-    """In Markdown: for each workload and link, the method with the largest speedup to the target over uncompressed
-    training.
+    """In Markdown, the method for each workload and link that reaches the target with the largest speedup over
+    uncompressed training.
 
     Workloads without any speedup are left out.
     """
@@ -644,9 +648,10 @@ def tables_of(runs: Path, seeds: Sequence[int], compute_ms: Mapping[str, float])
 
 
 def write_page(file: Path, tables: Sequence[Table]) -> None:
-    """Writes the tables between their marks on the page, and beside the page the plot and the CSV file of all rows.
+    """Writes the tables between their marks on the page. Next to the page, writes the plot and the CSV file of all
+    rows.
 
-    The rest of the page is written by hand, and is kept. A new page has the marks of all workloads.
+    The rest of the page is hand-written and is kept. A new page has the marks of all workloads.
     """
     own = {table.name: block_of(table) for table in tables}
     blocks = {"origin": origin_of(tables), **own, "savings": savings_of(tables)}
@@ -685,10 +690,10 @@ def family_of(spec: str) -> str | None:
 
 
 def draw(tables: Sequence[Table]) -> bytes:
-    """Plots the lost quality of all methods over the factor; returns a PNG.
+    """Plots the lost quality of all methods over the compression factor. Returns a PNG.
 
-    A line joins the methods that no other method beats in both, and the well-known methods have their names. Workloads
-    with few methods are left out.
+    A line joins the methods that no other method beats in both respects. Well-known methods are labeled. Workloads with
+    few methods are left out.
     """
     from matplotlib.lines import Line2D
 
@@ -731,11 +736,12 @@ def draw(tables: Sequence[Table]) -> bytes:
 
 OPTIMIZERS = {"sgd": "SGD", "adamw": "Adam", "compressed-adam": "CompressedAdam"}
 _OTHERWISE = (*UNCOMPRESSED, "bf16", "dgc", "signsgd")
-"""Methods that are no evidence: casts, and methods that were trained with other settings."""
+"""Methods that are not used as evidence: casts, and methods that were trained with different settings."""
 
 
 def evidence_of(tables: Iterable[Table]) -> list[dict[str, Any]]:
-    """The records of `hvdcomp.compressors.evidence` at one rate, from trainings whose ranks exchange in each step.
+    """The records of `hvdcomp.compressors.evidence` at one rate, from training runs in which ranks exchange gradients
+    in each step.
 
     A loss of None means that a run diverged.
     """

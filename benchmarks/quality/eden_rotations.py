@@ -1,7 +1,7 @@
-"""The error of the mean gradient if ranks send EDEN's levels, in two tables.
+"""Computes the error of the mean gradient if ranks send EDEN's levels, in two tables.
 
 The first table compares one rotation for all ranks, which hvdcomp uses, with a separate rotation for each rank. The
-second table is for a scattered exchange, by the bits of chunks and of means.
+second table is for a scattered exchange with different numbers of bits for chunks and for means.
 
     python -m benchmarks.quality.eden_rotations
 
@@ -26,11 +26,11 @@ from hvdcomp.exchange.engine import Engine
 
 BLOCKS = 60
 SCATTERED = ((1, 1), (1, 2), (2, 1), (1, 3), (2, 2), (2, 3), (3, 2), (2, 4), (3, 3), (4, 2))
-"""Bits of chunks, and bits of means."""
+"""Pairs of the bits of chunks and the bits of means."""
 
 
 def gradients(ranks: int, shared: float, seed: int) -> np.ndarray:
-    """Gradients (ranks, elements) of which this part of the energy is the same on all ranks."""
+    """Gradients (ranks, elements). The part `shared` of their energy is the same on all ranks."""
     rng = np.random.default_rng(seed)
     common = rng.standard_normal(BLOCKS * 1024, np.float32)
     own = rng.standard_normal((ranks, BLOCKS * 1024), np.float32)
@@ -38,7 +38,7 @@ def gradients(ranks: int, shared: float, seed: int) -> np.ndarray:
 
 
 def error(method: EDEN, x: np.ndarray, one_for_all: bool) -> float:
-    """The squared error of the mean over that of the mean itself, in percent."""
+    """The squared error of the mean divided by the squared norm of the mean, in percent."""
     total = np.zeros_like(x[0])
     for rank, gradient in enumerate(x):
         context = Context("w", 0, 0, rank, len(x))
@@ -50,7 +50,7 @@ def error(method: EDEN, x: np.ndarray, one_for_all: bool) -> float:
 
 
 def scattered_error(method: EDEN, x: np.ndarray) -> float:
-    """The same of the scattered exchange."""
+    """The same error with a scattered exchange."""
 
     def work(communicator: InProcessCommunicator) -> np.ndarray:
         engine = Engine(communicator, [TensorInfo("w", x[0].shape)], method, min_numel=0, min_ndim=0)

@@ -1,14 +1,14 @@
-"""Compares each policy of levels with a fixed level that sends the same number of bytes, over several seeds.
+"""Compares each policy that chooses levels with a fixed level that sends the same number of bytes, over several seeds.
 
-    python -m benchmarks.quality.equal_bytes --dry-run                  # lists the first runs, and their time
-    python -m benchmarks.quality.equal_bytes                            # all runs; many hours of each core
-    python -m benchmarks.quality.equal_bytes --workload mnist1d --only budget --seeds 0,1
-    python -m benchmarks.quality.equal_bytes --page-only                # only the page, from the existing runs
+    python -m benchmarks.quality.equal_bytes --dry-run                  # lists the first runs, and how long they take
+    python -m benchmarks.quality.equal_bytes                            # all runs; many hours of each core python -m
+    benchmarks.quality.equal_bytes --workload mnist1d --only budget --seeds 0,1 python -m benchmarks.quality.equal_bytes
+    --page-only                # only the page, from the existing runs
 
-First the policies and the fixed levels of three budgets are trained. Then each policy gets a control: the fixed level
-of the same compressor whose training sends the mean number of bytes of the policy's seeds. Bisection finds this level.
-A policy with two levels gets a second control. It sends the same number of bytes, with the less compressed steps in the
-middle of the training.
+First the policies and the fixed levels of three budgets are trained. Then each policy gets a control: the same
+compressor at a fixed level. At this level, a training run sends as many bytes as the policy's runs do on average over
+their seeds. Bisection finds this level. A policy with two levels gets a second control. It sends the same number of
+bytes, with the less compressed steps in the middle of the training.
 
 Each run is a separate process and has a folder below --runs. A complete run is not trained again. The file
 trainings.csv in --runs keeps the figures of all runs.
@@ -48,10 +48,10 @@ from hvdcomp.tools.terminal import make_console
 from hvdcomp.tools.train.options import TrainingOptions
 
 POLICIES = ("budget", "budget-narrow", "lgreco", "accordion", "gravac", "adaqs")
-# With factors counted in elements, and with the gain of the authors' code, GraVAC accepts large factors, as in the
-# paper's tables.
+# If factors count elements, and the gain is that of the authors' code, GraVAC accepts large factors, as in the paper's
+# tables.
 GRAVAC = "min=10,max=1000,epsilon=0.7,smoothing=0.2,factor=elements,gain=raw"
-GRAVACS_LINK = "100mbit"  # GraVAC measures throughput
+GRAVACS_LINK = "100mbit"  # needed because GraVAC measures throughput
 ALIKE = 0.005
 """The bytes of a policy and of its control may differ by this share."""
 LEVEL_NAMES = {"topk": "ratio", "powersgd": "rank"}
@@ -59,7 +59,7 @@ LEVEL_NAMES = {"topk": "ratio", "powersgd": "rank"}
 
 @dataclass(frozen=True)
 class Workload:
-    """A model with its training.
+    """A model, and the options with which it is trained.
 
     Attributes:
         options: the options of `hvdcomp train`.
@@ -67,7 +67,7 @@ class Workload:
         extremes: for each compressor, the two levels between which Accordion chooses: low and high compression. GraVAC
             and AdaQS begin at low compression.
         window: number of steps from one comparison of Accordion to the next, and number of steps for each candidate of
-            GraVAC. The published numbers are for longer trainings.
+            GraVAC. The published numbers are for longer training runs.
     """
 
     options: dict[str, Any]
@@ -95,7 +95,7 @@ WORKLOADS = {
     "mnist1d": Workload(_of_convergence("mnist1d"), levels=_LEVELS, extremes=_EXTREMES, window=40),
     "mnist1d-8": Workload(_of_convergence("mnist1d", 8), levels=_LEVELS),
     "gpt": Workload(_of_convergence("gpt-frozen"), levels=_LONG),
-    # The training is short, so that few bytes cost accuracy. With more steps, all levels end near 99 %.
+    # Training is short, so that sending few bytes costs accuracy. With more steps, all levels end near 99 %.
     "resnet20": Workload(
         {
             "model": "resnet20",
@@ -120,7 +120,7 @@ WORKLOADS = {
 
 @dataclass(frozen=True)
 class Row:
-    """How gradients are sent: a compressor at a level, with a policy of levels if there is one.
+    """A way to send gradients: a compressor at a level, with a policy that chooses levels if there is one.
 
     Attributes:
         kind: "fixed", "mid" (a schedule with lower compression in mid-training), or the name of a policy.
@@ -164,7 +164,7 @@ def rows_of(workload: Workload) -> list[Row]:
 
 @dataclass(frozen=True)
 class LevelRun(Run):
-    """The training of a workload with a row."""
+    """The training run of a workload with the method of a row."""
 
     row: Row
 
@@ -213,7 +213,7 @@ def bytes_of_step(workload: Workload, row: Row) -> tuple[int, int]:
 
 
 def payload_bytes(options: Mapping[str, Any], spec: str) -> int:
-    """Bytes that a rank sends in an exchange of a training.
+    """Bytes that a rank sends in one exchange.
 
     Args:
         options: the options of `hvdcomp train`.
@@ -241,13 +241,13 @@ def factor_of(workload: Workload, row: Row) -> float:
 
 
 def training_bytes(workload: Workload, row: Row, measured: Mapping[float, float]) -> float:
-    """Predicts the bytes that a training at the row's fixed level sends.
+    """Predicts the bytes that a training run at the row's fixed level sends.
 
-    A part of a training's bytes does not depend on the level: the steps before a second moment is frozen, and the
-    numbers that are sent along with the gradients. This part follows from two measured trainings.
+    Some bytes of a training run do not depend on the level: those of the steps before the second moment is frozen, and
+    the numbers that are sent along with the gradients. Their number follows from two measured training runs.
 
     Args:
-        measured: the bytes of a whole training, by level, for at least two levels.
+        measured: the bytes of a whole training run, by level, for at least two levels.
     """
     levels = sorted(measured)
     first, last = (bytes_of_step(workload, Row("fixed", row.compressor, level))[0] for level in (levels[0], levels[-1]))
@@ -256,10 +256,11 @@ def training_bytes(workload: Workload, row: Row, measured: Mapping[float, float]
 
 
 def level_of_bytes(workload: Workload, compressor: str, target: float, measured: Mapping[float, float]) -> float:
-    """The fixed level whose training sends `target` bytes. For ranks, the lowest rank that sends at least `target`.
+    """The fixed level at which a training run sends `target` bytes. If levels are ranks, this is the lowest rank that
+    sends at least `target` bytes.
 
     If the bytes of a measured level differ from the target by at most `ALIKE`, the function returns this level, because
-    a new training takes hours.
+    another training run would take hours.
     """
 
     def sent(level: float) -> float:
@@ -278,7 +279,7 @@ def level_of_bytes(workload: Workload, compressor: str, target: float, measured:
 
 
 def controls_of(name: str, runs: Path, seeds: Sequence[int], only: Sequence[str] = ()) -> list[Row]:
-    """The controls of a workload's trained policies.
+    """The controls for the policies that were trained on a workload.
 
     Args:
         only: the kinds of policies whose controls are returned; empty for all.
@@ -304,9 +305,9 @@ def controls_of(name: str, runs: Path, seeds: Sequence[int], only: Sequence[str]
 def _in_mid_training(
     workload: Workload, row: Row, low: float, high: float, value: float, measured: Mapping[float, float]
 ) -> Row:
-    """The control with low compression in the middle of a training, and high compression elsewhere.
+    """The control with low compression in the middle of a training run, and high compression before and after.
 
-    The number of steps with low compression is chosen so that the training sends `value` bytes.
+    The number of steps with low compression is chosen so that the training run sends `value` bytes.
     """
     least, most = (training_bytes(workload, Row("fixed", row.compressor, level), measured) for level in (high, low))
     steps = workload.options["steps"]
@@ -317,7 +318,7 @@ def _in_mid_training(
 
 
 def mean_bytes(name: str, row: Row, runs: Path, seeds: Sequence[int]) -> float | None:
-    """The mean of the bytes that the row's trainings sent; None if there are none."""
+    """The mean number of bytes that the row's training runs sent; None if there are no runs."""
     records = [LevelRun(name, seed, runs, row).record for seed in seeds]
     sent = [record["bytes_sent"] for record in records if record is not None]
     return statistics.mean(sent) if sent else None
@@ -328,12 +329,12 @@ def mean_bytes(name: str, row: Row, runs: Path, seeds: Sequence[int]) -> float |
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of a row's trainings.
+    """The results of a row's training runs.
 
     Attributes:
         factor, megabytes: compression factor, and megabytes that a rank sent; both are means over the seeds.
-        qualities: the final quality of each training that did not diverge, by seed.
-        count: number of trainings.
+        qualities: the final quality of each training run that did not diverge, by seed.
+        count: number of training runs.
     """
 
     row: Row
@@ -363,7 +364,7 @@ def outcome_of(name: str, row: Row, runs: Path, seeds: Sequence[int]) -> Outcome
 
 @dataclass(frozen=True)
 class Pair:
-    """A policy, and one of its controls.
+    """A policy and one of its controls.
 
     Attributes:
         ends: the compressor's fixed levels that send the most and the fewest bytes. The gap is the difference between
@@ -429,7 +430,7 @@ class Pair:
 
 
 def pairs_of(name: str, runs: Path, seeds: Sequence[int]) -> list[Pair]:
-    """All pairs of which both rows have trainings, sorted by policy and factor."""
+    """All pairs in which both rows have training runs, sorted by policy and factor."""
     pairs = []
     by_label = {row.label: row for row in rows_of(WORKLOADS[name])}
     for control in controls_of(name, runs, seeds):
@@ -496,7 +497,8 @@ def section_of(name: str, pairs: Sequence[Pair], seeds: Sequence[int]) -> list[s
 
 
 def summary_of(pairs: Sequence[Pair]) -> list[str]:
-    """The section that counts how often each policy is better or worse than the fixed level of the same bytes."""
+    """The section that counts how often each policy is better or worse than the fixed level that sends the same number
+    of bytes."""
     fixed = [pair for pair in pairs if pair.control.row.kind == "fixed"]
     lines = [
         "## Policies compared with the fixed level of the same bytes",
@@ -516,7 +518,7 @@ def summary_of(pairs: Sequence[Pair]) -> list[str]:
 
 
 def write_page(file: Path, runs: Path, seeds: Sequence[int]) -> bool:
-    """Writes the page of all complete runs, with a CSV file and a plot; returns False if there are no runs."""
+    """Writes the page of all complete runs, with a CSV file and a plot. Returns False if there are no runs."""
     by_workload = {name: pairs_of(name, runs, seeds) for name in WORKLOADS}
     by_workload = {name: pairs for name, pairs in by_workload.items() if pairs}
     pairs = [pair for workload_pairs in by_workload.values() for pair in workload_pairs]
@@ -574,7 +576,7 @@ The CSV file [{table.name}]({table.name}) contains the same numbers. The page on
 
 
 def _command(by_workload: Mapping[str, Sequence[Pair]]) -> str:
-    """The command that trains all rows of the page."""
+    """The command that trains all rows on the page."""
     words = ["python -m benchmarks.quality.equal_bytes"]
     if list(by_workload) != list(WORKLOADS):
         words += [word for name in by_workload for word in ("--workload", name)]
@@ -598,7 +600,7 @@ _COLOURS = {
 
 
 def pareto_front(quality: Mapping[float, float], higher_is_better: bool) -> list[tuple[float, float]]:
-    """The points that are better than every point with fewer bytes, sorted by bytes: bytes and quality."""
+    """The points (bytes, quality) that are better than every point with fewer bytes, sorted by bytes."""
     front: list[tuple[float, float]] = []
     for size, value in sorted(quality.items()):
         if not front or (value > front[-1][1] if higher_is_better else value < front[-1][1]):
@@ -607,7 +609,7 @@ def pareto_front(quality: Mapping[float, float], higher_is_better: bool) -> list
 
 
 def draw(by_workload: Mapping[str, Sequence[Pair]]) -> bytes:
-    """Plots the quality of policies and of fixed levels over their bytes; returns a PNG."""
+    """Plots the quality of policies and of fixed levels over their bytes. Returns a PNG."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     from hvdcomp.perfmodel.figures import as_png, new_figure

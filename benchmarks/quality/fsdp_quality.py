@@ -1,4 +1,4 @@
-"""The loss of a GPT whose gradients are reduced to shards by each method, compared with dense gradients.
+"""Measures the loss of a GPT when a method reduces its gradients to shards, compared with dense gradients.
 
     python -m benchmarks.quality.fsdp_quality --seeds 0,1,2,3,4 --steps 100 --output fsdp-quality.json
 
@@ -28,7 +28,7 @@ from hvdcomp.tools.train.options import TrainingOptions
 from hvdcomp.tools.train.torch_learner import loss_of
 
 RANKS, PLACES = 4, 2
-LENGTH, BATCH = 64, 8  # bytes of a sequence, sequences of a rank
+LENGTH, BATCH = 64, 8  # bytes of a sequence, and number of sequences on a rank
 SIZE = TransformerSize(2, 64, 4)
 DENSE = "none"
 
@@ -76,9 +76,9 @@ def trained(spec: str, memory: str, seed: int, steps: int) -> tuple[float, float
 def reduce(
     ranks: InProcessCommunicator, reducer: ShardReducer, name: str, parameters: list[torch.nn.Parameter]
 ) -> None:
-    """Replaces gradients by their means over the ranks. All ranks get the whole means, which is equivalent to FSDP:
-    FSDP gathers the weights that follow from them."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]  # all of them
+    """Replaces gradients with their means over the ranks. All ranks get the whole means. This is equivalent to FSDP,
+    which gathers the weights that are updated with the means."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]  # of all parameters
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     length = -(-len(flat) // RANKS)
     rows = torch.nn.functional.pad(flat, (0, RANKS * length - len(flat))).view(RANKS, length)

@@ -1,11 +1,11 @@
-"""GraVAC's compression gain with the gradient's residual in the denominator, and without it.
+"""Compares GraVAC's compression gain with and without the gradient's residual in the denominator.
 
     python -m benchmarks.quality.gravac_gain                  # no Horovod; half a minute on one core
 
 Tyagi and Swany (2023, arXiv:2305.12201, section III-B) divide the energy of the sent C(g + r) by the energy of g + r,
 the gradient with the residual of error feedback. Their published code divides by the energy of g alone (`gain=raw`).
-This program trains the cnn on the digits with TopK and error feedback at fixed compression factors, of bytes or of
-elements, on one rank. It prints both gains, and the gain at the same factor without a residual.
+This program trains the cnn on the digits with TopK and error feedback on one rank, at fixed compression factors that
+count bytes or elements. It prints both gains, and the gain at the same factor without a residual.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ BYTES_OF_A_PAIR = 8  # a float32 value and its index
 
 @dataclass(frozen=True)
 class GravacGains:
-    """The gains of a training, by several formulas, where g is the gradient and r the residual. Each is the median over
-    the steps of the second half of the training.
+    """The gains of a training run by several formulas. g is the gradient, and r is the residual. Each gain is the
+    median over the steps of the second half of the run.
 
     Attributes:
-        alone: ||C(g)||^2 / ||g||^2, the share of the energy that is kept of a gradient without a residual.
-        text: ||C(g + r)||^2 / ||g + r||^2, the gain in the text of the paper. hvdcomp's GraVAC decides by this gain.
+        alone: ||C(g)||^2 / ||g||^2, the share of a gradient's energy that is kept if there is no residual.
+        text: ||C(g + r)||^2 / ||g + r||^2, the gain in the text of the paper. hvdcomp's GraVAC decides based on this
+            gain.
         code: ||C(g + r)||^2 / ||g||^2, the gain in the authors' code, which divides by the energy of the gradient
             alone.
         residual: ||r||^2 / ||g||^2, the energy of the residual relative to the gradient.
@@ -62,7 +63,7 @@ def ratio_of(factor: float, of: str = "bytes") -> float:
 
 
 def measure(data: DataSet, options: TrainingOptions, ratio: float) -> GravacGains:
-    """Trains as one rank with TopK at this ratio, and looks at each step's energies."""
+    """Trains as one rank with TopK at this ratio, and computes the energies in each step."""
     assert options.batch_size is not None
     assert options.lr is not None
     torch.manual_seed(options.seed)

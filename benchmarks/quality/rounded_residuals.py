@@ -1,13 +1,13 @@
-"""The loss of error feedback if residuals are rounded to 16 bits between steps, to nearest or at random.
+"""Measures how much error feedback loses if residuals are rounded to 16 bits between steps, to nearest or at random.
 
 `ErrorFeedback.dtype` rounds to nearest.
 
     python -m benchmarks.quality.rounded_residuals
 
 Gradients have 10,000 elements, and a normal distribution around a constant mean. The mean is a third of the standard
-deviation. Top-k sends some elements of the sum of gradient and residual. The columns are norms at the end, relative to
-the norm of the sum of all gradients: "late" is the residual, and "lost" is the part that was not sent and is not in the
-residual.
+deviation. Top-k sends some elements of the sum of gradient and residual. The columns are norms after the last step,
+relative to the norm of the sum of all gradients. "late" is the norm of the residual. "lost" is the norm of the part
+that was not sent and is not in the residual.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ ELEMENTS, STEPS = 10_000, 3_000
 
 
 def rounded(x: np.ndarray, how: str, rng: np.random.Generator) -> np.ndarray:
-    """A vector in a type of 16 bits, as float32; `how` is the type and the way of rounding, or float32."""
+    """A vector rounded to a 16-bit type, as float32. `how` is the type and the kind of rounding, or float32 for no
+    rounding."""
     dtype, _, way = how.partition(" ")
     if dtype == "float32":
         return x

@@ -1,15 +1,16 @@
-"""Tables and figures of four papers, compared with hvdcomp's results: `python -m benchmarks.reproduce`.
+"""Compares the tables and figures of four papers with hvdcomp's results: `python -m benchmarks.reproduce`.
 
-The papers are those whose methods hvdcomp has: Agarwal et al. 2021, *Accordion: Adaptive Gradient
-Communication via Critical Learning Regime Identification* (arXiv:2010.16248); Agarwal et al. 2022, *On the Utility of
-Gradient Compression in Distributed Training Systems* (arXiv:2103.00543); Agarwal et al. 2023, *Bagpipe: Accelerating
-Deep Recommendation Model Training* (arXiv:2202.12429), only its abstract; Tyagi and Swany 2023, *GraVAC:
-Adaptive Compression for Communication-Efficient Distributed DL Training* (arXiv:2305.12201).
+These are the papers whose methods hvdcomp implements: Agarwal et al. 2021, *Accordion: Adaptive Gradient Communication
+via Critical Learning Regime Identification* (arXiv:2010.16248); Agarwal et al. 2022, *On the Utility of Gradient
+Compression in Distributed Training Systems* (arXiv:2103.00543); Agarwal et al. 2023, *Bagpipe: Accelerating Deep
+Recommendation Model Training* (arXiv:2202.12429), only its abstract; Tyagi and Swany 2023, *GraVAC: Adaptive
+Compression for Communication-Efficient Distributed DL Training* (arXiv:2305.12201).
 
-`published` has the published numbers, a file for each paper. A counterpart is a function that computes hvdcomp's
-numbers: in `counted` from shapes and formulas, in `bagpipe` from synthetic ids, in `predicted` by the performance model
-with published times of V100s, in `accordion` and `gravac` by trainings on simulated ranks (`workloads`), which are
-compared (`compared`) with each other and with `controls`, and in `timed` by measurements on this machine.
+`published` has the published numbers, in one file for each paper. A counterpart is a function that computes hvdcomp's
+numbers. The counterparts in `counted` use shapes and formulas. Those in `bagpipe` use synthetic ids. Those in
+`predicted` use the performance model with published times of V100s. Those in `accordion` and `gravac` use training runs
+on simulated ranks (`workloads`), and compare these with each other (`compared`) and with `controls`. Those in `timed`
+measure on this machine.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def main(
     plot: bool,
     page: Path | None,
 ) -> None:
-    """Reproduce a published table or figure, and print the result beside the published values.
+    """Reproduce a published table or figure, and print the result next to the published values.
 
     Without a NAME, the command lists all tables and figures; with --quick, it reproduces all of them. The name of a
     paper (accordion, utility, bagpipe, gravac) means all its tables and figures. The verdict is one of: does not hold

@@ -1,4 +1,4 @@
-"""Counterparts of Accordion's tables and figures, by trainings."""
+"""Counterparts of Accordion's tables and figures, from training runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def _fixed_and_accordion(t: Trainings, compressor: str, workload: Workload) -> C
 
 
 def _table(artefact: Artefact) -> tuple[dict[str, float], str]:
-    """The published accuracies, floats and seconds at low, high and Accordion, and the network they belong to."""
+    """The published accuracies, floats and seconds with low compression, high compression and Accordion, and the
+    network that they belong to."""
     networks = artefact.published
     name = artefact.settings.get("network", "ResNet-18")
     if name not in networks:
@@ -46,7 +47,8 @@ def _of(numbers: Mapping[str, float], quantity: str, a: str, b: str, ratio: bool
 
 
 def levels(artefact: Artefact, t: Trainings) -> Outcome:
-    """Accordion's tables 1 to 4 and their curves: fixed levels, Accordion, and a control with the same floats."""
+    """Accordion's tables 1 to 4 and their curves: fixed levels, Accordion, and a control that sends the same number of
+    floats."""
     compressor = artefact.settings["compressor"]
     workload = t.of(artefact, artefact.settings.get("workload", "images"))
     compared, control = controls.of_levels(t, _fixed_and_accordion(t, compressor, workload), "Accordion", compressor)
@@ -77,7 +79,7 @@ _OF_LOGS = {
 
 
 def logs(artefact: Artefact, t: Trainings) -> Outcome:
-    """Final numbers of the authors' published logs."""
+    """The final numbers in the authors' published logs."""
     compressor = artefact.settings["compressor"]
     rows, shown = [], []
     for network, numbers in artefact.published.items():
@@ -98,7 +100,7 @@ def schedule(artefact: Artefact, t: Trainings) -> Outcome:
     compressor, workload = artefact.settings["compressor"], t.of(artefact)
     low, high = workload.levels[compressor]
     window = workload.accordion_steps
-    first, after = 2 * window, window  # the same shares as 20 and 10 of the paper's 300 epochs
+    first, after = 2 * window, window  # the same shares as the paper's 20 and 10 of 300 epochs
     ends = f"{first}|{workload.fall}|{workload.fall + after}"
     critical, reverse = "low in critical regimes", "high in critical regimes"
     compared = _fixed_and_accordion(t, compressor, workload).also(
@@ -147,7 +149,7 @@ def norms_of(run: Trained) -> dict[str, list[float]]:
 
 
 def _levels_chosen(run: Trained) -> dict[str, list[float]]:
-    """The level of each of Accordion's windows, by tensor."""
+    """The level in each of Accordion's windows, by tensor."""
     names = list(run.decisions[0]["tensors"])
     now = list(run.decisions[0]["decision"]["levels"]["by_tensor"])
     chosen = [list(now)]
@@ -161,7 +163,8 @@ def _levels_chosen(run: Trained) -> dict[str, list[float]]:
 
 
 def ranks(artefact: Artefact, t: Trainings) -> Outcome:
-    """Accordion's figures 18 to 20: low compression early and after the learning rate falls, high elsewhere."""
+    """Accordion's figures 18 to 20: low compression early and after the learning rate falls, high compression
+    otherwise."""
     compressor, workload = artefact.settings["compressor"], t.of(artefact)
     low, high = workload.levels[compressor]
     length = workload.accordion_steps
@@ -259,7 +262,7 @@ def adaqs(artefact: Artefact, t: Trainings) -> Outcome:
 
 
 def longer(artefact: Artefact, t: Trainings) -> Outcome:
-    """Accordion's figure 8: high compression for more epochs, which sends as much as low compression."""
+    """Accordion's figure 8: high compression for more epochs, until it has sent as much as low compression."""
     compressor, workload = artefact.settings["compressor"], t.of(artefact)
     compared = _fixed_and_accordion(t, compressor, workload)
     times = compared.floats("low") / compared.floats("high")

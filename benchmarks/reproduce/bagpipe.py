@@ -1,4 +1,5 @@
-"""Bagpipe: the skew of accesses to embeddings, and the gain of reading batches ahead, counted on synthetic ids."""
+"""Bagpipe: measures, on synthetic ids, how skewed the accesses to embeddings are, and how much is gained by reading
+batches ahead."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ from benchmarks.reproduce.published import Artefact
 from hvdcomp.tools.train.data_clicks import zipf
 
 RANKS, TABLES, ROWS, BATCH, BATCHES = 4, 4, 50_000, 2048, 60
-"""As in `benchmarks/times/look_ahead.py`, whose steps are measured."""
+"""The same numbers as in `benchmarks/times/look_ahead.py`, which measures steps."""
 AHEAD = (1, 2, 5, 10, 20, 50)
-"""Numbers of batches for which rows stay in a cache, for the share of hits."""
+"""For the share of hits: the numbers of batches for which rows stay in a cache."""
 _OURS = (
     f"Counted on {BATCHES} batches of {BATCH} samples on each of {RANKS} ranks. Each sample has one id, drawn by "
     f"Zipf's law, in each of {TABLES} tables of {ROWS:,} rows."
@@ -21,9 +22,9 @@ _OURS = (
 
 
 def look_ahead(artefact: Artefact) -> Outcome:
-    """Compares the numbers in Bagpipe's abstract. The time of a step is predicted from two shares: the share of
-    embeddings in the paper's step time, and the share of rows that the next batch looks up. All other rows are sent
-    while the next batch is trained."""
+    """Compares hvdcomp with the numbers in Bagpipe's abstract. The time of a step is predicted from two shares: the
+    share of embeddings in the paper's step time, and the share of rows that the next batch looks up. All other rows are
+    sent while the next batch is trained."""
     published = artefact.published
     draws = np.random.default_rng(0).random((BATCHES, RANKS, BATCH, TABLES))
     keys = zipf(draws, ROWS) + ROWS * np.arange(TABLES)
@@ -56,7 +57,7 @@ def look_ahead(artefact: Artefact) -> Outcome:
 
 
 def urgent_share(batches: Sequence[Sequence[np.ndarray]]) -> float:
-    """Of the rows that a rank sends after a batch, the share that the next batch of any rank looks up.
+    """The share of the rows that a rank sends after a batch that the next batch of any rank looks up.
 
     Args:
         batches: for each batch, the keys of each rank. No key occurs twice in a rank's batch.
@@ -70,7 +71,7 @@ def urgent_share(batches: Sequence[Sequence[np.ndarray]]) -> float:
 
 
 def hit_share(batches: Sequence[Sequence[np.ndarray]], ahead: int) -> float:
-    """Of the rows of a batch, over all ranks, the share that was looked up in one of the `ahead` batches before."""
+    """The share of the rows of a batch, over all ranks, that one of the `ahead` previous batches looked up."""
     unions = [np.unique(np.concatenate(batch)) for batch in batches]
     hits = sum(int(np.isin(unions[i], np.concatenate(unions[i - ahead : i])).sum()) for i in range(ahead, len(unions)))
     return hits / sum(map(len, unions[ahead:]))

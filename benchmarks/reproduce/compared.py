@@ -1,4 +1,4 @@
-"""Trainings on simulated ranks, whose times are predicted for a link, and comparisons of them."""
+"""Runs training on simulated ranks, predicts the times on a link, and compares the training runs."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ MARGIN = 1.0
 
 @dataclass(frozen=True)
 class Trained:
-    """The result of a training.
+    """The result of a training run.
 
     Attributes:
-        training: name of the training, without the seed.
+        training: name of the training run, without the seed.
         quality: accuracy in percent, or perplexity, on the test data.
         floats: number of floats that a rank sent, counted as in the papers.
-        seconds: predicted seconds of the training on the link.
+        seconds: predicted seconds of the training run on the link.
         epochs: the quality and the sent floats at the end of each epoch.
-        sent: the sent floats up to the end of each step.
+        sent: the number of floats sent up to the end of each step.
         decisions: the decisions of the policy, in order.
     """
 
@@ -50,7 +50,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class _Training(Run):
-    """A training of a workload, with options that change its own."""
+    """A training run of a workload, with options that replace the workload's own."""
 
     of: Workload
     changes: Mapping[str, Any]
@@ -65,7 +65,7 @@ class _Training(Run):
         return {**self.of.options, **self.changes, **fixed}
 
     def trained(self) -> Trained:
-        """The result of the complete training in the folder."""
+        """The result of the complete training run in the folder."""
         assert self.summary is not None
         sent = list(itertools.accumulate(step["floats_sent"] for step in self.records("steps.jsonl")))
         chance = self.of.chance
@@ -81,18 +81,18 @@ class _Training(Run):
 
 
 class Trainings:
-    """Runs trainings, or reads the results of earlier trainings with the same options.
+    """Runs training, or reads the results of earlier training runs with the same options.
 
     Args:
         folder: the folder that contains all trainings.
         quick: whether to train for fewer steps, with `QUICK_SEEDS` seeds instead of `SEEDS`.
-        data: folder with the published data of Accordion's trainings; None for small trainings instead.
-        epochs: number of epochs of the trainings on published data; None for the authors' number.
+        data: folder with the published data that Accordion is trained on; None for small training runs instead.
+        epochs: number of epochs of the training runs on published data; None for the authors' number.
 
     Attributes:
-        quick: whether trainings are short.
+        quick: whether training runs are short.
         seeds: the number of seeds.
-        commits: of the trainings that were used.
+        commits: the commits of the training runs that were used.
     """
 
     def __init__(self, folder: Path, quick: bool, data: Path | None = None, epochs: int | None = None) -> None:
@@ -102,7 +102,7 @@ class Trainings:
         self.commits: set[str] = set()
 
     def of(self, artefact: Artefact, kind: str = "images", **network: str) -> Workload:
-        """The training of a table or figure.
+        """The workload of a table or figure.
 
         Args:
             kind: "images" or "text".
@@ -119,10 +119,10 @@ class Trainings:
     def train(
         self, workload: Workload, compression: str, policy: str | None = None, seeds: int | None = None, **changes: Any
     ) -> list[Trained]:
-        """Runs a training for each seed.
+        """Runs training once for each seed.
 
         Raises:
-            RunRefused: a training fails.
+            RunRefused: if a training run fails.
         """
         chosen = {"compression": compression, **({} if policy is None else {"policy": policy}), **changes}
         runs = [_Training(workload.name, seed, self._folder, workload, chosen) for seed in range(seeds or self.seeds)]
@@ -134,8 +134,8 @@ class Trainings:
 
 
 def _quality(record: Mapping[str, Any], chance: float) -> float:
-    """The accuracy in percent, or the perplexity, in a summary or in the record of an epoch. If the training has
-    diverged, the result is that of guessing, although the summary may have the quality of an earlier epoch."""
+    """The accuracy in percent, or the perplexity, in a summary or in the record of an epoch. If training has diverged,
+    the result is the quality of guessing, although the summary may have the quality of an earlier epoch."""
     is_text = "perplexity" in record
     quality = record.get("perplexity" if is_text else "accuracy")
     if quality is None or record.get("status") == "diverged":
@@ -152,7 +152,7 @@ def _estimated(what: str, values: Sequence[float], published: float | None, **mo
 
 @dataclass(frozen=True)
 class Compared:
-    """Trainings of a workload that are compared, by label."""
+    """The training runs of a workload that are compared, by label."""
 
     workload: Workload
     runs: Mapping[str, Sequence[Trained]]
@@ -168,11 +168,11 @@ class Compared:
         return statistics.fmean(value(run) for run in self.runs[label])
 
     def named(self, *labels: str) -> tuple[str, ...]:
-        """The names of the trainings with these labels."""
+        """The names of the training runs with these labels."""
         return tuple(self.runs[label][0].training for label in labels)
 
     def is_guessing(self, label: str) -> bool:
-        """Whether the trainings end with a quality that is not better than guessing by more than `MARGIN`."""
+        """Whether the final quality of the training runs is at most `MARGIN` better than guessing."""
         quality, chance = self.mean(label, lambda run: run.quality), self.workload.chance
         return quality * (1 + MARGIN / 100) >= chance if self.workload.is_text else quality <= chance + MARGIN
 
@@ -191,15 +191,15 @@ class Compared:
         margin: float = MARGIN,
         main: bool = False,
     ) -> Row:
-        """The row for the advantage of `label` over `base` at the end.
+        """The row for the advantage of `label` over `base` at the end of training.
 
         Args:
-            label, base: labels of the two trainings that are compared.
+            label, base: labels of the two groups of training runs that are compared.
             claim: the paper's claim about `label`: "worse", "better" or "no loss" (a loss up to `margin` is allowed);
                 empty if the paper has no claim.
             published: the paper's number.
             note, main: as in `Row`.
-            margin: loss that the claim "no loss" allows.
+            margin: the largest loss that the claim "no loss" allows.
         """
         bounds = {"worse": {"less_than": 0.0}, "better": {"more_than": 0.0}, "no loss": {"more_than": -margin}, "": {}}
         unit = "%, perplexity" if self.workload.is_text else "points"
@@ -212,14 +212,14 @@ class Compared:
         return _estimated(what, found, published, note=note, main=main, trainings=named, **bounds[claim])
 
     def quality(self, label: str, published: float | None = None) -> Row:
-        """The row for the final quality of `label`. It has no claim, because the data differ from those of the
-        paper."""
+        """The row for the final quality of `label`. It makes no claim, because the data differ from the paper's
+        data."""
         what = f"{label}: {'perplexity' if self.workload.is_text else 'accuracy (%)'}"
         found = [run.quality for run in self.runs[label]]
         return _estimated(what, found, published, trainings=self.named(label))
 
     def recovered(self, label: str, published: float | None = None) -> Row:
-        """The row for the share of the gap between "high" and "low" that `label` closes, without a claim."""
+        """The row for the share of the gap between "high" and "low" that `label` closes. It makes no claim."""
         gap = statistics.fmean(self.gains("low", "high"))
         closed = statistics.fmean(self.gains(label, "high"))
         what = f"{label}: recovers of the gap between high and low (%)"
@@ -228,7 +228,7 @@ class Compared:
 
     def times_fewer_floats(self, label: str, base: str, published: float | None = None, claimed: bool = True) -> Row:
         """The row for the floats of `base` divided by the floats of `label`. `claimed` is False if the paper has no
-        such training."""
+        such training run."""
         ours = self.floats(base) / self.floats(label)
         what = f"{label}: times fewer floats than {base}"
         holds = (ours > 1 if published is None else ours > max(1, published / 2)) if claimed else None

@@ -1,4 +1,4 @@
-"""Controls: trainings that send the same number of floats as a policy, but ignore the gradients."""
+"""Controls: training runs that send the same number of floats as a policy, but ignore the gradients."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def of_levels(t: Trainings, compared: Compared, policy: str, compressor: str) ->
     fixed ratio for TopK.
 
     Args:
-        compared: the trainings, which include "low", "high" and the policy's training.
-        policy: label of the policy's training.
+        compared: the training runs, which include "low", "high" and the policy.
+        policy: label of the policy's training runs.
         compressor: name of the compressor whose level the policy chooses.
     """
     workload = compared.workload
@@ -41,15 +41,15 @@ def of_sparsity(t: Trainings, compared: Compared, policy: str, compressor: str, 
     """The control of a policy that chooses a sparsifier's ratio: a fixed ratio.
 
     Args:
-        compared: the trainings, which include "dense" and the policy's training.
-        policy: label of the policy's training.
+        compared: the training runs, which include "dense" and the policy.
+        policy: label of the policy's training runs.
         compressor: name of the compressor whose ratio the policy chooses.
-        changes: the options of the policy's training that the control also gets.
+        changes: the options of the policy's training run that are also used for the control.
     """
     workload, dense = compared.workload, compared.floats("dense")
     wanted = compared.floats(policy)
-    # Small tensors are sent whole, so that floats are linear in the ratio, but not proportional to it: a training with
-    # about this ratio shows the share of those tensors.
+    # Small tensors are sent whole, so the number of floats is linear in the ratio, but not proportional to it. A
+    # training run with about this ratio shows the share of the small tensors.
     first = float(f"{min(wanted / dense, 0.5):.3g}")
     sent = t.train(workload, f"{compressor}:ratio={first:g}", seeds=1, **changes)[0].floats
     ratio = first + (wanted - sent) * (1 - first) / (dense - sent)
@@ -58,13 +58,13 @@ def of_sparsity(t: Trainings, compared: Compared, policy: str, compressor: str, 
 
 
 def of_batch_size(t: Trainings, compared: Compared, policy: str, rate: float) -> tuple[Compared, Row]:
-    """The control of a policy that chooses a batch size between the smallest and larger ones: a fixed batch size, with
-    a learning rate in proportion.
+    """The control of a policy that chooses the smallest or a larger batch size: a fixed batch size, with a learning
+    rate in proportion to it.
 
     Args:
-        compared: the trainings, which include "small" and the policy's training.
-        policy: label of the policy's training.
-        rate: learning rate of the training "small".
+        compared: the training runs, which include "small" and the policy.
+        policy: label of the policy's training runs.
+        rate: learning rate of the training run "small".
     """
     workload = compared.workload
     times = compared.floats("small") / compared.floats(policy)
@@ -78,8 +78,8 @@ def beside(compared: Compared, policy: str, label: str, words: str) -> Row:
     """The row that compares a policy with its control.
 
     Args:
-        compared: the trainings, which include those of the policy and of the control.
-        policy, label: labels of the policy's training and of the control.
+        compared: the training runs, which include the policy and the control.
+        policy, label: labels of the policy's training runs and of the control.
         words: words that describe the control.
     """
     share = compared.floats(label) / compared.floats(policy)
@@ -88,7 +88,7 @@ def beside(compared: Compared, policy: str, label: str, words: str) -> Row:
 
 
 def _with(compared: Compared, policy: str, label: str, words: str, runs: list[Trained]) -> tuple[Compared, Row]:
-    """Trains the control, and returns the trainings with the control, and the row that compares the policy with the
-    control."""
+    """Trains the control. Returns the training runs including the control, and the row that compares the policy with
+    the control."""
     compared = compared.also(label, runs)
     return compared, beside(compared, policy, label, f"`{words}`")

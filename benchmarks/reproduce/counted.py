@@ -1,7 +1,8 @@
-"""Counterparts from the shapes of models: parameters, and the floats that a whole training sends.
+"""Counterparts that are computed from the shapes of models: the number of parameters, and the number of floats that a
+whole training run sends.
 
-They need no training, because a compressor's payload only depends on shapes. `COUNTERPARTS` also has the counterpart
-that is counted on ids.
+They do not need training, because a compressor's payload depends only on shapes. `COUNTERPARTS` also includes the
+counterpart in `bagpipe`, which is counted on synthetic ids.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from hvdcomp.perfmodel import exchange_of
 from hvdcomp.perfmodel.shapes import tensors_of
 
 WIKITEXT_WORDS = 34_069
-"""The number of words in the Accordion paper's WikiText-2, which it does not state: computed from its number of
-parameters, for an LSTM of 650 units whose output shares the weights of its embedding."""
+"""The number of words in WikiText-2 in the Accordion paper. The paper does not state it; it is computed from the
+paper's number of parameters, for an LSTM of 650 units whose output shares the weights of its embedding."""
 EPOCHS = 300
 STEPS_OF_AN_EPOCH = 98
-"""Steps of an epoch of CIFAR's 50,000 images, in batches of 512, 128 from each of 4 ranks; the last is not full."""
+"""Steps in an epoch of CIFAR's 50,000 images. A batch has 512 images, 128 from each of 4 ranks; the last batch is not
+full."""
 STEPS_BY_BATCH = {("cifar10", "512"): 98, ("cifar100", "512"): 97, ("cifar10", "4096"): 12, ("cifar100", "4096"): 12}
-"""Steps of an epoch in tables 5 and 6, whose numbers imply that three of four leave out the last, incomplete batch."""
+"""Steps in an epoch in tables 5 and 6. The numbers in these tables imply that, in three of four cases, the last,
+incomplete batch is left out."""
 TOPK_WORKERS, TOPK_PARTS = 4, 2
 """The authors count TopK's values and indices of all four ranks."""
 
@@ -35,7 +38,7 @@ def _size(tensors: tuple[TensorInfo, ...]) -> int:
 
 
 def floats_of_a_step(tensors: tuple[TensorInfo, ...], spec: str) -> float:
-    """The number of 32-bit numbers, including indices, that a rank passes to collectives in a step, if every matrix is
+    """How many 32-bit numbers, including indices, a rank passes to collectives in a step if every matrix is
     compressed."""
     return exchange_of(parse_compressor(spec), tensors, 4, min_numel=0).bytes / 4
 
@@ -72,8 +75,9 @@ def sizes(artefact: Artefact) -> Outcome:
 
 
 def floats_sent(artefact: Artefact) -> list[Row]:
-    """The floats that fixed levels send in a whole training, from the number of steps and the shapes, for Accordion's
-    tables 1 to 6. Accordion's own floats lie between them, and need a training."""
+    """For Accordion's tables 1 to 6, the number of floats that fixed levels send in a whole training run. It follows
+    from the number of steps and the shapes. Accordion itself sends a number between these, which only training can
+    show."""
     data, compressor = str(artefact.settings.get("data")), artefact.settings.get("compressor")
     chosen = artefact.settings.get("network")
     rows = []

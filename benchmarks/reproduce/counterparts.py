@@ -1,4 +1,4 @@
-"""Runs the counterpart of a table or figure, and notes its command and commit."""
+"""Runs the counterpart of a table or figure, and records its command and commit."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def run(artefact: Artefact, quick: bool, runs: Path, data: Path | None = None, e
     Args:
         artefact: the table or figure.
         quick: whether to train for fewer steps, with fewer seeds.
-        runs: folder of trainings. Trainings that it contains are not repeated.
-        data: folder with CIFAR and WikiText-2 for Accordion's trainings; None for small trainings instead.
-        epochs: number of epochs of the trainings on `data`; None for the authors' number.
+        runs: folder of training runs. Runs that it already contains are not repeated.
+        data: folder with CIFAR and WikiText-2, on which Accordion is trained; None for small training runs instead.
+        epochs: number of epochs of the training runs on `data`; None for the authors' number.
     """
     start = time.monotonic()
     name = artefact.counterpart

@@ -1,4 +1,5 @@
-"""Counterparts from the gradients of a single training: critical regimes, and common coordinates of gradients."""
+"""Counterparts that are computed from the gradients of a single training run: critical regimes, and common coordinates
+of gradients."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ class _Training:
         self.labels = torch.from_numpy(data.train_y)
 
     def epoch(self, number: int) -> list[torch.Tensor]:
-        """Trains an epoch; returns the flat gradient of each step."""
+        """Trains for an epoch. Returns the flat gradient of each step."""
         assert self.options.batch_size is not None
         rate = self.options.learning_rate(number - 1, self.options.epochs)
         for group in self._optimizer.param_groups:
@@ -52,8 +53,8 @@ class _Training:
 
 
 def common_of_largest(training: Mapping[str, Any], share: float = 0.1) -> float:
-    """The percentage of a gradient's largest coordinates that are also among those of another gradient, averaged over
-    pairs of steps of the third epoch."""
+    """The percentage of a gradient's largest coordinates that are also among the largest coordinates of another
+    gradient, averaged over pairs of steps of the third epoch."""
     training_run = _Training(TrainingOptions(**training))
     gradients: list[torch.Tensor] = []
     for number in (1, 2, 3):

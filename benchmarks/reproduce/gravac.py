@@ -1,4 +1,4 @@
-"""Counterparts of GraVAC's tables and figures, by trainings."""
+"""Counterparts of GraVAC's tables and figures, from training runs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from benchmarks.reproduce.published import Artefact
 from benchmarks.reproduce.workloads import Workload
 
 PAIRS = (("elements", "raw"), ("elements", "error_feedback"), ("bytes", "raw"), ("bytes", "error_feedback"))
-"""The unit that a factor counts, and the definition of the gain. With the first pair, elements and the gain of the
-authors' code, large factors pass as in the paper's tables. The gain in the paper's text is the one with error
-feedback."""
+"""Pairs of the unit that a factor counts and the definition of the gain. The first pair is elements and the gain of the
+authors' code; with it, GraVAC accepts large factors, as in the paper's tables. The gain in the paper's text is the one
+with error feedback."""
 
 
 def _gravac(
@@ -38,13 +38,13 @@ def _gravac(
 def _with_other_pairs(
     t: Trainings, compared: Compared, compressor: str, label: str, base: str, **policy: Any
 ) -> tuple[Compared, list[Row]]:
-    """Trains GraVAC with the other pairs of factor and gain, which the paper does not compare. Returns the trainings
-    and, for each pair, two rows that compare it with a base. If trainings are short, nothing is trained, because the
-    paper does not need these rows.
+    """Trains GraVAC with the other pairs of factor and gain, which the paper does not compare. Returns the training
+    runs and, for each pair, two rows that compare it with a base. If training is short, nothing is trained, because
+    these rows are not part of the paper.
 
     Args:
-        label: label of the training with the first pair.
-        base: label of the training with which they are compared.
+        label: label of the training runs with the first pair.
+        base: label of the training runs with which the pairs are compared.
         policy: arguments of `_gravac` for GraVAC's settings.
     """
     rows = []
@@ -100,7 +100,7 @@ def static(artefact: Artefact, t: Trainings) -> Outcome:
 def gain(artefact: Artefact, t: Trainings) -> Outcome:
     """GraVAC's figures 4 to 6: TopK that sends 10 and 1000 times fewer elements, compared with dense SGD.
 
-    Also the compression gain at 10 times fewer elements.
+    The rows also include the compression gain at 10 times fewer elements.
     """
     workload = t.of(artefact, artefact.settings["workload"])
     runs = {
@@ -115,7 +115,7 @@ def gain(artefact: Artefact, t: Trainings) -> Outcome:
     gains = [
         decision["statistics"]["gains"] for decision in log.decisions if decision.get("statistics", {}).get("gains")
     ]
-    robust = artefact.settings["network"] == "VGG16"  # it loses nothing at 1000x in the paper
+    robust = artefact.settings["network"] == "VGG16"  # in the paper, it loses nothing at 1000x
     rows = [
         compared.gain("10x", "dense", "no loss"),
         compared.gain("1000x", "dense", "no loss" if robust else "worse"),
@@ -218,7 +218,8 @@ def randomk(artefact: Artefact, t: Trainings) -> Outcome:
 
 
 def early(artefact: Artefact, t: Trainings) -> Outcome:
-    """GraVAC's figure 1: predicted scaling over workers, and the trained gradient's change in the first steps."""
+    """GraVAC's figure 1: the predicted scaling with the number of workers, and how much the gradient changes in the
+    first steps of training."""
     curve = scaling_efficiency("resnet101")
     falls = list(curve.y) == sorted(curve.y, key=float, reverse=True)  # type: ignore[arg-type]
     what = f"ResNet101, predicted: share of linear scaling on {curve.x[-1]} GPUs (%), falling all the way"

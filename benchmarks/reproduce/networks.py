@@ -1,7 +1,7 @@
 """Shapes of the Accordion paper's networks, which come from two collections: kuangliu/pytorch-cifar for CIFAR-10 and
 weiaicunzai/pytorch-cifar100 for CIFAR-100. They match the paper's parameter counts (tables 8 and 9) exactly.
 
-ResNet-18 and the layers of VGG-19 are models of `hvdcomp train`; the other networks exist only as shapes.
+ResNet-18 and the layers of VGG-19 come from models of `hvdcomp train`; the other networks exist only as shapes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from hvdcomp.compressors import TensorInfo
 
 CLASSES = {"cifar10": 10, "cifar100": 100}
 _VGG_HEAD = {"cifar10": (512, 512), "cifar100": (4096, 4096)}
-"""Widths of two layers before the last layer of the authors' VGG-19, which `hvdcomp train`'s lacks."""
+"""The widths of two layers before the last layer of the authors' VGG-19. The VGG-19 of `hvdcomp train` does not have
+these two layers."""
 
 
 class _Shapes:
@@ -67,7 +68,7 @@ def _trained(network: str, data: str) -> tuple[TensorInfo, ...]:
 
 @cache
 def parameters_of(model: str, classes: int) -> tuple[TensorInfo, ...]:
-    """The parameters of a model of `hvdcomp train`, without their values. Needs PyTorch."""
+    """The parameters of a model of `hvdcomp train`, without their values. This function needs PyTorch."""
     import torch
 
     from hvdcomp.tools.train.frameworks import build_model
@@ -78,7 +79,7 @@ def parameters_of(model: str, classes: int) -> tuple[TensorInfo, ...]:
 
 
 def _densenet(shapes: _Shapes, classes: int) -> None:
-    """Growth of 12, and half of the channels after each block (Huang et al. 2017)."""
+    """A DenseNet with growth 12. Half of the channels remain after each block (Huang et al. 2017)."""
     growth, width = 12, 24
     shapes.convolution(width, 3, 3)
     for block, layers in enumerate((6, 12, 24, 16)):
@@ -96,7 +97,8 @@ def _densenet(shapes: _Shapes, classes: int) -> None:
 
 
 def _googlenet(shapes: _Shapes, classes: int) -> None:
-    """Szegedy et al. 2015, with normalization, and two convolutions of 3 in place of a convolution of 5."""
+    """GoogLeNet (Szegedy et al. 2015) with normalization, and with two convolutions of size 3 instead of one of size
+    5."""
 
     def unit(outputs: int, inputs: int, kernel: int) -> None:
         shapes.convolution(outputs, inputs, kernel, bias=True)
@@ -127,7 +129,7 @@ def _googlenet(shapes: _Shapes, classes: int) -> None:
 
 
 def _senet(shapes: _Shapes, classes: int) -> None:
-    """A ResNet-18 with normalization first, whose blocks weigh their channels (Hu et al. 2018)."""
+    """A ResNet-18 with normalization first, in which each block weights its channels (Hu et al. 2018)."""
     shapes.convolution(64, 3, 3)
     shapes.norm(64)
     inputs = 64
@@ -146,7 +148,7 @@ def _senet(shapes: _Shapes, classes: int) -> None:
 
 
 def _wide_resnet(shapes: _Shapes, classes: int) -> None:
-    """28 layers, ten times as wide (Zagoruyko and Komodakis 2016)."""
+    """A ResNet with 28 layers that are ten times wider than usual (Zagoruyko and Komodakis 2016)."""
     shapes.convolution(16, 3, 3, bias=True)
     inputs = 16
     for width in (160, 320, 640):

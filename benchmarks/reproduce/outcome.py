@@ -14,15 +14,15 @@ from hvdcomp.files import replace_text
 AS_PUBLISHED, IN_PART, NOT_SHOWN = "as published", "in part", "cannot be shown here"
 NOT_HELD, NOT_CONFIRMED = "does not hold here", "not confirmed"
 VERDICTS = (NOT_HELD, NOT_CONFIRMED, IN_PART, AS_PUBLISHED, NOT_SHOWN)
-"""In the order of the page."""
+"""The verdicts in the order of the page."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """A number of the paper, together with hvdcomp's number.
 
-    A row with `more_than` or `less_than` is judged by it whenever it is made, also from a file: `holds` and `open`
-    follow from `ours` and `half`.
+    If a row has `more_than` or `less_than`, this bound determines `holds` and `open` from `ours` and `half`, whenever
+    the row is created, even from a file.
 
     Attributes:
         what: the quantity, with its unit.
@@ -31,13 +31,13 @@ class Row:
         half: half of the 95 % confidence interval of `ours` over seeds; None if there is only one value.
         more_than, less_than: the bound of a claim of the form "more than" or "less than" about `ours`; None if there is
             no such claim.
-        holds: whether `ours` confirms the paper's claim; None if it is open, or if there is no claim.
-        open: whether the confidence interval of `ours` leaves open if the paper's claim is true.
+        holds: whether `ours` confirms the paper's claim; None if this is open, or if there is no claim.
+        open: whether the confidence interval of `ours` leaves it open if the paper's claim is true.
         main: whether the claim is the paper's main conclusion from the table or figure.
-        note: how `ours` was found, or why there is no such number.
-        control: what the control of a policy is, if the row compares the policy with its control.
+        note: how `ours` was determined, or why there is no such number.
+        control: a description of the control, if the row compares a policy with its control.
         share: floats of the control divided by floats of the policy.
-        trainings: names of the trainings that the row compares.
+        trainings: names of the training runs that the row compares.
     """
 
     what: str
@@ -101,11 +101,11 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """The verdict, of `VERDICTS`, by the rows that hold or do not.
+        """The verdict, one of `VERDICTS`. It depends on which rows hold.
 
-        The main rows decide, or all rows if there is no main one. The result does not hold if none of them holds; it is
-        not confirmed if the intervals leave all of them open. It is at most in part if a published number has no
-        counterpart, or a row is open.
+        The main rows decide, or all rows if there is no main row. The verdict is "does not hold here" if none of these
+        rows holds, and "not confirmed" if the confidence intervals leave all of them open. It is at best "in part" if a
+        published number has no counterpart, or if a row is open.
         """
         claims = [row for row in self.rows if row.holds is not None or row.open]
         if not claims:
@@ -120,12 +120,12 @@ class Outcome:
 
     @property
     def reason(self) -> str:
-        """Why nothing could be shown."""
+        """The reason why nothing could be shown."""
         return self.why or "no row has a claim of the paper"
 
 
 def _within_bounds(value: float, half: float, more_than: float | None, less_than: float | None) -> bool | None:
-    """Whether the interval around a value lies within the bounds (True) or wholly outside (False); None if neither."""
+    """True if the interval around a value is within the bounds, False if it is completely outside, None otherwise."""
     least, most = value - half, value + half
     if (more_than is not None and most < more_than) or (less_than is not None and least > less_than):
         return False
@@ -134,7 +134,7 @@ def _within_bounds(value: float, half: float, more_than: float | None, less_than
 
 
 def within(ours: float, published: float, share: float) -> bool:
-    """Whether `ours` equals the published number up to a relative difference of `share`."""
+    """Whether the relative difference between `ours` and the published number is at most `share`."""
     return math.isclose(ours, published, rel_tol=share)
 
 

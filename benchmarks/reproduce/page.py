@@ -1,4 +1,4 @@
-"""The page of all tables and figures, first those that do not hold, and the CSV of all rows."""
+"""Writes the page of all tables and figures, beginning with the results that do not hold, and the CSV of all rows."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def rows_as_csv(outcomes: Mapping[str, Outcome]) -> str:
 
 
 def _beside_controls(outcomes: Mapping[str, Outcome]) -> list[str]:
-    """The section that compares policies with their controls, with each comparison once."""
+    """The section that compares policies with their controls. Each comparison appears only once."""
     rows = [row for outcome in outcomes.values() for row in outcome.rows if row.control and row.half is not None]
     # The same pair has different names in different figures.
     found: dict[tuple[str, str], Row] = {}
@@ -174,12 +174,12 @@ def _beside_controls(outcomes: Mapping[str, Outcome]) -> list[str]:
 
 
 def _marked(name: str, table: Sequence[str]) -> list[str]:
-    """A table between two marks, which name it."""
+    """A table between two marks, which contain its name."""
     return [f"<!-- made: {name} -->", *table, f"<!-- end of {name} -->"]
 
 
 def _percent(row: Row) -> int:
-    """Floats of the control in percent of the policy's."""
+    """The floats of the control, in percent of the floats of the policy."""
     assert row.share is not None
     return round(100 * row.share)
 
@@ -212,12 +212,12 @@ def _counts(groups: Mapping[str, list[str]], outcomes: Mapping[str, Outcome]) ->
 
 
 def _trainings(rows: Iterable[Row]) -> set[str]:
-    """The distinct trainings that some rows use."""
+    """The distinct training runs that some rows use."""
     return {training for row in rows for training in row.trainings}
 
 
 def _resting_on(rows: Sequence[Row]) -> str:
-    """A sentence with the number of distinct trainings that some rows use; "" if no row uses a training."""
+    """A sentence with the number of distinct training runs that some rows use; "" if no row uses a training run."""
     trained = [row for row in rows if row.trainings]
     if not trained:
         return ""
@@ -233,12 +233,12 @@ def _counted(count: int, noun: str) -> str:
 
 
 def _deciding(outcome: Outcome) -> list[Row]:
-    """The rows that decide about a result that does not hold or is not confirmed."""
+    """The rows that decide the verdict of a result that does not hold or is not confirmed."""
     return [row for row in outcome.rows if row.main] or [row for row in outcome.rows if row.holds is False or row.open]
 
 
 def _decided(artefact: Artefact, outcome: Outcome, numbers: Mapping[tuple[str, ...], int]) -> Iterator[str]:
-    """A line for each row that decides about a result; `numbers` has the number of each comparison."""
+    """A line for each row that decides the verdict of a result. `numbers` has the number of each comparison."""
     head = (_link(artefact.name), artefact.shows)
     for row in _deciding(outcome):
         claim = f"{row.what}; {row.note}" if row.note else row.what

@@ -1,4 +1,4 @@
-"""Draws the curves of an outcome. Needs matplotlib."""
+"""Draws the curves of an outcome. This module needs matplotlib."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdcomp.perfmodel.figures import COLOURS, LINES, as_png, new_figure
 
 
 def draw(outcome: Outcome, title: str, file: Path) -> None:
-    """Writes a PNG with a plot for each group of curves; raises OSError if it cannot be written."""
+    """Writes a PNG with a plot for each group of curves. Raises OSError if the file cannot be written."""
     figure = new_figure(5.2 * len(outcome.curves) + 2, 4)
     (all_axes,) = figure.subplots(1, len(outcome.curves), squeeze=False)
     for axes, (label, curves) in zip(all_axes, outcome.curves.items(), strict=True):

@@ -1,7 +1,9 @@
-"""Counterparts by the performance model, from published times of V100s: On the Utility of Gradient Compression.
+"""Counterparts for "On the Utility of Gradient Compression", computed by the performance model from published times of
+V100s.
 
-The preset `v100-p3.8xlarge-2021` has the paper's own times for ResNet-50, and estimates for the other models. So the
-paper's figures can be computed without a GPU, but not tested: the results follow from the paper's numbers.
+The preset `v100-p3.8xlarge-2021` has the paper's own times for ResNet-50, and estimates for the other models. The
+paper's figures can therefore be computed without a GPU. This does not test them, because the results follow from the
+paper's numbers.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ def overlap(artefact: Artefact) -> Outcome:
 
 
 def bandwidth(artefact: Artefact) -> Outcome:
-    """Figures 3 and 19: the least bandwidth at which dense gradients are faster than PowerSGD rank 4."""
+    """Figures 3 and 19: the lowest bandwidth at which dense gradients are faster than PowerSGD rank 4."""
     rows, curves = [], []
     for model in artefact.settings["models"]:
         adviser = _adviser(model)
@@ -103,7 +105,7 @@ def bandwidth(artefact: Artefact) -> Outcome:
 
 
 def order(artefact: Artefact) -> Outcome:
-    """Figure 4: the times in which 64 ranks exchange a model's gradients, by collective."""
+    """Figure 4: the time that 64 ranks need to exchange a model's gradients with each collective."""
     rows = []
     bars: dict[str, list[float]] = {"allreduce": [], "allgather": [], "parameter server": []}
     for model in MODELS:
@@ -148,7 +150,7 @@ def scaling(artefact: Artefact) -> Outcome:
         for spec in set(artefact.settings["specs"]) - set(known_specs):
             rows.append(Row(what=f"{model}, {spec}", note="no encode time of this model is published or estimated"))
     for (model, spec), numbers in pays.items():
-        # Published: no method is faster for ResNets, PowerSGD ranks 4 and 8 are for BERT above 32 ranks.
+        # In the paper, no method is faster for ResNets. For BERT, PowerSGD ranks 4 and 8 are faster above 32 ranks.
         faster = model == "bert-base" and spec in (RANK_4, "powersgd:rank=8")
         text = f"{model}, {spec}: numbers of ranks (of {len(RANKS)}) at which it is faster"
         rows.append(Row(what=text, published=None if faster else 0, ours=len(numbers), holds=bool(numbers) == faster))
@@ -186,7 +188,7 @@ def batches(artefact: Artefact) -> Outcome:
 
 
 def distance(artefact: Artefact) -> Outcome:
-    """Figure 10: the time of dense steps of 96 ranks beyond that of the passes."""
+    """Figure 10: the time of dense steps on 96 ranks that exceeds the time of the passes."""
     rows, curves = [], []
     most = artefact.published["ms, at most"]
     for model in MODELS:
@@ -219,7 +221,7 @@ def needed(artefact: Artefact) -> Outcome:
 
 
 def computers(artefact: Artefact) -> Outcome:
-    """Figure 20: faster computing and encoding, with a link of 10 Gb/s."""
+    """Figure 20: faster computation and encoding, with a link of 10 Gb/s."""
     rows, curves = [], []
     faster = np.linspace(1, 4, 25)
     for model in MODELS:
@@ -239,7 +241,7 @@ def computers(artefact: Artefact) -> Outcome:
 
 
 def tradeoff(artefact: Artefact) -> Outcome:
-    """Figure 21: k times faster encoding, with l k times the bytes."""
+    """Figure 21: encoding that is k times faster, and sends l k times as many bytes."""
     rows, curves, faster = [], [], (1, 2, 3, 4)
     for model in MODELS:
         adviser = _adviser(model)
@@ -274,7 +276,8 @@ def setups(artefact: Artefact) -> Outcome:
 
 
 def _counted(advisers: Mapping[str, Adviser]) -> dict[float, list[int]]:
-    """For each share of the batch size: set-ups, those faster than dense, and those faster by more than the error."""
+    """For each share of the batch size, the number of set-ups, the number of those in which a method is faster than
+    dense gradients, and the number of those in which it is faster by more than the error."""
     counts = {share: [0, 0, 0] for share in (0.25, 0.5, 1.0)}
     for adviser in advisers.values():
         own_batch_size = adviser.facts.compute.batch_size or 1
@@ -291,7 +294,7 @@ def _counted(advisers: Mapping[str, Adviser]) -> dict[float, list[int]]:
 
 
 def _with_own_kernels() -> list[Row]:
-    """The same shares with the encode times of hvdcomp's own kernels on a V100 instead of those of 2021."""
+    """The same shares with the encode times of hvdcomp's own kernels on a V100 instead of the encode times of 2021."""
     known = load(PRESET)
     known = replace(known, models={model: with_own_kernels(known.models[model], known.card) for model in MODELS})
     counts = _counted({model: Adviser(known, model) for model in MODELS})
@@ -311,7 +314,7 @@ def _share(what: str, published: float, ours: float, note: str, main: bool = Fal
 
 
 def scaling_efficiency(model: str) -> Curve:
-    """The percentage of linear scaling of dense gradients at 10 Gb/s, over the number of ranks."""
+    """The percentage of linear scaling that dense gradients reach at 10 Gb/s, by the number of ranks."""
     adviser = _adviser(model)
     ranks = (1, *RANKS)
     alone = 1e3 * adviser.facts.compute.backward_s
@@ -319,7 +322,8 @@ def scaling_efficiency(model: str) -> Curve:
 
 
 def factors(artefact: Artefact) -> Outcome:
-    """GraVAC's figure 3: the time in which 32 ranks gather values and indices of each layer by itself, by factor."""
+    """GraVAC's figure 3: the time that 32 ranks need to gather values and indices, layer by layer, for each compression
+    factor."""
     names = {"ResNet101": "resnet101", "VGG16": "vgg16", "LSTM": "gravac-lstm"}
     network, candidates = load(PRESET).network, (10, 50, 100, 500, 1000, 2000)
     rows, curves = [], []
@@ -332,7 +336,7 @@ def factors(artefact: Artefact) -> Outcome:
         speedups = [seconds[0] / second for second in seconds]
         curves.append(Curve(label=name, x=candidates, y=speedups))
         published = artefact.published[f"{name}: saturates at factor"]
-        # Factors whose next factor makes the exchange less than a tenth faster.
+        # Factors at which the next factor makes the exchange less than a tenth faster.
         ends = [low for low, (a, b) in zip(candidates, pairwise(seconds), strict=False) if a / b < 1.1]
         ours = ends[0] if ends else candidates[-1]
         what = f"{name}: factor from which a larger one is hardly faster"

@@ -1,4 +1,4 @@
-"""Counterparts that are measured on this machine's processor, in place of the papers' GPUs."""
+"""Counterparts that are measured on this machine's processor instead of the papers' GPUs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from hvdcomp.perfmodel.shapes import tensors_of
 
 POWERSGD = "powersgd:rank=4"
 FASTER = 1.05
-"""The least speed-up that counts: a smaller one is within the spread of repeated measurements."""
+"""The smallest speedup that counts. Smaller ones are within the spread of repeated measurements."""
 
 
 def _encode_ms(specs: Sequence[str], quick: bool) -> tuple[str, dict[str, float]]:
-    """The model, and the milliseconds of a step without a network, by method, from `hvdcomp bench encode`."""
+    """The model and, for each method, the milliseconds of a step without a network, from `hvdcomp bench encode`."""
     model = "resnet20" if quick else "resnet50"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "encode.json"
@@ -36,7 +36,7 @@ def _encode_ms(specs: Sequence[str], quick: bool) -> tuple[str, dict[str, float]
         words += ["--seconds", "0.3", "--json", str(file)]
         for spec in specs:
             words += ["--method", spec]
-        # Measurements that other work disturbed by a few percent still give the order.
+        # Even if other work disturbs the measurements by a few percent, they still show the order.
         subprocess.run([sys.executable, "-m", "hvdcomp", *words], check=False, capture_output=True)
         measured = json.loads(file.read_text())["measurements"]
     return model, {measurement["method"]: measurement["step_ms"] for measurement in measured}
@@ -64,7 +64,7 @@ def encoding(artefact: Artefact, quick: bool) -> Outcome:
 
 
 def ratios(artefact: Artefact, quick: bool) -> Outcome:
-    """Table 3 of On the Utility: factors for ResNet-50, and times relative to PowerSGD rank 4."""
+    """Table 3 of On the Utility: compression factors for ResNet-50, and times relative to PowerSGD rank 4."""
     published: Mapping[str, Sequence[float]] = artefact.published
     model, ours = _encode_ms(list(published), quick)
     adviser = Adviser(load("v100-p3.8xlarge-2021"), "resnet50", list(published))
@@ -85,7 +85,8 @@ def ratios(artefact: Artefact, quick: bool) -> Outcome:
 
 
 def multilevel(artefact: Artefact, quick: bool) -> Outcome:
-    """GraVAC's table 3: selection at 10x and at 1000x, each from the whole gradient, or the second from the first's."""
+    """GraVAC's table 3: selection at 10x and at 1000x. Both select from the whole gradient, or the second selects from
+    the result of the first."""
     sizes = {"ResNet101": "resnet101", "VGG16": "vgg16", "LSTM": "gravac-lstm"}
     rows, xp = [], arrays_for(np.zeros(1, np.float32))
     share = 16 if quick else 1

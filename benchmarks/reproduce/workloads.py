@@ -1,8 +1,9 @@
-"""The trainings that replace the papers', and, where their data lie in a folder, Accordion's own.
+"""The training runs that replace those of the papers and, if a folder has their data, Accordion's own training runs.
 
-Two small trainings replace the papers': a convolutional network on MNIST-1D (Greydanus and Kobak 2020), and an LSTM on
-text. As in the papers, low compression ends better than high compression. Their learning rate and length are those at
-which low compression loses little compared with dense gradients, so that what a policy loses is due to its decisions.
+Two small workloads replace those of the papers: a convolutional network on MNIST-1D (Greydanus and Kobak 2020), and an
+LSTM on text. As in the papers, low compression gives better results than high compression. Learning rate and length
+were chosen so that low compression loses little compared with dense gradients. The loss of a policy is therefore due to
+its decisions.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ _CHANCE = {"mnist1d": 10.0, "cifar10": 10.0, "cifar100": 1.0, "stdlib-text": 256
 
 @dataclass(frozen=True)
 class Workload:
-    """A training whose compression or batch size a counterpart varies.
+    """A way to train a network. Counterparts vary its compression or batch size.
 
     Attributes:
-        name: name of the folder of the workload's trainings.
+        name: name of the folder of the workload's training runs.
         shown: the network and the data, in words.
         options: the options of `hvdcomp train`.
-        steps_of_an_epoch: number of steps in an epoch. All ranks make the same steps.
+        steps_of_an_epoch: number of steps in an epoch. All ranks take the same number of steps.
         accordion_steps: number of steps between two decisions of Accordion. Its authors use 10 of 300 epochs.
         gravac_window: number of steps between two decisions of GraVAC.
         interval: number of epochs between two choices of a batch size. On the published data, also the number of epochs
             between all decisions of Accordion.
         levels: for each compressor, the levels of low and of high compression.
-        eta: Accordion's threshold: the least relative change of the norm in a critical regime.
+        eta: Accordion's threshold: the smallest relative change of the norm in a critical regime.
         batch_sizes: the small, the large and the extreme batch size, over all ranks together.
         ranks: number of simulated ranks.
     """
@@ -56,7 +57,7 @@ class Workload:
 
     @property
     def chance(self) -> float:
-        """The accuracy in percent, or the perplexity, of guessing."""
+        """The accuracy in percent, or the perplexity, that guessing reaches."""
         return _CHANCE[self.options["data"]]
 
     @property
@@ -88,7 +89,7 @@ _SMALL_LEVELS = {"powersgd": (4.0, 1.0), "topk": (0.05, 0.002)}
 
 
 def small(kind: str, quick: bool) -> Workload:
-    """The small training of "images" or "text"; shorter if it is quick."""
+    """The small workload for "images" or "text". It is shorter if `quick`."""
     if kind == "images":
         epochs = 8 if quick else 24
         options: dict[str, Any] = {
@@ -103,8 +104,8 @@ def small(kind: str, quick: bool) -> Workload:
             "model": "lstm", "data": "stdlib-text", "text_size": size, "sequence_length": 32, "batch_size": 16,
             "epochs": epochs, "milestones": (4.0, 5.0),
         }  # fmt: skip
-        # The LSTM's norms change by less than a fifth: with a threshold of 0.5 nearly all would stay at high
-        # compression.
+        # The norms of the LSTM change by less than a fifth. With a threshold of 0.5, nearly all tensors would stay at
+        # high compression.
         shown, steps, eta = "an LSTM on text of Python's library", 35 if quick else 140, 0.1
         accordion_steps, gravac_window = steps * epochs // 30, steps * epochs // 21
     return Workload(
@@ -130,14 +131,14 @@ _PUBLISHED_LEVELS: dict[str, dict[str, tuple[float, float]]] = {
 
 
 def of_accordion(kind: str, network: str, data: str, folder: Path, epochs: int | None = None) -> Workload:
-    """Accordion's training on the published data, with the settings of its table 7 and four ranks.
+    """The workload of Accordion on the published data, with the settings in its table 7 and four ranks.
 
     Args:
         kind: "images" or "text".
         network, data: only for images: the names of the network and the data, such as "ResNet-18" and "cifar10". Text
             is an LSTM on WikiText-2.
         folder: the folder with the published data.
-        epochs: number of epochs, instead of the authors' 300 or 90. All other lengths shrink by the same factor.
+        epochs: number of epochs, instead of the authors' 300 or 90. All other lengths are reduced by the same factor.
     """
     ranks, authors, falls = 4, *((300, (150, 250)) if kind == "images" else (90, (60, 80)))
     epochs = epochs or authors

@@ -1,1 +1,1 @@
-"""Predicted beside measured times of steps, on emulated hosts: docs/exchange-measured.md."""
+"""Compares predicted and measured step times on emulated hosts, for docs/exchange-measured.md."""

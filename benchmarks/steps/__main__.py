@@ -112,8 +112,8 @@ def main(
 ) -> None:
     """Compare predicted with measured step times, on emulated clusters (needs root and iproute2).
 
-    On each cluster, the command calibrates and trains in turns. It trains with dense gradients, with the library's own
-    fp16 (Horovod's or DistributedDataParallel's), and with each compressor.
+    On each cluster, the command alternates between calibration and training. It trains with dense gradients, with the
+    library's own fp16 (Horovod's or DistributedDataParallel's), and with each compressor.
     """
     from benchmarks.steps import clusters as runs
     from benchmarks.steps.compare import choices, compare, gains

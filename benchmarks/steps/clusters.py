@@ -20,13 +20,13 @@ from hvdcomp.tools.bench.cluster import Cluster, ClusterError
 
 _WORKER = "hvdcomp.tools.bench.compare_worker"
 _PROGRESS = "PROGRESS "  # prefix of the worker's lines of progress
-_STARTED_FOR = {"horovod": "horovod", "ddp": "torch"}  # for each backend, the cluster's name for the way to start ranks
-# Lines of a failed run's output that are shown; the rank that fails first writes first.
+_STARTED_FOR = {"horovod": "horovod", "ddp": "torch"}  # for each backend, how the cluster starts ranks
+# The numbers of lines that are shown from the output of a failed run. The rank that fails first writes first.
 _FIRST_LINES, _LAST_LINES = 30, 15
 
 
 class StepsError(Exception):
-    """The requested steps cannot be measured; the message says why, and what to do."""
+    """The requested steps cannot be measured. The message explains why, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Options:
 
     Attributes:
         models, compressors: names of the models, and specs of the compressors.
-        overlap: "on" for compressors with their default overlap, "off" for compressors that send after the backward
-            pass, "both" for each compressor in both ways.
+        overlap: "on" to measure compressors with their default overlap, "off" to measure compressors that send after
+            the backward pass, "both" to measure each compressor in both ways.
         batch_size: batch size of one rank.
         seconds: approximate seconds for the calibration of each model. The other measurements take a multiple of this
             time.
@@ -51,13 +51,14 @@ class Options:
     backend: str = "horovod"
 
     def compressors_on(self, hosts: Hosts) -> tuple[str, ...]:
-        """The compressors that are measured there: no two-level ones if hosts have one rank each."""
+        """The compressors that are measured on these hosts. Two-level compressors are left out if each host has only
+        one rank."""
         several = hosts.ranks > 1
         return tuple(spec for spec in self.compressors if several or not needs_nodes(parse_compressor(spec)))
 
 
 def left_out(hosts: Sequence[Hosts], options: Options) -> str:
-    """A sentence on requested compressors that some hosts cannot measure; empty if there are none."""
+    """A sentence about the requested compressors that cannot be measured on some hosts; empty if there are none."""
     affected = [host for host in hosts if options.compressors_on(host) != options.compressors]
     if not affected:
         return ""
@@ -73,7 +74,7 @@ def check(hosts: Sequence[Hosts], rates: Sequence[str]) -> None:
     """Checks that all clusters can be created, before the first one is created.
 
     Raises:
-        StepsError: if one cannot; with the reason.
+        StepsError: if a cluster cannot be created. The message gives the reason.
     """
     try:
         for rate in rates:
@@ -91,7 +92,8 @@ def earlier(file: Path, command: str) -> list[dict[str, Any]]:
         command: the command with all its options.
 
     Raises:
-        StepsError: if another command wrote the file, or it cannot be read; the message says how to start again.
+        StepsError: if a different command wrote the file, or if the file cannot be read. The message explains how to
+            start again.
     """
     if not file.exists():
         return []
@@ -117,7 +119,7 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Measures cluster by cluster, and on each cluster model by model.
 
-    Calibration and steps of a model take turns, because a machine's speed changes with time.
+    The calibration of a model alternates with its steps, because a machine's speed changes with time.
 
     Yields:
         The results of the ranks, with the fields of `Place`, and the commit of the sources.
@@ -127,7 +129,7 @@ def measure(
         done: results of settings that were already measured, and are not measured again.
 
     Raises:
-        StepsError: if a run failed; with the first and the last lines of its output.
+        StepsError: if a run failed. The message contains the first and the last lines of its output.
     """
     measured = {place_of(result) for result in done}
     try:
@@ -139,7 +141,7 @@ def measure(
             with Cluster(host.number, rate) as cluster:
                 for place in places:
                     found = _run(cluster, place, options, show)
-                    yield found | asdict(place) | {"commit": commit()}  # the worker knows no rate
+                    yield found | asdict(place) | {"commit": commit()}  # the worker does not know the rate
     except ClusterError as error:
         raise StepsError(str(error)) from None
 
@@ -148,11 +150,11 @@ def _run(cluster: Cluster, place: Place, options: Options, show: Callable[[str],
     name, hosts = place.in_words(), place.cluster
     env = {"OMP_NUM_THREADS": "1"}
     if options.backend == "horovod":
-        # Horovod's cache has to hold the names of all tensors in all methods. By default it keeps the newest 1,024, and
-        # negotiates the others again in every turn.
+        # Horovod's cache must have room for the names of all tensors in all methods. By default, Horovod keeps only the
+        # newest 1,024 names, and negotiates the others again in every turn.
         env["HOROVOD_CACHE_CAPACITY"] = "16384"
         if hosts.ranks > 1:
-            env["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # needed for two levels
+            env["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # two-level exchanges need this
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"{hosts.in_words()}, {place.rate}.json"
         arguments = ["--model", place.model, *_arguments(options, hosts), "--output", str(file)]
@@ -191,5 +193,5 @@ def _shortened(lines: Sequence[str]) -> str:
 
 
 def environment_facts() -> dict[str, Any]:
-    """The properties of the machine on which all results depend."""
+    """The properties of the machine that influence all results."""
     return {"cores": os.cpu_count(), "python": sys.version.split()[0]}

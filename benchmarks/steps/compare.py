@@ -1,4 +1,4 @@
-"""Compares predicted with measured step times: a row for each, and statistics of the rows."""
+"""Compares predicted with measured step times: creates a row for each comparison, and statistics of the rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvdcomp.perfmodel import STOCK_SPECS, UNCOMPRESSED, Adviser, Exchange, Sett
 from hvdcomp.tools.bench.trainings import ratio
 
 TWO_LEVELS, SCATTER = "two levels", "scatter"
-# Kind of exchange by kind of collective; the first one that a step uses counts.
+# The kind of exchange for each kind of collective. The first entry whose collective a step uses counts.
 _WAYS = {"alltoall": SCATTER, "allgather": "gather", "allreduce": "allreduce"}
 
 
@@ -59,7 +59,7 @@ class Gain(Place):
     """The fastest compressor in a setting, with its measured speedup over dense and fp16.
 
     Attributes:
-        best: name of the method, as `Row.method`.
+        best: name of the method, as in `Row.method`.
         way, overlap: attributes of the fastest compressor, as in `Row`.
     """
 
@@ -72,13 +72,13 @@ class Gain(Place):
 
     @property
     def over_stock(self) -> float:
-        """The speed-up over the faster of dense and fp16."""
+        """The speedup over the faster of dense and fp16."""
         return min(self.over_dense, self.over_fp16)
 
 
 @dataclass(frozen=True)
 class Choice(Place):
-    """The choice of `auto` in a place. Ratios are medians over rounds in which the methods took turns.
+    """The choice of `auto` in a setting. The methods took turns in rounds; ratios are medians over these rounds.
 
     Attributes:
         compressors: the compressors that `auto` could choose.
@@ -87,9 +87,9 @@ class Choice(Place):
         measured_ms: median of the measured step times of the chosen candidate, in ms.
         best: the method with the smallest median step time among the static methods: dense, fp16 and the compressors.
         over_best, over_dense: the step time of `auto` divided by that of the best static method, and divided by that of
-            dense training. Dense training takes part in the turns only if it is not much slower.
-        over_best_error, over_dense_error: standard errors of these two ratios. The second is 0 if dense training took
-            no part in the turns.
+            dense training. Dense training takes part in the rounds only if it is not much slower.
+        over_best_error, over_dense_error: standard errors of these two ratios. The second is 0 if dense training did
+            not take part in the rounds.
         rounds: number of rounds in which the methods took turns.
     """
 
@@ -106,7 +106,7 @@ class Choice(Place):
 
 
 def compare(run: dict[str, Any]) -> list[Row]:
-    """The rows of a model on a cluster, from the file of its ranks."""
+    """The rows of a model on a cluster, from the file that its ranks wrote."""
     calibration, model = from_json(run["calibration"]), run["model"]
     measured = _static(run)
     specs = {
@@ -150,7 +150,7 @@ def compare(run: dict[str, Any]) -> list[Row]:
 
 
 def _way(compressor: Compressor, exchange: Exchange) -> str:
-    """The way in which an exchange sends."""
+    """The kind of an exchange, as in `Row.way`."""
     if needs_nodes(compressor):
         return TWO_LEVELS
     kinds = {collective.kind for collectives in exchange.rounds for collective in collectives}
@@ -191,7 +191,7 @@ def choices(runs: Sequence[dict[str, Any]]) -> list[Choice]:
 
 
 def gains(rows: Sequence[Row]) -> list[Gain]:
-    """The fastest compressor of each place that has one."""
+    """The fastest compressor in each setting that has one."""
     all_gains = []
     for place in dict.fromkeys(row.place for row in rows):
         place_rows = [row for row in rows if row.place == place]

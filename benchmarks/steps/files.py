@@ -1,4 +1,4 @@
-"""Predicted and measured step times, compared in files, tables and sentences."""
+"""Writes the comparison of predicted and measured step times as files, tables and sentences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hvdcomp.perfmodel.rates import parse_rate
 
 
 def write(folder: Path, stem: str, rows: Sequence[Row], details: dict[str, Any]) -> list[Path]:
-    """Writes STEM.json, .csv, .md and .png, STEM-gains.csv and STEM-speed.png; returns their paths.
+    """Writes STEM.json, .csv, .md and .png, STEM-gains.csv and STEM-speed.png. Returns their paths.
 
     Args:
         folder, stem: folder of the files, and the beginning of their names.
@@ -26,7 +26,8 @@ def write(folder: Path, stem: str, rows: Sequence[Row], details: dict[str, Any])
         details: further values for the JSON file: options, calibrations and all step times.
 
     Raises:
-        OSError: a file cannot be written. After an interruption, or on a full disk, the earlier files still exist.
+        OSError: if a file cannot be written. The earlier files still exist after an interruption, or if the disk is
+            full.
     """
     from benchmarks.steps.plot import draw_errors, draw_speed
 
@@ -51,7 +52,8 @@ def write(folder: Path, stem: str, rows: Sequence[Row], details: dict[str, Any])
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """Paragraphs on the errors of all predictions, and on how often the predictions name the fastest compressor."""
+    """Paragraphs about the errors of all predictions, and about how often the predictions name the fastest
+    compressor."""
     middle, worst = errors(rows)
     paragraphs = [
         f"The median error of {len(rows)} predictions is {middle:.1%}. The largest error is {worst.error:+.1%}, for "
@@ -80,7 +82,7 @@ def _by_kind(rows: Sequence[Row]) -> Iterator[tuple[str, str, str]]:
 
 
 def _speedups(all_gains: Sequence[Gain]) -> list[str]:
-    """A table of the speedups of the fastest compressors, by model and rate: the range over all clusters."""
+    """A table with the speedups of the fastest compressors, by model and rate. It shows the range over all clusters."""
     if not all_gains:
         return []
     rates = sorted({gain.rate for gain in all_gains}, key=parse_rate)
@@ -102,7 +104,8 @@ def _speedups(all_gains: Sequence[Gain]) -> list[str]:
 
 
 NOT_FAR = 0.05
-"""If a step with `auto` takes longer than with the best static choice by more than this share, the page has a row."""
+"""The page has a row for each setting in which a step with `auto` takes longer than with the best static choice by more
+than this share."""
 
 HEADINGS = ("hosts", "rate", "model", "method", "measured ms", "quartiles", "predicted ms", "error", "compute", "of it")
 
@@ -129,7 +132,8 @@ _OF_KINDS = "The table shows the errors of the predictions for compressors, for 
 
 
 def markdown(stem: str, rows: Sequence[Row], details: dict[str, Any]) -> str:
-    """The page: the summary, tables of errors and speedups, settings in which `auto` chose badly, and the noise."""
+    """The page: the summary, tables of errors and speedups, the settings in which `auto` made a bad choice, and the
+    noise."""
     commits = commits_in_words(run["commit"] for run in details["runs"])  # more than one if the run was resumed
     all_gains = gains(rows)
     file = f"{stem}-gains.csv"
@@ -174,7 +178,7 @@ def _by_method(rows: Sequence[Row], all_gains: Sequence[Gain]) -> Iterator[tuple
 
 
 def auto_summary(chosen: Sequence[Choice]) -> str:
-    """A paragraph on the step times with `auto`."""
+    """A paragraph about the step times with `auto`."""
     slowest, slower = (max(chosen, key=lambda choice: getattr(choice, name)) for name in ("over_best", "over_dense"))
     median = statistics.median(choice.over_best for choice in chosen)
     return (
@@ -211,12 +215,12 @@ def _auto(chosen: Sequence[Choice]) -> list[str]:
 
 
 def _candidates(choice: Choice) -> str:
-    """The compressors that `auto` could choose, beside dense and fp16."""
+    """The compressors that `auto` could choose, in addition to dense and fp16."""
     return choice.compressors[0] if len(choice.compressors) == 1 else f"{len(choice.compressors)} compressors"
 
 
 def _noise(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """A paragraph on the noisy measurements of the calibrations."""
+    """A paragraph about the noisy measurements in the calibrations."""
     noisy = [(number["spread"], number_name, run) for run in runs for number_name, number in run["noisy"].items()]
     if not noisy:
         return []

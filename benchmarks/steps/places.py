@@ -1,4 +1,5 @@
-"""Settings in which steps are measured: hosts, ranks on each host, rate of the links, and model."""
+"""The settings in which steps are measured. A setting consists of hosts, ranks on each host, the rate of the links, and
+a model."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Hosts(NamedTuple):
-    """The hosts of a cluster, and the ranks on each.
+    """The hosts of a cluster, and the number of ranks on each host.
 
     Example:
         >>> parse_hosts("2x4")
@@ -25,12 +26,12 @@ class Hosts(NamedTuple):
         return f"{self.number}" if self.ranks == 1 else f"{self.number}x{self.ranks}"
 
     def in_words(self) -> str:
-        """Such as "2 hosts of 4 ranks", or "2 hosts" with one rank on each."""
+        """The hosts in words, such as "2 hosts of 4 ranks", or "2 hosts" if there is one rank on each."""
         return f"{self.number} hosts" if self.ranks == 1 else f"{self.number} hosts of {self.ranks} ranks"
 
 
 def parse_hosts(text: str) -> Hosts:
-    """Parses hosts as the user writes them: "2", or "2x4" for four ranks on each.
+    """Parses hosts as the user writes them: "2" for two hosts, or "2x4" for two hosts with four ranks on each.
 
     Raises:
         ValueError: for any other text.
@@ -63,7 +64,7 @@ class Place:
         return Hosts(self.hosts, self.ranks_per_host)
 
     def in_words(self) -> str:
-        """Such as "mlp, 2 hosts, 1gbit"."""
+        """The setting in words, such as "mlp, 2 hosts, 1gbit"."""
         return f"{self.model}, {self.cluster.in_words()}, {self.rate}"
 
 

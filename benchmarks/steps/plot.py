@@ -1,4 +1,4 @@
-"""Plots of predicted and measured steps, and of the speed-up of compression."""
+"""Plots predicted and measured step times, and the speedup from compression."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from hvdcomp.perfmodel.rates import parse_rate
 _UNITS = {"mbit": "Mb/s", "gbit": "Gb/s"}
 _MARKERS = "o^sDvP*X<>"
 _WAYS = {"allreduce": "o", "gather": "s", "scatter": "^", TWO_LEVELS: "D"}
-_IN_A_ROW, _COLUMNS = 3, 2  # up to this number of panels is in one row; more panels are in this number of columns
+_IN_A_ROW, _COLUMNS = 3, 2  # most panels in a single row; number of columns for more panels
 
 
 def draw_speed(rows: Sequence[Row]) -> bytes:
-    """Draws the speed-up of the fastest compressor over the faster of dense and fp16, by bandwidth.
+    """Draws the speedup of the fastest compressor over the faster of dense and fp16, by bandwidth.
 
-    Each model has a panel, each cluster a colour. Markers are measured, and show the exchange of the fastest
-    compressor; lines are predicted.
+    Each model has a panel, and each cluster has a color. Markers are measurements, and show the exchange of the fastest
+    compressor. Lines are predictions.
     """
     measured = gains(rows)
     models = list(dict.fromkeys(gain.model for gain in measured))
@@ -54,7 +54,7 @@ def draw_speed(rows: Sequence[Row]) -> bytes:
         axes.grid(alpha=0.3)
     for axes in panels[len(models) :]:
         axes.set_visible(False)
-    first = panels[0]  # all panels share its scales
+    first = panels[0]  # all panels share the scales of this one
     first.margins(x=0.12)
     first.set_xscale("log")
     first.set_xticks([parse_rate(rate) for rate in rates], [_as_text(rate) for rate in rates])
@@ -79,7 +79,8 @@ def draw_speed(rows: Sequence[Row]) -> bytes:
 
 
 def _predicted(rows: Sequence[Row]) -> float:
-    """The predicted time of the faster of dense and fp16, over that of the fastest compressor, in a place."""
+    """The predicted speedup in a setting: the time of the faster of dense and fp16, divided by the time of the fastest
+    compressor."""
     stock, compressed = (
         [row.predicted_ms for row in rows if (row.method in STOCK_SPECS) is is_stock] for is_stock in (True, False)
     )
@@ -87,7 +88,7 @@ def _predicted(rows: Sequence[Row]) -> float:
 
 
 def _as_text(rate: str) -> str:
-    """A rate as text: 1 Gb/s for 1gbit."""
+    """A rate as text, such as "1 Gb/s" for 1gbit."""
     for unit, symbol in _UNITS.items():
         if rate.endswith(unit):
             return f"{rate.removesuffix(unit)} {symbol}"
@@ -95,7 +96,7 @@ def _as_text(rate: str) -> str:
 
 
 def draw_errors(rows: Sequence[Row]) -> bytes:
-    """Draws predicted over measured times, with a diagonal where they are equal."""
+    """Plots predicted against measured times. On the diagonal, the two are equal."""
     figure = new_figure(7, 6)
     axes = figure.add_subplot()
     markers = dict(zip(dict.fromkeys(row.cluster for row in rows), cycle(_MARKERS)))

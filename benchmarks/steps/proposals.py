@@ -1,4 +1,4 @@
-"""The choices that `auto` would have made by itself, compared with the fastest measured method.
+"""Compares the choices that `auto` would have made by itself with the fastest measured method.
 
     python -m benchmarks.steps.proposals docs/steps-measured.json > docs/auto-proposals.csv
 """
@@ -27,19 +27,19 @@ def choices_of(run: dict[str, Any], losses: Sequence[float], optimizer: str | No
     Args:
         run: the run of one model on one cluster, as in the JSON of `python -m benchmarks.steps`.
         losses: values of the setting `loss` of the policy `auto`.
-        optimizer: kind of the optimizer, as in `hvdcomp.perfmodel.Criteria`.
+        optimizer: kind of optimizer, as in `hvdcomp.perfmodel.Criteria`.
 
     Yields:
         hosts, rate, model, loss: number of hosts, rate of a host's link, name of the model, and allowed increase of the
             loss.
-        chosen: the method with which `auto` begins: the one with the fastest predicted step among dense, fp16 and the
-            proposals.
+        chosen: the method with which `auto` begins. Among dense, fp16 and the proposals, it has the fastest predicted
+            step.
         chosen_ms: measured step time of `chosen`, in ms.
         fastest_allowed: the candidate of `auto` with the fastest measured step, which the trials of `auto` should find.
-        fastest, fastest_ms: the method with the fastest measured step of all, and its step time in ms.
-        behind_percent: by how many percent a step with `chosen` is longer than a step with `fastest`.
-        fastest_lost_percent: the largest loss of quality of `fastest` in hvdcomp's own trainings, in percent; None if
-            it was not measured.
+        fastest, fastest_ms: the method with the fastest measured step among all methods, and its step time in ms.
+        behind_percent: how much longer a step takes with `chosen` than with `fastest`, in percent.
+        fastest_lost_percent: the largest loss of quality of `fastest` in hvdcomp's own training runs, in percent; None
+            if it was not measured.
     """
     rows = compare(run)
     fastest = min(rows, key=lambda row: row.measured_ms)
@@ -64,7 +64,7 @@ def choices_of(run: dict[str, Any], losses: Sequence[float], optimizer: str | No
 
 
 def _offered(rows: Sequence[Row], criteria: Criteria) -> list[Row]:
-    """The rows of the candidates of `auto`, as far as they were measured: mixtures were not."""
+    """The rows of the candidates of `auto` that were measured. Mixtures of methods were not measured."""
     free = [row for row in rows if row.spec in STOCK_SPECS.values()]
     seconds = {row.spec: row.predicted_ms / 1000 for row in sorted(rows, key=lambda row: -row.predicted_ms)}
 
@@ -96,7 +96,7 @@ def _offered(rows: Sequence[Row], criteria: Criteria) -> list[Row]:
 def main(file: Path, losses: tuple[float, ...], optimizer: str) -> None:
     """Compare the choices of the policy auto with the fastest measured method, as CSV.
 
-    FILE is a JSON file that `python -m benchmarks.steps` wrote. This command measures and runs nothing.
+    FILE is a JSON file that `python -m benchmarks.steps` wrote. This command does not measure or train anything.
     """
     try:
         runs = parse_json(file.read_text(encoding="utf-8"))["runs"]

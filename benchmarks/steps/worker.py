@@ -1,12 +1,12 @@
-"""Measures the time of a training step with several compressions, on every rank of a run.
+"""Measures the time of a training step with several compression methods, on every rank of a run.
 
     python -m hvdcomp.tools.bench.cluster run --hosts 4 --rate 100mbit -- \\
         python -m benchmarks.steps.worker --model mlp --method none --method topk:ratio=0.01 \\
         --output steps.json
 
-Each method trains a separate model, and so does a training without communication. They take turns in blocks of a few
-steps, in a rotating order. Other programs on the machine therefore affect all methods equally, and blocks of the same
-round can be compared. The time of a step is the time of the slowest rank.
+Each method trains a separate model, and one more model trains without communication. The models take turns in blocks of
+a few steps, in a rotating order. Other programs on the machine therefore affect all methods equally, and blocks of the
+same round can be compared. The time of a step is the time of the slowest rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hvdcomp.tools.train.options import BACKENDS, SetupError
 if TYPE_CHECKING:
     from hvdcomp.tools.bench.carrier import Carrier
 
-_METHODS = ("topk:ratio=0.01", "powersgd:rank=4")  # beside the library's own
+_METHODS = ("topk:ratio=0.01", "powersgd:rank=4")  # in addition to the library's own methods
 
 
 def measure(
@@ -44,15 +44,15 @@ def measure(
     seed: int,
     show: Any,
 ) -> list[Training]:
-    """Trains with all methods in turns; returns the trainings with their times.
+    """Trains with all methods, which take turns, and returns the training runs with their times.
 
     Args:
         carrier: the library that exchanges the gradients.
-        overlaps: values of `Times.overlap_bytes`. Each compressor is measured with each value; if there are none, with
-            hvdcomp's default.
+        overlaps: values of `Times.overlap_bytes`. Each compressor is measured with each value. If there are no values,
+            it is measured with hvdcomp's default.
         rounds: number of measured blocks of each method. One more block before them is a warm-up.
         steps: number of measured steps in a block.
-        show: function that is called on every rank with the number of the round, from 0 for the warm-up.
+        show: function that is called on every rank with the number of the round. The warm-up is round 0.
     """
     from hvdcomp.tools.bench.workload import in_turn
 
@@ -75,7 +75,7 @@ def check_method(method: str, backend: str) -> None:
         backend: name of the library, a key of `STOCK`.
 
     Raises:
-        SpecError: for a method that is neither the library's own nor the spec of a compressor.
+        SpecError: if the method is neither one of the library's own nor the spec of a compressor.
     """
     if method in STOCK[backend]:
         return

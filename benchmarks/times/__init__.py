@@ -1,1 +1,1 @@
-"""Times of steps, of their parts, and of trainings to a target."""
+"""Measures the times of steps, of parts of steps, and of training runs until they reach a target."""

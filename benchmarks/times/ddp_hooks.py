@@ -1,13 +1,14 @@
-"""Compares PyTorch's communication hooks of DistributedDataParallel with hvdcomp's: times and bytes of steps.
+"""Compares PyTorch's communication hooks for DistributedDataParallel with hvdcomp's hooks: the times and bytes of
+steps.
 
     sudo .venv/bin/python -m benchmarks.times.ddp_hooks --output docs/ddp-hooks
 
-The program creates emulated clusters (docs/emulated-cluster.md). On each cluster, it measures all methods in turns. The
-ranks run `ddp_hooks_worker.py`. The results are ddp-hooks.json with the times of all steps, ddp-hooks.csv with a row
-for each setting and method, and ddp-hooks.md with a summary.
+The program creates emulated clusters (docs/emulated-cluster.md). On each cluster, it measures all methods, which take
+turns. The ranks run `ddp_hooks_worker.py`. The results are ddp-hooks.json with the times of all steps, ddp-hooks.csv
+with a row for each setting and method, and ddp-hooks.md with a summary.
 
-Each setting first runs eight steps of each method. Then it measures for --seconds, but for at least five more steps of
-each method. With all methods, a rank needs 3 GB for ResNet-18.
+Each setting first runs eight steps of each method. Then it measures for --seconds, and at least five more steps of each
+method. With all methods, a rank needs 3 GB for ResNet-18.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from hvdcomp.tools.bench.trainings import ratio
 
 WORKER = "benchmarks.times.ddp_hooks_worker"
 STEM = "ddp-hooks"
-COMPUTE, DENSE = "compute", "DDP"  # names in the worker
+COMPUTE, DENSE = "compute", "DDP"  # the names of these methods in the worker
 
 ALIKE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "dense": ((DENSE,), ("none",)),
@@ -80,7 +81,7 @@ class Row(Place):
 
     Attributes:
         method: name of the method in the worker.
-        kind: the kind of methods with similar accuracy, a key of `ALIKE`; empty if no other method has similar
+        kind: the group of methods with similar accuracy, a key of `ALIKE`; empty if no other method has similar
             accuracy.
         theirs: whether the method is PyTorch's.
         median_ms, low_ms, high_ms: median and quartiles of the steps.
@@ -88,9 +89,9 @@ class Row(Place):
         ledger_bytes: bytes that a step passes to collectives, according to hvdcomp's ledger.
         over_ddp: speedup over DDP without a hook, as the median over the rounds.
         over_ddp_error: standard error of `over_ddp`.
-        hook: name of PyTorch's fastest method of the same kind; None if there is none, or if this method is one of
-            PyTorch's.
-        over_hook, over_hook_error: speedup over this method of PyTorch, and its standard error.
+        hook: name of PyTorch's fastest method of the same kind; None if there is no such method, or if the row's own
+            method is PyTorch's.
+        over_hook, over_hook_error: speedup over the method `hook`, and its standard error.
     """
 
     method: str
@@ -111,7 +112,7 @@ class Row(Place):
 def kind_of(method: str) -> str:
     """The kind of a method; empty if it has none.
 
-    PowerSGD with `alternating=True` has none, because it trains worse than PyTorch's hook.
+    PowerSGD with `alternating=True` has no kind, because it trains worse than PyTorch's hook.
     """
     compressor = None if method in (*THEIRS, COMPUTE) else parse_compressor(method)
     if getattr(compressor, "alternating", False):
@@ -156,7 +157,8 @@ def rows_of(run: Mapping[str, Any]) -> list[Row]:
 
 
 def best_of_kinds(rows: Sequence[Row]) -> list[Row]:
-    """For each setting and kind, hvdcomp's fastest method, if PyTorch has a hook of this kind that runs there."""
+    """For each setting and kind, hvdcomp's fastest method, provided that PyTorch has a hook of this kind that runs in
+    the setting."""
     compared = [row for row in rows if row.over_hook is not None]
     groups = dict.fromkeys((row.place, row.kind) for row in compared)
     return [
@@ -166,7 +168,7 @@ def best_of_kinds(rows: Sequence[Row]) -> list[Row]:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Sentences on how often hvdcomp is faster than every hook of the same kind, and on its smallest speedup."""
+    """Sentences about how often hvdcomp is faster than every hook of the same kind, and about its smallest speedup."""
     best = best_of_kinds(rows)
     if not best:
         return "In no setting, a hook of PyTorch and a compressor of hvdcomp with similar accuracy both ran."
@@ -258,7 +260,7 @@ def write(folder: Path, runs: Sequence[Mapping[str, Any]], details: Mapping[str,
 def measure(
     places: Sequence[Place], methods: Sequence[str], batch_size: int, seconds: float
 ) -> Iterator[dict[str, Any]]:
-    """Measures one setting after the other. All settings of a cluster follow each other.
+    """Measures one setting after the other. The settings of a cluster are measured together.
 
     Yields:
         The results of the ranks, with the fields of `Place`.

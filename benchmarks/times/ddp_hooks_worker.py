@@ -1,9 +1,10 @@
-"""The worker of `ddp_hooks.py` on every rank: steps of DistributedDataParallel with each method, in turns.
+"""The worker of `ddp_hooks.py` on every rank. It runs steps of DistributedDataParallel with all methods, which take
+turns.
 
 A method is `compute` (training without communication), `DDP` (no hook), the name of a hook of
-torch.distributed.algorithms.ddp_comm_hooks, or the spec of a compressor of hvdcomp. Each trains a separate model, all
-in one process group. They take turns in blocks of a few steps, in a rotating order, so that other work of the machine
-affects all alike. The time of a step is the time of the slowest rank.
+torch.distributed.algorithms.ddp_comm_hooks, or the spec of a compressor of hvdcomp. Each method trains a separate
+model, and all share one process group. They take turns in blocks of a few steps, in a rotating order, so that other
+work on the machine affects all of them equally. The time of a step is the time of the slowest rank.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from hvdcomp.tools.bench.workload import build, in_turn, turn_of
 from hvdcomp.tools.train.ddp_learner import OWN_BUFFERS
 
 COMPUTE, DENSE = "compute", "DDP"
-# DDP makes its buckets anew after its first step, PowerSGD's hooks compress from the third on, and hvdcomp sends during
-# the backward pass from the fourth on.
+# DDP rebuilds its buckets after its first step, PowerSGD's hooks compress from the third step on, and hvdcomp sends
+# during the backward pass from the fourth step on.
 _FIRST_STEPS = 6
 _LEAST_ROUNDS = 5
 _COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")  # the counter of the bytes that this host's link has sent
@@ -60,8 +61,8 @@ HOOKS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
 }
 """PyTorch's communication hooks by name: a function that creates the hook's state, and the hook."""
 
-# They start collectives from callbacks, which Gloo runs in two threads: with several buckets ranks start them in
-# different orders, and the run dies of collectives that do not match.
+# These hooks start collectives from callbacks, which Gloo runs in two threads. With several buckets, ranks would start
+# the collectives in different orders, and the run would fail because they do not match.
 _IN_ONE_BUCKET = ("powerSGD_hook", "batched_powerSGD_hook")
 
 
@@ -69,7 +70,7 @@ class Training:
     """A model that trains with one method on one batch of random data, a block of steps at a time.
 
     Raises:
-        TypeError, RuntimeError: when made or in its first steps, if the method does not run here.
+        TypeError, RuntimeError: at creation or in the first steps, if the method does not run in this setting.
     """
 
     def __init__(self, method: str, model_name: str, batch_size: int, seed: int) -> None:
@@ -96,7 +97,7 @@ class Training:
         return model
 
     def step(self) -> float:
-        """Makes a step, and returns its seconds on this rank."""
+        """Runs a step, and returns its seconds on this rank."""
         start = time.perf_counter()
         self.optimizer.zero_grad()
         self.model().backward()
@@ -104,18 +105,18 @@ class Training:
         return time.perf_counter() - start
 
     def block(self, steps: int, settling: int) -> None:
-        """Makes the steps of a turn together with all other ranks, and adds their times and bytes to the results.
+        """Runs the steps of a turn together with all other ranks, and adds the times and bytes to the results.
 
         Args:
             steps: number of steps whose times count.
-            settling: number of steps before them, whose times do not count. The bytes of all steps count.
+            settling: number of earlier steps in the turn, whose times do not count. The bytes of all steps count.
         """
         dist.barrier()
         sent, in_ledger = _sent(), self._in_ledger()
         for _ in range(settling):
             self.step()
         seconds = torch.tensor([self.step() for _ in range(steps)], dtype=torch.float64)
-        dist.barrier()  # before it, this rank's data may still be in a queue
+        dist.barrier()  # until all ranks are here, this rank's data may still be in a queue
         crossed = torch.tensor([_sent() - sent], dtype=torch.float64)
         for measurement in (seconds, crossed):
             dist.all_reduce(measurement, dist.ReduceOp.MAX)
@@ -130,8 +131,9 @@ class Training:
         self._steps = self._wire_bytes = self._ledger_bytes = 0
 
     def as_json(self) -> dict[str, Any]:
-        """The measurements. Bytes are per step. They are the bytes over the link of the host that sent most, with
-        headers and acknowledgements; and the bytes that rank 0 passed to collectives, according to hvdcomp's ledger."""
+        """The measurements. Bytes are per step. There are two numbers: the bytes on the link of the host that sent the
+        most, including headers and acknowledgments, and the bytes that rank 0 passed to collectives according to
+        hvdcomp's ledger."""
         low, middle, high = statistics.quantiles(
             [time for block in self.step_ms for time in block], n=4, method="inclusive"
         )
@@ -153,8 +155,8 @@ def _sent() -> int:
 
 
 def begin(method: str, model: str, batch_size: int, seed: int) -> tuple[Training | None, str]:
-    """Creates a training and makes its first steps. The result is the training, or None and the reason why the method
-    does not run here. It is the same on every rank."""
+    """Creates a training run and runs its first steps. Returns the training run, or None and the reason why the method
+    does not run here. The result is the same on every rank."""
     training, reason = None, ""
     try:
         training = Training(method, model, batch_size, seed)
@@ -174,7 +176,7 @@ def begin(method: str, model: str, batch_size: int, seed: int) -> tuple[Training
 
 
 def take_turns(trainings: list[Training], seconds: float) -> None:
-    """Runs all trainings in turns, round by round, for `seconds` by the clock of rank 0."""
+    """Lets all training runs take turns, round by round, for `seconds` by the clock of rank 0."""
     turns = []
     for training in trainings:
         training.block(1, settling=1)
@@ -215,7 +217,7 @@ def main(model: str, methods: tuple[str, ...], batch_size: int, seconds: float, 
             "methods": [training.as_json() for training in trainings],
         }
         output.write_text(json.dumps(result))
-    dist.barrier()  # a rank that ends while others are at work would now and then be ended by a signal
+    dist.barrier()  # a rank that ended while others still work would sometimes be killed by a signal
     dist.destroy_process_group()
 
 

@@ -1,13 +1,14 @@
-"""The host's work in a step, without kernels and network: calls of Python, and microseconds.
+"""Measures the host's work in a step, without kernels and network: the number of Python calls, and microseconds.
 
     OMP_NUM_THREADS=1 python -m benchmarks.times.host_times --path device --ranks 2 --ranks 64
 
-Kernels are replaced by functions that do nothing, and collectives return results that were made before. What remains is
-the work of the engine: addresses, tables, requests, flags, the ledger. On the path `device`, gradients on the CPU are
-served as if they were on a CUDA device. A collective of PyTorch or Horovod takes time besides, and so does a launch.
+Kernels are replaced with functions that do nothing, and collectives return results that were computed before. What
+remains is the work of the engine: addresses, tables, requests, flags and the ledger. On the path `device`, gradients on
+the CPU are treated as if they were on a CUDA device. The time of PyTorch's or Horovod's collectives, and of kernel
+launches, is not included.
 
-The output has a row for each method: calls of Python functions and of functions in C in a step (`sys.setprofile`), and
-the median of the microseconds of a step, with the quartiles.
+The output has a row for each method: the number of calls of Python functions and of C functions in a step
+(`sys.setprofile`), and the median and quartiles of the microseconds of a step.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ WARM_STEPS = 5
 
 
 class Prepared(LoopbackCommunicator):
-    """Ranks whose collectives return at once. The result is that of the first collective with the same kind, length and
-    type."""
+    """Ranks whose collectives return at once. They return the result of the first collective with the same kind, length
+    and type."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -62,7 +63,7 @@ class Prepared(LoopbackCommunicator):
 
 
 def warm_step(spec: str, tensors: int, ranks: int) -> Callable[[], None]:
-    """A function that makes a step of an engine. The engine has already made `WARM_STEPS` steps with kernels."""
+    """A function that runs a step of an engine. The engine has already run `WARM_STEPS` steps with kernels."""
     infos = [TensorInfo(f"tensor {number}", SHAPE) for number in range(tensors)]
     gradients = {info.name: torch.randn(SHAPE) for info in infos}
     engine = Engine(Prepared(ranks), infos, parse_compressor(spec), min_numel=0)
@@ -97,7 +98,7 @@ def calls_of(step: Callable[[], None]) -> Counter[str]:
 
 @contextmanager
 def without_kernels(path: str, spec: str, tensors: int, ranks: int) -> Iterator[Callable[[], None]]:
-    """A `warm_step` whose kernels do nothing. On the path "device", gradients on the CPU are served as if they were on
+    """A `warm_step` whose kernels do nothing. On the path "device", gradients on the CPU are treated as if they were on
     a CUDA device."""
     if path == "host":
         step = warm_step(spec, tensors, ranks)

@@ -5,13 +5,13 @@ The ways are PyTorch's own exchange (stock), `RowExchange.exchange`, `LookAhead`
     sudo .venv/bin/python -m benchmarks.times.look_ahead                # 4 hosts, 1 Gb/s: some minutes
     sudo .venv/bin/python -m benchmarks.times.look_ahead --layers-ms 250 --rate 100mbit
 
-Stock is the sparse allreduce of each table's gradient, which DistributedDataParallel uses over Gloo. All ways take
+"Stock" is the sparse allreduce of each table's gradient, which DistributedDataParallel uses over Gloo. All ways take
 turns. About 90 % of the accesses are to 1 % of the rows (Zipf's law). The layers would run on a device, so each rank
-sleeps for their time. The hosts then do not use each other's cores.
+only sleeps for the time that they would take. The emulated hosts then do not compete for cores.
 
 Rank 0 prints JSON: the milliseconds of a step and of its parts (medians over steps, without the first turn), the
-speedup of LookAhead over each other way (median, smallest and largest over turns), the bytes that a rank sends in a
-step, and the bytes of the rank's weights.
+speedup of LookAhead over each of the other ways (median, smallest and largest over turns), the bytes that a rank sends
+in a step, and the bytes of the rank's weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import numpy as np
 from hvdcomp.tools.train.data_clicks import zipf
 
 TABLES, ROWS, COLUMNS = 4, 50_000, 256
-TURN = 10  # steps
+TURN = 10  # number of steps in a turn
 STOCK, EXCHANGE, AHEAD, SHARDED = "stock", "exchange", "look ahead", "look ahead, sharded"
 
 
@@ -41,13 +41,13 @@ def batches(size: int) -> Iterator[Any]:
     import torch
 
     draws = np.random.default_rng(int(os.environ["RANK"])).random((30, size, TABLES))
-    # Drawn before the first step: a loader would have workers for it.
+    # The ids are drawn before the first step, because a real loader would draw them in its workers.
     yield from itertools.cycle(torch.from_numpy(zipf(draws, ROWS)))
 
 
 @dataclass
 class Way:
-    """A training with one way to exchange rows, and the seconds of its steps and of their parts, by turn."""
+    """A training run with one way to exchange rows, and the seconds of its steps and of their parts, by turn."""
 
     model: Any
     optimizer: Any
@@ -64,7 +64,7 @@ class Way:
 
 
 def work(turns: int, layers_ms: float, size: int) -> None:
-    """The benchmark on one rank."""
+    """Runs the benchmark on one rank."""
     import torch
     import torch.distributed as dist
 

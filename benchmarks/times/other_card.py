@@ -1,9 +1,9 @@
-"""The error of encode times on one measured GPU if they are predicted from the times on another GPU.
+"""Computes the error of encode times that are predicted for one measured GPU from the times on another measured GPU.
 
     python -m benchmarks.times.other_card
 
-The rule is that of `hvdcomp.perfmodel.kernel_times`. The times measured on one card give the arithmetic of each
-method, and the data sheets give the time on the other card. The program prints a table in Markdown, in milliseconds of
+The rule is that of `hvdcomp.perfmodel.kernel_times`. The arithmetic of each method follows from the times on one GPU.
+The times on the other GPU then follow from the data sheets. The program prints a table in Markdown, in milliseconds of
 the device's own time, and then the median errors.
 """
 
@@ -72,7 +72,8 @@ def predictions(known: str, asked: str) -> Iterator[Prediction]:
 
 
 def clock(card: str) -> Iterator[Prediction]:
-    """Predicts the elapsed times on a GPU. By the rule, a step takes the longer of the host's and the device's time."""
+    """Predicts the elapsed times on a GPU. According to the rule, a step takes the longer of the host's and the
+    device's time."""
     for method, rows in measurements(card).items():
         for model, row in rows.items():
             kernels = KERNELS[method]

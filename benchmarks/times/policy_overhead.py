@@ -1,13 +1,15 @@
-"""The time of a policy in a step: compares the same training, at the same levels, with and without a policy.
+"""Measures the time that a policy takes in a step. Compares the same training, at the same levels, with and without a
+policy.
 
     horovodrun -np 2 python -m benchmarks.times.policy_overhead     # about 15 minutes on two cores
     horovodrun -np 2 python -m benchmarks.times.policy_overhead --model resnet20 --steps 200
 
-Two trainings of the cnn on digits, or of ResNet-20 on random images, take turns in one process, two steps at a time, so
-that other work of the machine affects both alike. One has a policy that reads every gradient and decides often, but
-always for the fixed level of the other. Rank 0 writes the medians of the step times, and of the ratios of each step to
-the other training's step at the same place in its turn, to --output. A median does not show the cost of rare expensive
-steps: the ratio of the totals does, but it includes other work of the machine.
+Two training runs of the cnn on digits, or of ResNet-20 on random images, take turns in one process, two steps at a
+time, so that other work on the machine affects both equally. One run has a policy that reads every gradient and makes
+decisions often, but always chooses the fixed level of the other run. Rank 0 writes two medians to --output: the median
+of the step times, and the median of the ratios between corresponding steps in the turns of the two runs. A median does
+not show the cost of rare expensive steps. The ratio of the total times shows it, but includes other work on the
+machine.
 """
 
 from __future__ import annotations
@@ -23,11 +25,12 @@ from typing import Any
 import click
 
 MODELS = {"cnn": ("digits", 16), "resnet20": ("synthetic", 32)}  # data, and samples of a batch
-LARGEST = {"cnn": (128, 1024), "resnet20": (64, 64, 3, 3)}  # tensor
-TURN = 2  # steps. Longer turns lose more to what the machine does meanwhile than they win.
-# Nothing changes but what is sent: norms and ratios are taken of all gradients, and every 20 steps rank 0 decides.
-# Eta and fall are such that each tensor stays where it is. Policies of optimal levels choose among as many levels as by
-# default, but all within 1 % of the own, so that what is sent is the same but for 1 %.
+LARGEST = {"cnn": (128, 1024), "resnet20": (64, 64, 3, 3)}  # shape of the largest tensor
+TURN = 2  # steps; in longer turns, other work on the machine disturbs the ratios more
+# Only the decisions have no effect: norms and ratios of all gradients are computed, and rank 0 decides every 20 steps.
+# Eta and fall are chosen so that each tensor stays at its level. Policies that compute optimal levels choose among as
+# many levels as by default, but all levels are within 1 % of the compressor's own, so that the sent bytes differ by at
+# most 1 %.
 CASES = {
     "no policy": ("powersgd:rank=4", None),
     "constant": ("powersgd:rank=4", "constant"),
@@ -43,7 +46,8 @@ CASES = {
     "gravac, two levels": ("topk:ratio=0.05", "gravac:min=10,max=20,epsilon=1e-6,window=100000"),
     "gravac, two levels, every=1": ("topk:ratio=0.05", "gravac:min=10,max=20,epsilon=1e-6,window=100000,every=1"),
 }
-# What is fixed beside it, where that is not the compressor's own level: what the policy's factors come to.
+# In these cases, the other run does not use the compressor's own level, but the level with this compression factor,
+# which the policy always chooses.
 FIXED = {
     "adaqs": 50.0,
     "gravac": 10.0,
@@ -54,7 +58,7 @@ FIXED = {
 
 
 class Training:
-    """A training that can make one step at a time."""
+    """A training run that is carried out step by step."""
 
     def __init__(self, model: str, spec: str, policy: str | None) -> None:
         import horovod.torch as hvd
@@ -85,7 +89,7 @@ class Training:
         self.number = 0
 
     def turn(self) -> list[float]:
-        """Makes some steps, and returns the seconds of each step."""
+        """Runs some steps, and returns the seconds of each step."""
         return [self._step() for _ in range(TURN)]
 
     def _step(self) -> float:
@@ -111,7 +115,7 @@ def fixed_spec(model: str, case: str, spec: str) -> str:
 
 
 def measure(model: str, case: str, steps: int) -> dict[str, Any]:
-    """Makes steps of both trainings of a case in turns. The first tenth of the steps is not measured."""
+    """Lets the two training runs of a case take turns. The first tenth of the steps is not measured."""
     from hvdcomp.policies import median_with_error
 
     spec, policy = CASES[case]
@@ -140,7 +144,8 @@ def measure(model: str, case: str, steps: int) -> dict[str, Any]:
 
 
 def keep_to_one_core(number: int) -> None:
-    """Binds all threads of this process to one core: moving ranks disturb each other more than a policy."""
+    """Binds all threads of this process to one core, because ranks that move between cores disturb each other more than
+    a policy does."""
     cores = sorted(os.sched_getaffinity(0))
     for thread in Path("/proc/self/task").iterdir():
         os.sched_setaffinity(int(thread.name), {cores[number % len(cores)]})

@@ -1,9 +1,10 @@
-"""The time of encoding and decoding with an all-gather and with a scattered exchange, by the number of ranks.
+"""Measures the time of encoding and decoding with an all-gather and with a scattered exchange, for several numbers of
+ranks.
 
     python -m benchmarks.times.scattered --output scattered.json
 
 The program measures one of the ranks, in one thread and without a network. The payloads of the other ranks are copies
-of its own. The unit is the time of one copy of all gradients, so that the figures hardly depend on the machine.
+of its own. The unit is the time of one copy of all gradients, so that the results hardly depend on the machine.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Milliseconds of a rank's work on its part of a flat gradient between nodes, in plain arithmetic and in kernels.
+"""Measures the milliseconds that a rank works on its part of a flat gradient that is exchanged between nodes, with
+plain arithmetic and with kernels.
 
     OMP_NUM_THREADS=1 python -m benchmarks.times.shard_times --elements 4000000
 
 There are several nodes with one rank each. The rank gets its own payloads back, so that no exchange is timed. Both ways
-take turns, on one thread; the output is medians with quartiles.
+take turns on one thread. The output consists of medians with quartiles.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def ended(steps: Generator[Any, Any, Any]) -> Any:
 
 
 def ways(spec: str, memory: Memory, rows: np.ndarray) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Two functions that make the same step: in plain arithmetic, and in kernels."""
+    """Two functions that run the same step: one with plain arithmetic, and one with kernels."""
     method, context = parse_compressor(spec), Context("w", 0, 0, 0, len(rows))
     assert isinstance(method, Gathering)
     kernels = ShardKernels(method, memory, rows.shape[1], context)
@@ -62,7 +63,7 @@ def main(elements: int, nodes: int, turns: int) -> None:
         memory = ErrorFeedback() if parse_compressor(spec).biased else NoMemory()
         ms: tuple[list[float], list[float]] = ([], [])
         steps = ways(spec, memory, rows)
-        for turn in range(-1, turns):  # the first warms up
+        for turn in range(-1, turns):  # the first turn is a warm-up
             for step, times in zip(steps, ms, strict=True):
                 start = time.perf_counter()
                 step()

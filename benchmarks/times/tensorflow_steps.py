@@ -1,11 +1,13 @@
-"""The processor time of compressed steps in TensorFlow, compared with Horovod's fp16 and with steps in PyTorch.
+"""Measures the processor time of compressed steps in TensorFlow, compared with Horovod's fp16 and with steps in
+PyTorch.
 
     horovodrun -np 2 python -m benchmarks.times.tensorflow_steps --method topk:ratio=0.01 --output steps.json
 
-The gradients are constants: those of the 65 variables of ResNet-20 for CIFAR, with 1x1 convolutions as shortcuts. So a
-step consists almost only of the work of Horovod and hvdcomp; `compute` is the time of the rest. All
-trainings of both frameworks take turns in one process, so that other work of the machine affects all alike. The output
-has each method's time in TensorFlow relative to Horovod's fp16 and to the same method in PyTorch: medians of all turns.
+The gradients are constants: those of the 65 variables of ResNet-20 for CIFAR, with 1x1 convolutions as shortcuts. A
+step therefore consists almost only of the work of Horovod and hvdcomp; `compute` is the time of the rest. All training
+runs of both frameworks take turns in one process, so that other work on the machine affects all of them equally. The
+output has each method's time in TensorFlow, relative to Horovod's fp16 and to the same method in PyTorch. The values
+are medians over all turns.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ import hvdcomp
 from hvdcomp.kernels import cuda
 
 Step = Callable[[], Any]
-_SETTLING = 2  # steps after others had their turn: a known name with another size costs Horovod a negotiation
+_SETTLING = 2  # steps at the start of a turn: Horovod negotiates known names whose sizes changed
 _RATE = 0.01
 
 
 def shapes_of_resnet20() -> list[tuple[int, ...]]:
-    """The shapes of the variables of ResNet-20: kernels, scales, offsets and the last layer, with dimensions in Keras's
+    """The shapes of the variables of ResNet-20: kernels, scales, offsets and the last layer. Dimensions are in Keras's
     order."""
     shapes: list[tuple[int, ...]] = [(3, 3, 3, 16), (16,), (16,)]
     before = 16
@@ -47,7 +49,7 @@ def shapes_of_resnet20() -> list[tuple[int, ...]]:
 
 
 def gradients_of(rank: int) -> list[np.ndarray]:
-    """The constant gradients of a rank, different on every rank."""
+    """The constant gradients of a rank. They differ between ranks."""
     random = np.random.default_rng(rank)
     return [random.normal(0, 0.1, shape).astype(np.float32) for shape in shapes_of_resnet20()]
 
@@ -102,7 +104,7 @@ def step_of_torch(name: str, compression: Any) -> Step:
 
 
 class Turns:
-    """The times of the turns of one training, in milliseconds per step."""
+    """The times of one training run's turns, in milliseconds per step."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
@@ -133,7 +135,7 @@ class Turns:
 
 
 def take_turns(trainings: dict[str, Turns], turns: int, steps: int) -> None:
-    """Runs all trainings in turns. The first turn, which traces graphs and makes states, is not measured."""
+    """Lets all training runs take turns. The first turn, which traces graphs and creates states, is not measured."""
     for turn in range(turns + 1):
         for training in trainings.values():
             training.turn(steps)

@@ -1,11 +1,11 @@
-"""The time that compression adds to a step of `hvdcomp train`, in TensorFlow and in PyTorch.
+"""Measures the time that compression adds to a step of `hvdcomp train`, in TensorFlow and in PyTorch.
 
     horovodrun -np 2 python -m benchmarks.times.tensorflow_training --model cnn --output training.json
 
 The steps are those of `hvdcomp train` with its default settings, always on the same batch of each rank. Each framework
-trains without exchange ("compute"), with Horovod's compression "none" and with a method of hvdcomp. All trainings take
-turns in one process. The time that an exchange adds is the time of a step with it minus the time of a step without it,
-turn by turn: as processor time of this rank, and as wall-clock time.
+trains without an exchange ("compute"), with Horovod's compression "none" and with a method of hvdcomp. All training
+runs take turns in one process. In each turn, the time that an exchange adds is the time of a step with the exchange
+minus the time of a step without it. It is given as processor time of this rank and as wall-clock time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COMPUTE, NONE = "compute", "hvd.none"
 
 
 def learner_without_exchange() -> type[Learner]:
-    """TensorFlow's framework, whose step computes gradients with the plain tape, without Horovod's."""
+    """A learner for TensorFlow whose step computes gradients with a plain tape instead of Horovod's."""
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
@@ -80,7 +80,7 @@ def main(method: str, turns: int, steps: int, output: Path | None, **options: An
     cuda.available()  # PyTorch's optimizers import Triton, which ends this process unless hvdcomp has loaded it before
     trainings = {
         f"{framework} {exchange}": Turns(step_of(framework, exchange, options))
-        for framework in reversed(FRAMEWORKS)  # TensorFlow chooses its threads before anything runs
+        for framework in reversed(FRAMEWORKS)  # TensorFlow first: it must choose its threads before anything runs
         for exchange in (COMPUTE, NONE, method)
     }
     take_turns(trainings, turns, steps)

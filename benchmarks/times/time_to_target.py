@@ -1,12 +1,12 @@
-"""Measures how long trainings on the emulated cluster take to reach a target, for each method and each policy.
+"""Measures how long training on the emulated cluster takes to reach a target, with each method and each policy.
 
     sudo .venv/bin/python -m benchmarks.times.time_to_target              # about 45 minutes
     sudo .venv/bin/python -m benchmarks.times.time_to_target --rate 1gbit --method none --policy budget:factor=50
     .venv/bin/python -m benchmarks.times.time_to_target --page-only       # only the page, from the existing runs
 
 The methods and policies train one after the other, with one rank on each host (docs/emulated-cluster.md). A training
-ends when it reaches the target on the validation data. Before the trainings with `auto`, which gets no list of
-compressors, the benchmark calibrates the hosts. benchmarks/quality/convergence.py predicts these times for simulated
+run ends when it reaches the target on the validation data. The benchmark calibrates the hosts before the training runs
+with `auto`, which gets no list of compressors. benchmarks/quality/convergence.py predicts these times for simulated
 ranks.
 
 A complete run with the same options is not trained again.
@@ -48,9 +48,9 @@ UNCOMPRESSED = convergence.UNCOMPRESSED
 
 @dataclass(frozen=True)
 class ClusterRun(Run):
-    """The training of a workload with a method, on hosts with links of a given rate.
+    """A training run of a workload with a method, on hosts with links of a given rate.
 
-    `policy` is "" for a training without a policy.
+    `policy` is "" if training uses no policy.
     """
 
     method: str
@@ -77,7 +77,7 @@ class ClusterRun(Run):
         return f"{self.workload}-{self.hosts}x{self.rate}.json"
 
     def figures(self) -> dict[str, Any]:
-        """The seconds of training, the steps and the bytes until the target was reached; each is None if it was not
+        """The seconds, steps and bytes of training until the target was reached; each is None if the target was not
         reached."""
         assert self.summary is not None
         until = self.summary["until"]
@@ -92,8 +92,8 @@ class ClusterRun(Run):
 
 
 def network(batch_size: int) -> tuple[Any, Any]:
-    """Creates the model for `hvdcomp calibrate`: the model of the workload that the environment variable WORKLOAD
-    names, and a function that returns the loss of a batch."""
+    """Creates the model for `hvdcomp calibrate`, and a function that returns the loss of a batch. The model is that of
+    the workload named in the environment variable WORKLOAD."""
     import torch
 
     from hvdcomp.tools.train.data import load_data
@@ -126,7 +126,7 @@ def train(runs: Sequence[ClusterRun], console: Any) -> list[ClusterRun]:
     console.print(f"{len(runs) - len(todo)} of {len(runs)} runs are complete, {len(todo)} to train")
     failed, at_commit = [], commit()
     runs[0].runs.mkdir(parents=True, exist_ok=True)
-    os.chdir(runs[0].runs)  # the options name the calibrations relative to this folder
+    os.chdir(runs[0].runs)  # paths of calibrations in the options are relative to this folder
     for number, run in enumerate(todo, 1):
         run.begin()
         with Cluster(run.hosts, run.rate) as cluster, (run.folder / "log.txt").open("w") as log:
@@ -179,7 +179,7 @@ def _reached(runs: Sequence[ClusterRun]) -> dict[int, dict[str, Any]]:
 
 
 def _times_as_fast(reached: Mapping[int, Mapping[str, Any]], others: Sequence[ClusterRun]) -> list[float]:
-    """The speedup of the runs over others, for each seed with which both reached the target."""
+    """The speedup of the runs over other runs, for each seed with which both reached the target."""
     beside = _reached(others)
     pairs = [(beside[seed], evaluation) for seed, evaluation in reached.items() if seed in beside]
     return [other["seconds_to_target"] / evaluation["seconds_to_target"] for other, evaluation in pairs]
@@ -208,7 +208,7 @@ def records_of(runs: Sequence[ClusterRun]) -> list[dict[str, Any]]:
 
 
 def write_page(file: Path, runs: Sequence[ClusterRun]) -> bool:
-    """Writes the page of the existing runs, with a CSV file and a plot; returns False if there are no runs."""
+    """Writes the page of the existing runs, with a CSV file and a plot. Returns False if there are no runs."""
     records = records_of(runs)
     if not records:
         return False
@@ -263,7 +263,8 @@ The table shows means over the seeds, with their 95 % confidence intervals (Stud
 
 
 def draw(records: Sequence[Mapping[str, Any]]) -> bytes:
-    """A plot of the seconds to the target, by rate and method, as PNG; the bar is empty if no run reached it."""
+    """Plots the seconds to the target, by rate and method, and returns a PNG. A bar is empty if no run reached the
+    target."""
     from hvdcomp.perfmodel.figures import COLOURS, INK, as_png, new_figure
 
     figure = new_figure(8, 0.32 * len(records) + 1.2)

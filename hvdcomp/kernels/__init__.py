@@ -1,14 +1,14 @@
-"""Kernels in C for the arithmetic of a step on the CPU. All frameworks use the same shared object.
+"""Kernels in C that do the arithmetic of a step on the CPU. All frameworks use the same shared object.
 
 The installation of hvdcomp builds this object if there is a C compiler (`build.py`). Without the object, array
-functions do the same work more slowly (`exchange/tensor_group.py`). The shared object is loaded at the first use, not
-at import.
+functions do the same work more slowly (`exchange/tensor_group.py`). The shared object is loaded when it is first used,
+not at import.
 
 Environment variables:
 
-- `HVDCOMP_KERNELS`: `plain`, `avx2` or `avx512` forces an instruction set; `off` uses no kernels.
-- `HVDCOMP_KERNELS_LIBRARY`: the path of another shared object.
-- `HVDCOMP_THREADS`: number of threads of a kernel.
+- `HVDCOMP_KERNELS`: `plain`, `avx2` or `avx512` forces an instruction set; `off` disables the kernels.
+- `HVDCOMP_KERNELS_LIBRARY`: the path of a different shared object to load.
+- `HVDCOMP_THREADS`: the number of threads that a kernel uses.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def library(*, release: bool = True) -> ctypes.CDLL | None:
     declared for ctypes.
 
     Args:
-        release: whether a call releases the interpreter's lock. If a call releases the lock and another thread is busy,
-            this thread may wait 5 ms for the lock after the call. A call of less than a millisecond is faster if it
-            keeps the lock.
+        release: whether calls release the interpreter's lock. After a call that releases the lock, this thread may wait
+            5 ms to get the lock back if another thread is busy. A call that takes less than a millisecond is faster if
+            it keeps the lock.
 
     Raises:
         ConfigurationError: if the value of `HVDCOMP_KERNELS` is unknown, or this machine cannot use it.
@@ -99,7 +99,7 @@ def instruction_set() -> str | None:
 
 
 def instruction_sets() -> list[str]:
-    """The instruction sets of the shared object that this CPU supports; empty without kernels."""
+    """The instruction sets that both the shared object and this CPU support; empty without kernels."""
     before = instruction_set()
     if before is None:
         return []
@@ -109,7 +109,7 @@ def instruction_sets() -> list[str]:
 
 
 def use(name: str) -> None:
-    """Switches to the kernels of another instruction set. The results are the same, bit for bit.
+    """Switches to the kernels of a different instruction set. The results are the same, bit for bit.
 
     Raises:
         ConfigurationError: if the instruction set is unknown, or this machine cannot use it.
@@ -134,11 +134,11 @@ def _use(name: str) -> int:
 
 
 def threads() -> int:
-    """The number of threads of a kernel. By default, this is the number of threads that the framework uses.
+    """The number of threads that a kernel uses. By default, this is the number of threads that the framework uses.
 
     The result is the first of the following numbers that exists: `HVDCOMP_THREADS`; PyTorch's number, if PyTorch was
-    imported; TensorFlow's number for one operation, if somebody set this number; the first number of `OMP_NUM_THREADS`;
-    the number of CPUs of this process. Results do not depend on the number of threads.
+    imported; TensorFlow's number for one operation, if it was set explicitly; the first number in `OMP_NUM_THREADS`;
+    the number of CPUs available to this process. Results do not depend on the number of threads.
 
     Raises:
         ConfigurationError: if `HVDCOMP_THREADS` is not a positive number below 2**31.
@@ -198,8 +198,9 @@ def _loaded() -> _Loaded:
 
 
 def _load(path: Path) -> _Loaded:
-    """Loads a shared object twice, with and without the interpreter's lock, if it was built from these sources."""
-    from hvdcomp.kernels import build  # here, because it can be run as a program
+    """Loads a shared object twice, once for calls that release the interpreter's lock and once for calls that keep it.
+    The object must have been built from these sources."""
+    from hvdcomp.kernels import build  # imported here, because it is also a program
 
     if not path.is_file():
         reason = path.with_name(build.FAILURE)
@@ -215,7 +216,7 @@ def _load(path: Path) -> _Loaded:
         return _Loaded(
             why_not=f"{path} cannot be loaded: {error}", way_out=f"To build it for this machine, run {_BUILD}"
         )
-    except AttributeError:  # a missing function
+    except AttributeError:  # a function is missing
         fits = False
     if not fits:
         return _Loaded(

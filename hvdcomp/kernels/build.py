@@ -1,12 +1,12 @@
-"""Compiles the kernels in `src/` to one shared object, `_native.so`, beside this file or in a given folder.
+"""Compiles the kernels in `src/` into one shared object, `_native.so`, next to this file or in a given folder.
 
 This program needs only the standard library, because `setup.py` runs it before hvdcomp and NumPy can be imported. To
 run it by hand:
 
     python -m hvdcomp.kernels.build
 
-Files `isa_*.c` are compiled once for each instruction set, and all other files once. The compiler is $CC, cc, gcc or
-clang.
+The files `isa_*.c` are compiled once for each instruction set; all other files are compiled once. The compiler is $CC,
+cc, gcc or clang.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ FLAGS = (
     *("-fPIC", "-fvisibility=hidden", "-pthread", "-D_DEFAULT_SOURCE"),
 )
 FAST, SANITIZED = ("-O3",), ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-# The workers of parallel.c run code of the object, which therefore is never unloaded.
+# The object is never unloaded, because the worker threads of parallel.c run its code.
 LINK = ("-shared", "-pthread", "-Wl,-z,nodelete", "-lm")
 AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mpopcnt")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl")
-# Few x86 processors lack AVX2. With -O2 the code for them is a third as large. The compiler uses the last -O.
+# Few x86 processors lack AVX2. Their code is compiled with -O2, which makes it a third as large. If there are several
+# -O options, the compiler uses the last one.
 X86: dict[str, tuple[str, ...]] = {"plain": ("-O2",), "avx2": AVX2, "avx512": AVX512}
 OTHER_MACHINES: dict[str, tuple[str, ...]] = {"plain": ()}
 MACHINES = {62: "x86_64", 183: "aarch64"}  # e_machine of an ELF header
-SECONDS = 1800.0  # time limit of one file; all files take about 5 s, and far longer on an emulated processor
+SECONDS = 1800.0  # time limit of one file; all take about 5 s, far longer on an emulated CPU
 SECONDS_VARIABLE = "HVDCOMP_KERNELS_BUILD_SECONDS"
 
 
@@ -54,7 +55,8 @@ class CompilationError(RuntimeError):
 
 
 def digest() -> str:
-    """A digest of this file and of the sources of the object. The object contains the digest (`hvd_sources`)."""
+    """A digest of this file and of the object's sources. The object contains the digest of the sources it was built
+    from (`hvd_sources`)."""
     total = hashlib.sha256()
     for path in [*sorted(path for path in SOURCES.iterdir() if path.suffix in (".c", ".h", ".def")), Path(__file__)]:
         total.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
@@ -83,8 +85,8 @@ def build(folder: Path = HERE, *, sanitize: bool = False) -> Path:
 
     Args:
         folder: the folder in which to write the shared object. The new object replaces an older one atomically.
-        sanitize: whether the object checks addresses and undefined behaviour at run time, which is slow. Start a
-            program that loads this object with `LD_PRELOAD=` and the path of the compiler's `libasan.so`.
+        sanitize: whether the object checks for invalid addresses and undefined behavior at run time, which is slow. To
+            start a program that loads this object, set `LD_PRELOAD` to the path of the compiler's `libasan.so`.
 
     Returns:
         The path of the shared object.
@@ -112,8 +114,8 @@ def build(folder: Path = HERE, *, sanitize: bool = False) -> Path:
 
 
 def _compilations(instruction_sets: dict[str, tuple[str, ...]], objects: Path) -> Iterator[list[str]]:
-    """The compiler's arguments for each object file, largest sources first. The last argument is the path of the object
-    file."""
+    """The compiler's arguments for each object file, with the largest sources first. The last argument is the path of
+    the object file."""
     for source in sorted(SOURCES.glob("*.c"), key=lambda path: (-path.stat().st_size, path.name)):
         if not source.name.startswith("isa_"):
             yield ["-c", str(source), "-o", str(objects / f"{source.stem}.o")]
@@ -186,12 +188,12 @@ def is_current(folder: Path = HERE) -> bool:
 
 
 def platform_tag(library: Path, otherwise: str) -> str:
-    """The platform part of a wheel's name: `manylinux_2_X_<machine>`, with the newest glibc that the object needs.
+    """The platform part of a wheel's name: `manylinux_2_X_<machine>`, where X is the newest version of glibc that the
+    object needs.
 
     Args:
-        library: the shared object. The symbols of the shared object name the versions of glibc that they need. The
-            header of the shared object names the machine, which may differ from the machine that builds (cross
-            compilation).
+        library: the shared object. Its symbols name the versions of glibc that they need. Its header names the target
+            machine, which differs from the build machine if the object is cross-compiled.
         otherwise: the result for an object that needs no glibc, such as an object for musl.
     """
     content = library.read_bytes()

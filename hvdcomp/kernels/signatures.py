@@ -1,4 +1,5 @@
-"""The functions of the shared object for ctypes, read from the list that the C sources include."""
+"""Describes the functions of the shared object for ctypes. The descriptions are read from the list that the C sources
+include."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ _OWN: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 @cache
 def signatures() -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """The result type and the argument types of each exported function; every pointer is `c_void_p`."""
+    """The result type and the argument types of each exported function. All pointers have the type `c_void_p`."""
     text = re.sub(r"/\*.*?\*/", "", _LIST.read_text(), flags=re.DOTALL)
     declared = _KERNEL.findall(text)
     if len(declared) != text.count("HVD_KERNEL"):

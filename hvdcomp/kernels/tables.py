@@ -1,7 +1,7 @@
 """The description of a bucket for kernels: a table of its tensors and of the threads' tasks.
 
-The fields and numbers are those of `src/bucket.h` and `src/sparse.h`, in the same order.
-`tests/kernels/test_kernels_build.py` compares them.
+The fields and numbers, and their order, are those of `src/bucket.h` and `src/sparse.h`.
+`tests/kernels/test_kernels_build.py` checks that they are equal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ UNIONS = (
 
 
 def _with_unions(dtype: np.dtype) -> np.dtype:
-    """The type of a record, with all members of its unions: members of one union share an offset."""
+    """Extends the type of a record by all members of its unions. The members of a union share an offset."""
     fields = dict(dtype.fields or {})
     fields |= {name: fields[names[0]] for names in UNIONS for name in names}
     formats, offsets = zip(*(field[:2] for field in fields.values()), strict=True)
@@ -65,14 +65,14 @@ TASK = np.dtype(
 """A record that describes a piece of a tensor. One thread processes one piece at a time."""
 
 NOTHING, NOT_NEGATIVE, POSITIVE, PRODUCT, EVERYTHING = range(5)
-"""Values of `rule` and `sent_rule`: the part of a kept x that was sent."""
+"""Values of `rule` and `sent_rule`, which describe the part of a kept x that was sent."""
 
 NARROW = {"float32": 0, "float16": 1, "bfloat16": 2}
-"""The numbers by which kernels know the element types of gradients, payloads and residuals."""
+"""The numbers that stand for the element types of gradients, payloads and residuals in kernels."""
 
 KTH_LARGEST, BISECT, SAMPLED, FITTED = range(4)
-"""Searches of a sparsifier for a threshold: the k-th largest magnitude; bisection from mean to largest; steps from a
-sample's; stages of a fitted distribution."""
+"""How a sparsifier searches for a threshold: the k-th largest magnitude; bisection between the mean and the largest
+magnitude; steps from the threshold of a sample; or stages of a fitted distribution."""
 
 CHOICE = np.dtype(
     [
@@ -95,7 +95,7 @@ CANDIDATES = np.dtype(
     ],
     align=True,
 )
-"""A record that describes the elements of a task that are candidates for this choice."""
+"""A record that describes the candidates in a task: the elements from which the sent elements are chosen."""
 
 SLACK = 16
 """Number of elements that kernels may write after the last candidate of a task."""
@@ -111,20 +111,21 @@ class SparseStruct(ctypes.Structure):
 
 
 FOUR_MEANS, IN_HALF, IN_FLOAT, IN_SIGN = range(4)
-"""The numbers by which kernels know the encodings of the values that chunked top-k sends."""
+"""The numbers that stand for the encodings of the values that chunked top-k sends, in kernels."""
 
 CODE_BITS = {FOUR_MEANS: 2, IN_SIGN: 1}
 """Number of bits that encode a value: for `FOUR_MEANS` the number of its mean, and for `IN_SIGN` its sign."""
 
 CHUNK_PIECE = 1 << 16
-"""Elements of a task of chunked top-k, which has whole chunks, or of a chunk, at most."""
+"""Largest number of elements in a task of chunked top-k, and in a chunk. A task consists of whole chunks."""
 
 _NONE = np.zeros(0, np.float32)
-_PIECE = 1 << 16  # elements of a task: a multiple of HVD_BLOCK
+_PIECE = 1 << 16  # elements of a task; a multiple of HVD_BLOCK
 
 
 def product(factors: np.ndarray, size: int) -> np.ndarray:
-    """The matrix P Q' as a vector. The bits are the same as from kernels, because both add column after column.
+    """The matrix P Q' as a vector. The bits are the same as those from the kernels, because both add one column after
+    the other.
 
     Args:
         factors: a record of type `FACTORS`.
@@ -188,8 +189,8 @@ class Table:
         self.address = ctypes.addressof(self.bucket)
 
     def vectors(self, column: str) -> list[np.ndarray]:
-        """The storage that a column points to: a float32 vector for each tensor, which is empty if the address is
-        null."""
+        """The memory that a column of the table points to: a float32 vector for each tensor. The vector is empty if the
+        address is null."""
         parts = zip(self.segments[column].tolist(), self.segments["size"].tolist(), strict=True)
         return [_floats(address, size) if address else _NONE for address, size in parts]
 
@@ -216,6 +217,6 @@ class Tasks:
         self.passed = self._vector.ctypes.data, len(tasks)
 
 
-@functools.lru_cache(4096)  # most addresses were used in an earlier step, and making a view takes a microsecond
+@functools.lru_cache(4096)  # most addresses recur in later steps, and making a view takes a microsecond
 def _floats(address: int, size: int) -> np.ndarray:
     return np.frombuffer(memoryview((ctypes.c_float * size).from_address(address)), np.float32)

@@ -35,7 +35,7 @@ from hvdcomp.perfmodel.ways import encode_time_of, in_each_way, in_two_levels, r
 
 FREE = (UNCOMPRESSED, "fp16")
 """The free methods: dense gradients and fp16, which Horovod and PyTorch send without hvdcomp. These methods have no
-encode time; only the time of the cast to fp16 counts, if the calibration has it."""
+encode time, except that the cast to fp16 counts if the calibration has its time."""
 STOCK = {"horovod": ("none", "hvd.fp16"), "ddp": ("none", "ddp.fp16")}
 """The names of each library's own free methods: dense gradients, and the library's cast to float16. The keys are the
 backends of `hvdcomp.tools.train.ranks.Ranks`."""
@@ -43,9 +43,9 @@ STOCK_SPECS = {name: spec for names in STOCK.values() for name, spec in zip(name
 """For each name in `STOCK`, the spec of hvdcomp's method with the same exchange."""
 
 MODEL_ERROR = 0.1
-"""Least relative difference of two predicted step times at which one method counts as faster. If the calibration's
-noise is larger, the noise is used instead. 210 of 240 predictions were within 10 % of the measured step
-(docs/exchange/steps-measured.md)."""
+"""A method counts as faster than another only if their predicted step times differ by at least this relative amount. If
+the calibration's noise is larger, the noise is used instead. 210 of 240 predictions were within 10 % of the measured
+step (docs/exchange/steps-measured.md)."""
 
 _BANDWIDTHS = np.geomspace(1e-3, 1e4, 1401) * 1.25e8  # bytes/s: from 1 Mb/s to 10 Tb/s, 200 per decade
 BUCKET_SIZES = (50_000_000, BUCKET_BYTES, 10_000_000, 5_000_000, 2_500_000, LEAST_BYTES)
@@ -54,7 +54,7 @@ takes the first."""
 
 Range = tuple[float | None, float | None]
 
-# Presets share models, and a map needs the exchange of each model at several rates.
+# Cached because presets share models, and because a map needs each model's exchange at several rates.
 _exchange_of = lru_cache(maxsize=4096)(exchange_of)
 _sharded_exchange_of = lru_cache(maxsize=4096)(sharded_exchange_of)
 
@@ -66,14 +66,14 @@ class Method:
     Attributes:
         spec: spec of the method.
         exchange: the collectives of a step and their bytes.
-        encode: time to encode and decode the gradients of a step; None if Horovod or PyTorch sends the gradients
-            without hvdcomp and no such time is known.
+        encode: the time to encode and decode the gradients of a step. It is None if Horovod or PyTorch sends the
+            gradients without hvdcomp and the time is unknown.
         parts: the predicted time of a step, by parts such as computation and transfer, in seconds.
-        at_end_s: predicted seconds of a step that sends all gradients after the backward pass; None if `parts` is
-            already such a step.
+        at_end_s: predicted seconds of a step that sends all gradients after the backward pass; None if `parts` already
+            describes such a step.
         limited_by: the name of the largest part of the step's time: "compute", "encode", "network" or "latency".
-        wins: ranges of the link's bandwidth in which the method is faster than dense gradients: pairs of the lower and
-            the upper end, in bytes/s. An end is None if the range is open there.
+        wins: the ranges of the link's bandwidth in which the method is faster than dense gradients. Each range is a
+            pair: its lower and its upper end in bytes/s. An end is None if the range is open at that end.
         why_not: the reason why the method is not recommended, as a clause; None if it may be recommended.
     """
 
@@ -102,16 +102,16 @@ class Advice:
     """The advice for one setting.
 
     Attributes:
-        methods: the prediction for each method, by spec, dense first. Two-level methods are missing if nodes would
+        methods: the prediction for each method, by spec, dense first. Two-level methods are left out if nodes would
             have different numbers of ranks.
         winner: spec of the fastest method that may be recommended; None for one rank, which exchanges nothing.
-        free: spec of the faster of dense and fp16 gradients, which need no hvdcomp.
-        take: spec of the recommended method: the winner, if its lead over `free` exceeds the model's error, or else
+        free: spec of the faster of the two methods that do not need hvdcomp: dense or fp16 gradients.
+        take: spec of the recommended method: the winner if its lead over `free` exceeds the model's error, otherwise
             `free`.
-        alike: specs of the methods that may be recommended and whose step times cannot be distinguished from that of
-            `take`, the fastest first.
+        alike: specs of all methods that may be recommended and whose predicted step times are too close to that of
+            `take` to tell them apart, fastest first.
         bucket_bytes: the bucket size, in bytes of gradients, that would make the winner's step faster by more than the
-            calibration's noise; None if there is no such size, or if the library sets the buckets.
+            calibration's noise; None if there is no such size, or if the library chooses the buckets.
         error: largest relative difference at which two step times count as equal.
         least_factor: the compression factor that an ideal compressor would need (`least_compression_factor`); None if
             no factor suffices.
@@ -138,24 +138,25 @@ class Adviser:
     Args:
         calibration: the measured times of the network and of the models.
         model: name of a model of the calibration; None if the calibration has only one.
-        specs: specs of the compressors to compare; None for all compressors with a known or estimated encode time
-            (`encode_times`), with both exchanges "gather" and "scatter" if possible, and also with a two-level exchange
-            if the calibration has nodes of several ranks. Dense and fp16 gradients are always compared.
-        early_bytes: least bytes of gradients in a bucket that is sent during the backward pass (`bucket_bytes` of
-            `hvdcomp.Compression`); 0 if all gradients are sent after the backward pass, as in TensorFlow; None for the
-            calibration's size, or else hvdcomp's default. The argument matters only if the calibration has the times
-            when gradients are ready.
-        optimizer: kind of the training's optimizer, as in `hvdcomp.compressors.evidence.Evidence`. The adviser
-            recommends only compressors that suit this optimizer (`hvdcomp.perfmodel.quality.why_not`). None if the
-            optimizer is unknown: then all compressors of `specs` may be recommended, or, without `specs`, the
-            compressors that `why_not` allows.
+        specs: specs of the compressors to compare; None for all compressors whose encode time is known or can be
+            estimated (`encode_times`). Each of these compressors is compared with the exchanges "gather" and "scatter"
+            if it supports both, and also with a two-level exchange if the calibration has nodes of several ranks. Dense
+            and fp16 gradients are always compared.
+        early_bytes: the smallest bucket that is sent during the backward pass, in bytes of gradients (`bucket_bytes` of
+            `hvdcomp.Compression`). Use 0 if all gradients are sent after the backward pass, as in TensorFlow. None
+            stands for the calibration's size or, if it has none, for hvdcomp's default. The argument matters only if
+            the calibration records when gradients are ready.
+        optimizer: the kind of optimizer that the training uses, as in `hvdcomp.compressors.evidence.Evidence`. The
+            adviser recommends only compressors that suit this optimizer (`hvdcomp.perfmodel.quality.why_not`). None if
+            the optimizer is unknown. The adviser may then recommend every compressor in `specs` or, without `specs`,
+            every compressor that `why_not` allows.
 
     Attributes:
         compressors: the compared compressors, by spec.
-        why_not: the reasons why compressors are not recommended, by spec. Compressors that may be recommended are
-            missing.
-        encode: the time to encode and decode the gradients of a step, by spec of the method; None if Horovod or PyTorch
-            sends the gradients without hvdcomp and no such time is known.
+        why_not: the reasons why compressors are not recommended, by spec. Compressors that may be recommended have no
+            entry.
+        encode: the time to encode and decode the gradients of a step, by spec of the method. A time is None if Horovod
+            or PyTorch sends the gradients without hvdcomp and the time is unknown.
 
     Raises:
         CalibrationError: if the model is not in the calibration, or a compressor has no encode time.
@@ -241,8 +242,8 @@ class Adviser:
         return self._exchanges[key]
 
     def _equivalent_ranks(self, spec: str, ranks: int) -> int:
-        """A smaller number of ranks with the same exchange. The exchange depends on the number only for few methods, so
-        the cache needs few entries."""
+        """A smaller number of ranks for which the exchange is the same. The exchange depends on the number of ranks for
+        only a few methods, so the cache needs few entries."""
         compressor = self.compressors[spec]
         if self.facts.sharded or any(leaf.scatters(ranks) for leaf in compressor.leaves()):
             return ranks
@@ -281,8 +282,8 @@ class Adviser:
         return predict(network, facts.compute, exchange, *times)
 
     def kept_bytes(self, spec: str) -> float:
-        """The bytes per parameter that a method keeps on a device from step to step, such as residuals. If the model is
-        sharded, a rank keeps these bytes only for its share of the gradients that its node sends."""
+        """The bytes per parameter that a method keeps on a device between steps, for example for residuals. If the
+        model is sharded, a rank keeps these bytes only for its share of the gradients that its node sends."""
         tensors = self.facts.tensors
         kept = Chooser(tensors, self.compressors[spec]).kept_bytes(self.compressors[spec])
         share = 1 / (self.ranks_per_node or 1) if self.facts.sharded else 1.0
@@ -293,7 +294,7 @@ class Adviser:
         return self.parts(spec, setting).total
 
     def local_step_s(self, spec: str, setting: Setting, every: int) -> float | None:
-        """Predicted seconds of a step with one method if the ranks exchange only in every `every`-th step. The result
+        """Predicted seconds of a step with one method if the ranks exchange only once every `every` steps. The result
         is None for methods that `hvdcomp.torch.LocalSteps` refuses, and for sharded models. The values in `setting`
         must be numbers, not arrays."""
         if self.facts.sharded or not all(leaf.in_units for leaf in self.compressors[spec].leaves()):
@@ -317,8 +318,8 @@ class Adviser:
         """The ranges of bandwidth, in bytes/s, in which a method is faster than dense gradients. All other conditions
         are as in `setting`.
 
-        The steps are predicted from 1 Mb/s to 10 Tb/s, at 200 bandwidths per decade. If a range reaches the first or
-        the last bandwidth, this end of the range is assumed to be open.
+        Steps are predicted at bandwidths from 1 Mb/s to 10 Tb/s, 200 per decade. A range that reaches the lowest or the
+        highest of these bandwidths is assumed to be open at that end.
 
         Args:
             spec: spec of the method.
@@ -367,7 +368,7 @@ class Adviser:
         )
 
     def _better_buckets(self, method: Method, setting: Setting) -> int | None:
-        """The bucket size of `Advice.bucket_bytes`."""
+        """Computes `Advice.bucket_bytes`."""
         if method.at_end_s is None or self.facts.early_bytes is not None:
             return None
         times = {size: float(self._with(size).step_s(method.spec, setting)) for size in BUCKET_SIZES}
@@ -402,11 +403,11 @@ def _faster(adviser: Adviser, spec: str, setting: Setting, bytes_per_s: Any, den
 
 
 def _change(adviser: Adviser, spec: str, setting: Setting, low: float, high: float) -> float:
-    """The bandwidth between `low` and `high` at which the method becomes faster or slower than dense gradients, with 7
-    correct digits."""
+    """The bandwidth between `low` and `high` at which the method becomes faster or slower than dense gradients,
+    accurate to 7 digits."""
     for _ in range(2):
         between = np.geomspace(low, high, 256)
         faster = _faster(adviser, spec, setting, between)
-        at = max(1, int(np.argmax(faster != faster[0])))  # the first bandwidth with another result than the lowest one
+        at = max(1, int(np.argmax(faster != faster[0])))  # the first whose result differs from that of the lowest
         low, high = between[at - 1], between[at]
     return float(low)

@@ -18,11 +18,13 @@ REFERENCE = "h100"
 
 
 def encode_times(calibration: Calibration, model: str) -> dict[str, EncodeTime]:
-    """The encode times of a model, by spec: the times of the calibration, and estimates for methods without a time.
+    """The encode times of a model, by spec: the calibration's times, and estimates for methods that the calibration has
+    no time for.
 
-    The encode time is assumed to be proportional to the number of elements. The estimate comes from the model of the
-    calibration that has an encode time of the method and is closest in size. If the calibration has no encode time for
-    any model, the estimates are the times of hvdcomp's own kernels on the calibration's GPU, or on `REFERENCE`.
+    The encode time is assumed to be proportional to the number of elements. For each method, the estimate comes from a
+    model of the calibration: among the models with an encode time for this method, it is the one closest in size. If
+    the calibration has no encode time for any model, the estimates are the times of hvdcomp's own kernels on the
+    calibration's GPU, or on `REFERENCE`.
     """
     facts, own = calibration.models[model], calibration.models[model].compute.encode
     models: Mapping[str, ModelFacts] = calibration.models

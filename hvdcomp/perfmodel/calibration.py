@@ -1,8 +1,8 @@
 """The calibration file: measured (or published) times of a network, of models and of compressors on one machine.
 
-The file is JSON, version 1; `docs/calibration-file.md` documents its fields. The presets of the package are such files.
-The presets of current machines name a GPU of `cards` instead of models. The times of the models are then estimated
-(`workloads`).
+The file is JSON, version 1; `docs/calibration-file.md` documents its fields. The package's presets are files of this
+kind. The presets of current machines name a GPU from `cards` instead of listing models, and the times of the models are
+then estimated (`workloads`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from hvdcomp.perfmodel.workloads import models_on
 FORMAT = "hvdcomp-calibration"
 VERSION = 1
 OTHER = "other"
-"""The kind of an optimizer in a calibration file, if hvdcomp's own trainings (`hvdcomp.compressors.evidence`) do not
-have this kind."""
+"""The name in a calibration file for every kind of optimizer that hvdcomp's own training runs
+(`hvdcomp.compressors.evidence`) do not include."""
 _OPTIMIZERS = (*FIRST, OTHER)
 _PRESETS = Path(__file__).with_name("presets")
 
@@ -51,14 +51,14 @@ class ModelFacts:
         tensors: the names, shapes and element types of the model's parameters.
         compute: the times of the model's computation on one rank.
         bucket_bytes: bytes of gradients that the framework sends at a time during the backward pass. If `compute.ready`
-            is known, this is the largest number of bytes (Horovod's fusion threshold).
-        early_bytes: least bytes of gradients in a bucket of hvdcomp, if hvdcomp uses the buckets of the library
-            (DistributedDataParallel); None if `hvdcomp.Compression` sets the size of buckets.
-        shapes: name of the model in `hvdcomp.perfmodel.shapes`; None if the model is not there.
+            is known, this number is an upper limit (Horovod's fusion threshold).
+        early_bytes: the smallest number of bytes of gradients in a bucket of hvdcomp, if hvdcomp uses the library's
+            buckets (DistributedDataParallel); None if `hvdcomp.Compression` sets the size of buckets.
+        shapes: name of the model in `hvdcomp.perfmodel.shapes`; None if that module does not list the model.
         sources: the source of each number, by the name of its field in the file.
-        estimated: names of the fields whose numbers were estimated, not measured. `sources` says how.
-        optimizer: kind of the training's optimizer, as in `hvdcomp.compressors.evidence`, or `OTHER`; None if the
-            numbers do not come from a user's training.
+        estimated: names of the fields whose numbers were estimated, not measured. `sources` explains how.
+        optimizer: the kind of optimizer that the training uses, as in `hvdcomp.compressors.evidence`, or `OTHER`; None
+            if the numbers do not come from a user's training.
         sharded: whether the model is sharded over all ranks (FSDP2). Then `bucket_bytes` is the number of bytes of the
             gradients of one module, because FSDP2 gathers weights module by module.
     """
@@ -83,12 +83,12 @@ class Calibration:
         network: the times of collectives.
         models: the numbers of each model, by its name.
         machine: texts that describe the machine, by keys such as accelerator, link and versions.
-        noise: largest relative difference of two measured step times that may be noise. A method counts as faster only
-            if the difference is larger.
+        noise: the largest relative difference between two measured step times that may be noise. A method counts as
+            faster only if it is faster by more than this.
         noise_note: how `noise` was determined.
         network_source: the source of the network's numbers.
         card: the GPU for which unknown encode times are estimated, a key of `hvdcomp.perfmodel.cards.CARDS`; empty if
-            the machine has no GPU, or one that `CARDS` does not have.
+            the machine has no GPU, or its GPU is not in `CARDS`.
     """
 
     name: str
@@ -136,8 +136,8 @@ def load(source: str | Path) -> Calibration:
 
 
 def _completed(data: Any, where: str) -> Any:
-    """The data of a calibration file. If the data has the field `like`, the preset of this name provides all fields
-    that the data lacks."""
+    """The data of a calibration file. If the data has the field `like`, which names a preset, this preset provides all
+    missing fields."""
     if not isinstance(data, dict) or "like" not in data:
         return data
     like = data["like"]

@@ -1,7 +1,7 @@
 """The properties of GPUs that determine how long a training step and its compression take.
 
-All numbers are from NVIDIA's data sheets. The rate of whole-number operations assumes 64 units for 32-bit integers in
-each multiprocessor, at the boost clock; all of these architectures have 64.
+All numbers are from NVIDIA's data sheets. The rate of integer operations assumes that each multiprocessor has 64 units
+for 32-bit integers, as in all of these architectures, and runs at the boost clock.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Card:
 
     @property
     def integers_per_s(self) -> float:
-        """Whole-number operations per second of all multiprocessors together."""
+        """Integer operations per second of all multiprocessors together."""
         return _INTEGER_UNITS * self.multiprocessors * self.clock_hz
 
 

@@ -20,10 +20,10 @@ class EncodeTime:
     Attributes:
         encode_s, decode_s: seconds of compression and of decompression that do not depend on the number of ranks.
         decode_per_rank_s: seconds to decode one payload of the whole model. If payloads are gathered, a rank decodes
-            one payload of each rank. If they are scattered, a rank decodes the bytes of about two payloads
+            one payload from each rank. If payloads are scattered, a rank decodes the bytes of about two payloads
             (`Exchange.decoded`).
         source: the source of the numbers.
-        estimated: whether the numbers were estimated, not measured. `source` says how.
+        estimated: whether the numbers were estimated, not measured. `source` explains how.
         host_s: seconds that the host needs to launch the kernels of a step, while the device works. Encoding and
             decoding take at least this time, even if only a part of the model is compressed.
     """
@@ -55,20 +55,22 @@ class Compute:
         forward_s: seconds of the forward pass and of everything else except the backward pass, the exchange and
             `optimizer_s`; None if unknown.
         optimizer_s: seconds of the optimizer's step. They do not depend on the batch size.
-        engine_s: further seconds of a step with hvdcomp's engine, in addition to passes, encoding and collectives: the
-            presence check, and the work of Horovod or DistributedDataParallel for each tensor.
-        horovod_s: if Horovod or DistributedDataParallel exchanges the gradients itself, cast or not, the seconds after
-            the last collective of such a step.
-        ready: pairs of two numbers: a share of all bytes of gradients, and the share of the backward pass after which
-            the library can send these bytes. Both numbers ascend up to 1. Horovod sends single gradients, and
-            DistributedDataParallel sends its buckets. Empty if unknown.
+        engine_s: seconds of a step with hvdcomp's engine that are not part of the passes, encoding or collectives. They
+            are spent on the presence check and on the work that Horovod or DistributedDataParallel does for each
+            tensor.
+        horovod_s: the seconds that follow the last collective of a step in which Horovod or DistributedDataParallel
+            exchanges the gradients itself, cast or not.
+        ready: when gradients are ready, as pairs of two numbers: a share of all bytes of gradients, and the share of
+            the backward pass after which the library can send these bytes. Both numbers ascend from pair to pair, up to
+            1. Horovod sends single gradients, and DistributedDataParallel sends its buckets. Empty if unknown.
         gamma: factor by which concurrent communication slows the backward pass, 1 or more.
         hides: share, from 0 to 1, of the predicted overlap that hvdcomp's engine reaches. It is the time that the
             engine saves by sending during the backward pass, divided by the time that it would save if communication
-            slowed computation only by gamma. The share is far below 1 if one processor core computes and communicates.
+            slowed computation only by gamma. The share is far below 1 if a single processor core both computes and
+            communicates.
         batch_size: batch size of one rank at which these times were measured; None if unknown.
         encode: the encode time of each method, by spec. For methods whose gradients the library exchanges itself, such
-            as "none", it is the time of a step that the other numbers do not include.
+            as "none", it is the part of a step's time that the other numbers do not include.
     """
 
     backward_s: float
@@ -83,8 +85,8 @@ class Compute:
     hides: float = 1.0
 
     def share(self, batch_size: ArrayLike | None) -> Array:
-        """The factor by which another batch size changes the times of the forward and backward pass. These times are
-        assumed to be proportional to the batch size.
+        """The factor by which a different batch size changes the times of the forward and backward pass. These times
+        are assumed to be proportional to the batch size.
 
         Raises:
             ValueError: if it is unknown at which batch size the times were measured.

@@ -1,6 +1,6 @@
 """Counts and lists the set-ups in which compression makes a step faster, according to the advice.
 
-A set-up is a number of ranks and a batch size, and in lists also the rate of a link.
+A set-up consists of a number of ranks and a batch size; in lists, it also has the rate of a link.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BATCHES = (0.25, 0.5, 1, 2)
 pass are assumed to be proportional to the batch size."""
 RATES = (1, 10, 25)
 """The rates of a link in `setups`, in Gb/s, in addition to the calibration's rate. Source: Agarwal et al. 2022, On the
-Utility."""
+Utility of Gradient Compression."""
 OF_2021 = "v100-p3.8xlarge-2021"
 """The preset with the encode times of Agarwal et al. 2022, measured with their code of 2021 on a V100."""
 
@@ -38,26 +38,26 @@ def counts(
     calibration: Calibration, specs: Sequence[str] | None = None, optimizer: str | None = None
 ) -> Iterator[dict[str, Any]]:
     """Yields one row for each model of a calibration. A row counts set-ups: every number of ranks in `WORLD_SIZES`,
-    with every batch size in `BATCHES` if the calibration has a batch size.
+    combined with every batch size in `BATCHES` if the calibration has a batch size.
 
-    If the calibration names a GPU, each row also counts with the encode times of the code of 2021, scaled from a V100
-    by the bandwidth of the memory. If the calibration is the preset `OF_2021`, the columns without "2021" use the
-    encode times of hvdcomp's own kernels on a V100.
+    If the calibration names a GPU, each row also has counts that are based on the encode times of the code of 2021,
+    scaled from a V100 by memory bandwidth. If the calibration is the preset `OF_2021`, the columns without "2021" use
+    the encode times of hvdcomp's own kernels on a V100.
 
     Args:
         calibration: the measured times of the network and of the models.
         specs: specs of the compressors to compare, as in `Adviser`. If it is None and the calibration names a GPU, only
-            methods with encode times both of today and of 2021 are counted.
+            methods that have both current encode times and encode times of 2021 are counted.
         optimizer: kind of the training's optimizer, as in `Adviser`.
 
     Yields:
         calibration, model: the names of the calibration and of the model.
         setups: number of set-ups.
         dense_fastest, fp16_fastest, compressor_fastest: numbers of set-ups in which dense gradients, fp16 or a
-            compressor are the fastest, even if their lead is small.
+            compressor is fastest, even if the lead is small.
         compressor_taken: number of set-ups in which a compressor is faster than the free methods, dense and fp16, by
             more than the model's error.
-        often: spec of the compressor that is the fastest compressor in most set-ups; empty if there is none.
+        often: spec of the compressor that is most often the fastest compressor; empty if there is none.
         largest_gain_percent: the largest lead of a compressor over the faster of dense and fp16, in percent.
         compressor_taken_2021, often_2021, largest_gain_percent_2021: the same three numbers with the encode times of
             2021; None if the calibration names no GPU.
@@ -111,14 +111,14 @@ def adviser_of(
 
 
 def with_own_kernels(facts: ModelFacts, card: str) -> ModelFacts:
-    """Replaces all encode times of a model by those of hvdcomp's own kernels on a GPU."""
+    """Replaces all encode times of a model with those of hvdcomp's own kernels on a GPU."""
     elements = sum(tensor.size for tensor in facts.tensors)
     encode = {spec: encode_time(spec, CARDS[card], elements, facts.shapes) for spec in KERNELS}
     return replace(facts, compute=replace(facts.compute, encode=encode))
 
 
 def _encode_times_of_2021(published: Calibration, facts: ModelFacts, card: str) -> dict[str, EncodeTime]:
-    """The encode times of the code of 2021 on a GPU, by spec. They are scaled from a V100: from the times of the same
+    """The encode times of the code of 2021 on a GPU, by spec. They are scaled from the times on a V100 of the same
     model, or else of the model that is closest in size."""
     same = [name for name, known in published.models.items() if known.tensors == facts.tensors]
     without = replace(facts, compute=replace(facts.compute, encode={}))
@@ -149,7 +149,7 @@ def setups(
 ) -> Iterator[dict[str, Any]]:
     """Yields one row for each set-up and each compressor that can be used in the set-up and may be recommended.
 
-    The set-ups are those of `counts`, each at the calibration's rate of the link and at the rates of `RATES`.
+    The set-ups are those of `counts`, each at the calibration's link rate and at the rates in `RATES`.
 
     Args:
         calibration: the measured times of the network and of the models.

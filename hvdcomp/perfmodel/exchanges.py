@@ -1,8 +1,8 @@
 """The exchange of a step, for predictions: the rounds of collectives that hvdcomp would run, and their bytes.
 
-The plan gives each tensor a compressor, and the compressor determines the rounds. Payloads share collectives by the
-rule of `hvdcomp.exchange.fusion`. With a compressed reduce-scatter, tensors of one element type are counted as one
-bucket if they can be in a bucket. Otherwise each tensor is counted alone, and its chunks are padded to whole units of
+The plan gives each tensor a compressor, and the compressor determines the rounds. Payloads share collectives according
+to the rule in `hvdcomp.exchange.fusion`. With a compressed reduce-scatter, all tensors of one element type that can be
+in a bucket are counted as one bucket. Every other tensor is counted alone, and its chunks are padded to whole units of
 the compressor. Tensors with a two-level exchange are counted in the same way, and each rank sends an equal share of the
 bytes between nodes.
 """
@@ -38,7 +38,7 @@ class Collective(NamedTuple):
         bytes: bytes that each rank contributes.
         dtype: element type of an allreduce or a reduce-scatter; empty for other collectives, which move bytes of any
             type.
-        among: the ranks of the collective: "all", "node" (the ranks of a node) or "across" (ranks of different nodes).
+        among: the ranks that take part: "all", "node" (the ranks of a node) or "across" (ranks of different nodes).
     """
 
     kind: str
@@ -48,8 +48,8 @@ class Collective(NamedTuple):
 
 
 _FLAG = SentPayload("allgather", 4.0)
-"""The flag by which ranks tell each other whether a step is finite. The engine sends the flag with an allreduce or
-allgather of the first round. If the first round has neither, the engine sends the flag alone."""
+"""The flag with which ranks tell each other whether the values of a step are finite. The engine sends the flag with an
+allreduce or allgather of the first round. If the first round has neither, the engine sends the flag alone."""
 
 _Key = tuple[str, str, Group]  # kind, reduction and ranks (`among`) of payloads that share a collective
 _Rounds = list[dict[_Key, float]]  # for each round, the bytes that a rank contributes to each collective
@@ -64,9 +64,9 @@ class Exchange:
 
     Attributes:
         rounds: the rounds of collectives, in order.
-        overlapped: whether the framework exchanges all gradients during the backward pass: Horovod or
-            DistributedDataParallel if gradients are only cast, and FSDP2 for sharded models. hvdcomp's engine makes all
-            other exchanges, after the backward pass.
+        overlapped: whether the framework exchanges all gradients during the backward pass. Horovod or
+            DistributedDataParallel does so if gradients are only cast, and FSDP2 does so for sharded models. All other
+            exchanges are made by hvdcomp's engine, after the backward pass.
         dense_bytes: bytes of the uncompressed gradients.
         ranks_per_node: number of ranks per node. It matters for collectives within and between nodes.
         weights_bytes: bytes of the weights of the whole model if the model is sharded (FSDP2); 0 if it is not. FSDP2
@@ -123,8 +123,9 @@ class Exchange:
         For gathered payloads, the ratio is the number of ranks. For scattered payloads it is 2 - 1 / ranks: a rank
         decodes the other ranks' payloads of its own chunk, and the means of all chunks. The rank encodes the other
         ranks' chunks and the mean of its own chunk. A mean has the same number of elements as a chunk. Therefore the
-        ratio counts the same number of bytes for a mean and for a chunk, even if a compressor sends means at another
-        level: the times depend on the number of elements. In a two-level exchange, nodes replace ranks.
+        ratio counts the same number of bytes for a mean and for a chunk, even if a compressor sends means at a
+        different level. This is right because the times depend on the number of elements. In a two-level exchange,
+        nodes replace ranks.
 
         Args:
             ranks: number of ranks of the exchange. If nothing is scattered, the number does not matter.
@@ -136,7 +137,7 @@ class Exchange:
             received = 0.0
             for collectives in self.rounds:
                 sizes = {collective.kind: collective.bytes for collective in collectives if collective.among == among}
-                # After an alltoall, an allgather gathers means.
+                # An allgather that follows an alltoall gathers means, not payloads.
                 gathered = 0.0 if received else sizes.get("allgather", 0.0)
                 received += sizes.get("alltoall", 0.0)
                 encoded = encoded + gathered
@@ -154,7 +155,7 @@ def exchange_of(
     min_numel: int = MIN_NUMEL,
     min_ndim: int = MIN_NDIM,
 ) -> Exchange:
-    """The exchange of one step of a model, if no residual of an earlier compressor must still be sent.
+    """The exchange of one step of a model, if no residual of an earlier compressor remains to be sent.
 
     Some bytes are not counted: the flag of four bytes, unless it is sent alone; the room for the flag and up to seven
     bytes of padding in each bucket; up to seven bytes of padding in each collective (for each rank, if payloads are
@@ -165,8 +166,8 @@ def exchange_of(
         tensors: all tensors that have a gradient.
         ranks: number of ranks. It matters for scattered chunks and for two-level exchanges.
         ranks_per_node: number of ranks per node; None if unknown. All nodes except the last are assumed to be full.
-        min_numel, min_ndim: least number of elements, and least number of dimensions, of compressed tensors, as in
-            `Chooser`.
+        min_numel, min_ndim: the smallest number of elements, and of dimensions, that a compressed tensor may have, as
+            in `Chooser`.
 
     Raises:
         ValueError: if no tensor has elements.
@@ -267,8 +268,8 @@ def _in_levels(bucket: Sequence[tuple[TensorInfo, TwoLevel]], ranks: int, ranks_
     """The payloads of one rank for a bucket in a two-level exchange: before, during and after the exchange between
     nodes.
 
-    A rank sends between nodes the mean over the ranks of a node. This mean is averaged over the ranks of the node too,
-    because their shards contain different tensors.
+    Between nodes, a rank sends the mean over the ranks of its node. This mean is averaged over the ranks of the node
+    too, because their shards contain different tensors.
     """
     # The mean over the ranks of a node has at least 32 bits per element.
     inside = [(replace(tensor, dtype=wide_dtype(tensor.dtype)), levels.compressor) for tensor, levels in bucket]

@@ -32,8 +32,8 @@ class Fields:
         self._data: dict[str, Any] = data
 
     def error(self, problem: str, name: str | None = None) -> CalibrationError:
-        """An error about this object, or about its field `name`. The message consists of the file, the path of the
-        field, and `problem`."""
+        """Creates an error about this object, or about its field `name`. The message consists of the file, the path of
+        the field, and `problem`."""
         place = self._place(name)
         return CalibrationError(f"{self._file}: {place} {problem}" if place else f"{self._file} {problem}")
 
@@ -50,7 +50,7 @@ class Fields:
         return self._data.get(name) is not None
 
     def finish(self) -> None:
-        """Raises CalibrationError if a field was never read, because its name is probably misspelt."""
+        """Raises CalibrationError if a field was never read. Its name is then probably misspelled."""
         unknown = [name for name in self._data if name not in self._read]
         if unknown:
             known = ", ".join(sorted(self._read))
@@ -87,14 +87,14 @@ class Fields:
     def pairs(
         self, name: str, noun: str, *, second_rises: bool = False, lowest_second: float = 0
     ) -> tuple[tuple[float, float], ...]:
-        """Reads a list of pairs of numbers. The first numbers must be positive and ascend. The result is empty if the
-        field is missing.
+        """Reads a list of pairs of numbers. The first numbers must be positive and in ascending order. The result is
+        empty if the field is missing.
 
         Args:
             name: name of the field.
             noun: words for the two numbers of a pair, such as "bytes, seconds", for error messages.
-            second_rises: whether each second number must be at least the second number of the pair before.
-            lowest_second: least allowed second number.
+            second_rises: whether each second number must be at least the second number of the previous pair.
+            lowest_second: smallest allowed second number.
         """
         rows = self._list(name)
         pairs: list[tuple[float, float]] = []

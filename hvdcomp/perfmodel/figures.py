@@ -1,4 +1,4 @@
-"""The style of all figures. The colours suit colour-blind readers, and figures have no background, so that they are
+"""The style of all figures. The colors suit color-blind readers, and figures have no background, so that they are
 legible on light and dark pages. This module needs matplotlib."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def as_png(figure: Figure, dots_per_inch: int = 110) -> bytes:
-    """The bytes of a PNG of the figure, without a background. Axes and black texts get the colour `INK`."""
+    """The bytes of a PNG of the figure, without a background. Axes and black texts get the color `INK`."""
     for axes in figure.axes:
         axes.tick_params(which="both", colors=INK)
         axes.spines[:].set_color(INK)

@@ -1,4 +1,4 @@
-"""Finds the model of a calibration that has the same tensors as a training."""
+"""Finds the model of a calibration that has the same tensors as a training run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hvdcomp.perfmodel.fields import CalibrationError
 
 def model_of(calibration: Calibration, tensors: Iterable[TensorInfo], source: str, model: str | None) -> ModelFacts:
     """Finds the model of a calibration whose tensors have the same shapes and element types as the tensors of a
-    training. The names of tensors may differ.
+    training run. The names of tensors may differ.
 
     Args:
         calibration: the calibration to search.
-        tensors: the tensors of the training.
+        tensors: the tensors of the training run.
         source: file or preset that the calibration comes from, for messages.
         model: name of the only model to consider; None for all models.
 

@@ -6,9 +6,9 @@ For one step of a method, the device needs
 
 seconds. `bytes` is the number of bytes that the kernels read and write for an element; it follows from the method.
 `arithmetic` is the rest of the time that an H200 needs for an element. This rest was measured, and the kernels spend
-most of it on whole-number operations. The bandwidth is `REACHED` times the bandwidth in the data sheet. On any GPU, the
-host needs `HOST_S` seconds for a step and `HOST_LAUNCH_S` seconds for each launch. The host works while the device
-works, so a step takes the longer of the two times.
+most of it on integer operations. The bandwidth is `REACHED` times the bandwidth in the data sheet. On any GPU, the host
+needs `HOST_S` seconds for a step and `HOST_LAUNCH_S` seconds for each launch. The host works while the device works, so
+a step takes the longer of the two times.
 
 `benchmarks/times/other_card.py` predicts the times of each measured GPU from the other measured GPU, and compares the
 predictions with the measurements.
@@ -27,7 +27,7 @@ LAUNCH_S = 6e-6
 HOST_S, HOST_LAUNCH_S = 0.8e-3, 75e-6
 """Seconds that the host needs for a step, and seconds that it needs to launch a kernel, with Python on a Xeon."""
 REACHED = 0.85
-"""Share of the bandwidth of a GPU's memory, as in the data sheet, that a kernel reaches if it only copies."""
+"""The share of a GPU's memory bandwidth (from the data sheet) that a kernel reaches if it only copies."""
 
 MEASURED_ON = CARDS["h200"]
 BENCH = "docs/encode/gpu.json, part bench"
@@ -41,11 +41,11 @@ class Kernels:
     Attributes:
         launches: number of kernel launches per step.
         bytes: bytes per element that the kernels read and write if they decode a single payload.
-        arithmetic_ps: picoseconds per element that an H200 needs in addition to the times of launches and bytes.
-        payload: bytes per element that the kernels read and write to decode each further payload, if payloads are
+        arithmetic_ps: picoseconds per element that an H200 needs beyond the time for launches and bytes.
+        payload: bytes per element that the kernels read and write to decode each additional payload, if payloads are
             gathered or scattered; 0 if not.
-        decode_ps: picoseconds per element that an H200 needs to decode each further payload, in addition to the time
-            of its bytes.
+        decode_ps: picoseconds per element that an H200 needs to decode each additional payload, beyond the time for its
+            bytes.
         source: file with the measurement, or how the numbers were estimated.
     """
 
@@ -92,10 +92,10 @@ def _element_s(moved: float, picoseconds: float, card: Card) -> float:
 
 # `Kernels.bytes` is the sum of these bytes per element. Computing x = gradient + residual takes 12 bytes: the gradient
 # and the residual are read, and x is written. Without residuals it takes 4 bytes, and a momentum takes 8 more. The
-# payload is written once and read once, and the result takes 4 bytes. Quantizers read x a second time (4), after they
-# know the scales. EDEN does not: it has a scale for each block, and makes the codes of a block while the block is in
+# payload is written once and read once, and the result takes 4 bytes. Quantizers read x a second time (4) once they
+# know the scales. EDEN does not: it has a scale for each block, and computes the codes of a block while the block is in
 # registers. PowerSGD multiplies x a second time (4), and its decoding reads and writes x (8).
-# 1 % of the elements are decoded. For each, a sector of 32 bytes is read and written.
+# 1 % of the elements are decoded. For each of them, a sector of 32 bytes is read and written.
 _SCATTERED = 64 * 0.01
 
 _SAME = "of the same kernels"
@@ -139,8 +139,8 @@ def encode_time(spec: str, card: Card, elements: float, model: str | None = None
         spec: spec of the method, a key of `KERNELS`.
         card: the GPU.
         elements: number of elements of the model's gradients.
-        model: name of the model in `shapes`; None if it has no name there. The name decides whether the result says
-            that the time was measured for this model.
+        model: name of the model in `shapes`; None if it has no name there. The result is marked as measured only if the
+            time was measured for this model.
 
     Example:
         >>> time = encode_time("topk:ratio=0.01", CARDS["v100"], elements=25_557_032)

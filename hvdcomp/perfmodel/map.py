@@ -42,8 +42,8 @@ def cells(
         method: spec of the fastest compressor that may be recommended; empty if there is none.
         step_ms, dense_ms, fp16_ms: predicted milliseconds of a step with this compressor, with dense gradients and with
             fp16. `step_ms` is None if there is no compressor.
-        gain_percent: the compressor's lead over the faster of dense and fp16, in percent; negative if the compressor
-            is slower, and None if there is none.
+        gain_percent: the compressor's lead over the faster of dense and fp16, in percent; negative if the compressor is
+            slower, and None if there is no compressor.
         pays: whether the lead is larger than the model's error.
         estimated: whether the compressor's encode time is an estimate.
     """

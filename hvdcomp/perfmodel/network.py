@@ -78,7 +78,8 @@ def _direct_alltoall(size: Array, ranks: Array) -> Traffic:
 
 
 def _part_by_part(size: Array, ranks: Array) -> Traffic:
-    """An algorithm in which a rank sends, for each other rank, one message with 1 / ranks of its bytes."""
+    """An algorithm in which a rank sends one message for each other rank. A message has 1 / ranks of the rank's
+    bytes."""
     return Traffic(ranks - 1, size * (ranks - 1) / ranks)
 
 
@@ -88,8 +89,8 @@ ALGORITHMS: dict[str, dict[str, Callable[[Array, Array], Traffic]]] = {
     "alltoall": {"direct": _direct_alltoall, "pairwise": _part_by_part},
     "reducescatter": {"ring": _part_by_part},
 }
-"""By kind of collective and by algorithm, a function that computes the traffic if each of `ranks` ranks contributes
-`size` bytes. In an alltoall or a reduce-scatter, `size` is the sum of a rank's parts for all ranks.
+"""For each kind of collective and each algorithm, a function that computes the traffic if each of `ranks` ranks
+contributes `size` bytes. In an alltoall or a reduce-scatter, `size` is the sum of a rank's parts for all ranks.
 
 Sources:
 
@@ -124,12 +125,13 @@ class CollectiveCost:
             both ascending. The time is interpolated linearly from (0, 0), and rises with `bytes_per_s` beyond the last
             entry.
         incast: optional table for collectives in which all senders reach one receiver at once: pairs of a number of
-            ranks and the factor by which the transfer time is longer. The factor is interpolated linearly.
-        start_s: seconds until an idle Horovod starts a collective (its cycle), for any number of ranks.
+            ranks and the factor by which the transfer time increases. The factor is interpolated linearly.
+        start_s: seconds that an idle Horovod takes to start a collective (its cycle), whatever the number of ranks.
         fusion_s_per_byte: seconds per byte that Horovod needs to copy gradients into its fusion buffer and back, if it
             fuses several tensors.
-        reduction_s_per_byte: by element type, how many seconds longer it takes to add up one byte over the link than
-            in float32; 0 for types that are missing. These seconds do not depend on the bandwidth.
+        reduction_s_per_byte: for each element type, the additional seconds per byte over the link that summation takes
+            in this type, compared with float32; 0 for types that are missing. These seconds do not depend on the
+            bandwidth.
     """
 
     algorithm: str
@@ -314,8 +316,8 @@ class Network(_Costs):
     Attributes:
         allreduce, allgather, alltoall, reducescatter: costs of these collectives among all ranks, or among nodes if
             `inner` is not None. The costs of an alltoall and of a reduce-scatter are None if unknown.
-        inner: the costs on the link within nodes; None if collectives do not depend on nodes, such as a ring through
-            all ranks that leaves each node once.
+        inner: the costs on the link within nodes; None if collectives do not depend on nodes. An example is a ring
+            through all ranks that leaves each node once.
         levels: the costs of the collectives of a two-level exchange; None if they are unknown, or if they follow from
             `inner`.
     """

@@ -40,7 +40,7 @@ def draw(swept: Sweep, title: str, marked: float | None, file: Path) -> None:
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     compressed = [spec for spec in swept.step_s if spec != UNCOMPRESSED]
     for number, spec in enumerate(compressed):
-        # The seventh colour is grey, like the line of dense gradients.
+        # The seventh color is gray, like the line of dense gradients.
         style = {"color": COLOURS[number % 6], "linestyle": LINES[number // 6 % len(LINES)]}
         above.plot(swept.values, 1e3 * swept.step_s[spec], label=spec, linewidth=1.5, **style)
     above.plot(swept.values, 1e3 * swept.step_s[UNCOMPRESSED], label=UNCOMPRESSED, color=INK, linewidth=2.2)
@@ -62,7 +62,7 @@ def draw(swept: Sweep, title: str, marked: float | None, file: Path) -> None:
 
 
 def _plain_ticks(axes: Axes) -> None:
-    """On a short logarithmic axis, labels ticks between the powers of ten, because the axis may contain no power of
+    """Labels the ticks between the powers of ten on a short logarithmic axis, which may not contain any power of
     ten."""
     for axis in (axes.xaxis, axes.yaxis):
         low, high = axis.get_view_interval()
@@ -80,14 +80,14 @@ def _leading_digit(value: float) -> int:
 
 
 _FULL_COLOUR = 4.0
-"""The speedup from which on a cell of the map has its full colour."""
+"""A cell of the map has its full color at this speedup or a higher one."""
 
 
 def draw_map(rows: Sequence[dict[str, Any]], title: str, file: Path) -> None:
     """Writes a PNG of the map, with a panel for each number of ranks.
 
-    A cell shows the fastest method and its speedup over the faster of dense and fp16. The cell is grey and empty if the
-    speedup is within the model's error.
+    A cell shows the fastest method and its speedup over the faster of dense and fp16. If the speedup is within the
+    model's error, the cell is gray and empty.
 
     Args:
         rows: the cells of the map, as `map.cells` yields them.
@@ -116,7 +116,7 @@ def draw_map(rows: Sequence[dict[str, Any]], title: str, file: Path) -> None:
 def _draw_cell(axes: Axes, row: dict[str, Any], column: int, line: int) -> None:
     factor = 1.0 if row["gain_percent"] is None else 1 + row["gain_percent"] / 100
     strength = 0.25 + 0.75 * min(1.0, math.log(max(1.0, factor)) / math.log(_FULL_COLOUR))
-    # The coloured cells are opaque, so that their text is legible on light and dark pages.
+    # The colored cells are opaque, so that their text is legible on light and dark pages.
     colour = 1 - strength * (1 - np.array(to_rgb(COLOURS[0]))) if row["pays"] else (*to_rgb(COLOURS[-1]), 0.2)
     axes.add_patch(Rectangle((column + 0.02, line + 0.04), 0.96, 0.92, facecolor=colour, linewidth=0))
     if row["pays"]:

@@ -20,15 +20,15 @@ from hvdcomp.perfmodel.schedule import Buckets, Parts, cut, early, overlapped, p
 Array = Any
 
 UNCOMPRESSED = "none"
-"""The spec of dense gradients. They are not encoded, so the encode time of this spec is the time of a dense step that
-no other number includes."""
+"""The spec of dense gradients. They are not encoded, so the encode time of this spec stands for the part of a dense
+step's time that the other numbers do not include."""
 
 LIMITS = ("compute", "encode", "network", "latency")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The conditions of a training. Each value is a number or an array; arrays broadcast against each other.
+    """The conditions of a training run. Each value is a number or an array; arrays broadcast against each other.
 
     Attributes:
         world_size: number of ranks, 1 or more.
@@ -86,12 +86,12 @@ def predict(
         compute: the times of the model's computation.
         exchange: the collectives of a step with the number of ranks in `setting`.
         bucket_bytes: bytes of gradients that the framework sends at a time during the backward pass. If `compute.ready`
-            is known, this is the largest number of bytes.
+            is known, this number is an upper limit.
         setting: the conditions of the training, such as the number of ranks.
         encode: the time to encode and decode the gradients; None if it is 0. If the framework exchanges the gradients
             itself, encoding precedes communication and does not overlap with it. For dense gradients, `encode` is the
-            time of a step that the other numbers do not include, and counts as latency.
-        early_bytes: least bytes of gradients in a bucket that the engine sends during the backward pass, as
+            part of a step's time that the other numbers do not include, and counts as latency.
+        early_bytes: the smallest bucket that the engine sends during the backward pass, in bytes of gradients, as
             `bucket_bytes` of `hvdcomp.Compression`; None if the engine sends all gradients after the backward pass. The
             engine also sends all gradients after the backward pass if a rank would gather more than `GATHERED_BYTES`.
     """
@@ -124,8 +124,8 @@ def local_step_s(
     network: Network, compute: Compute, exchange: Exchange, setting: Setting, encode: EncodeTime | None, every: int
 ) -> Array:
     """Predicts the mean seconds of a step with local steps (`hvdcomp.torch.LocalSteps`), if only every `every`-th step
-    ends with an exchange. The mean is the time of a step without exchange, plus the time of the exchange and of the
-    outer optimizer divided by `every`.
+    ends with an exchange. The mean is the time of a step without exchange, plus 1 / `every` of the time that the
+    exchange and the outer optimizer take.
 
     The exchange does not overlap with anything, because it begins after the step of the inner optimizer. The outer
     optimizer also processes all weights once, so its step is assumed to take the same time as that of the inner
@@ -194,13 +194,13 @@ def _sharded_encode_s(encode: EncodeTime, setting: Setting, exchange: Exchange, 
 
 
 def _overhead_s(encode: EncodeTime | None, setting: Setting, dense: Exchange) -> Array:
-    """Seconds of a dense step that no other number includes (`UNCOMPRESSED`). `Setting.encode_speed` does not change
-    them."""
+    """Seconds of a dense step that the other numbers do not include (`UNCOMPRESSED`). `Setting.encode_speed` does not
+    change them."""
     return encode_s(encode, replace(setting, encode_speed=1.0), dense)
 
 
 def decode_s(encode: EncodeTime | None, setting: Setting, exchange: Exchange) -> Array:
-    """Seconds of decoding in a step, as far as they are known apart from the seconds of encoding."""
+    """Seconds of decoding in a step, as far as they are known separately from the seconds of encoding."""
     if encode is None:
         return 0.0
     return encode_s(replace(encode, encode_s=0.0, host_s=0.0), setting, exchange)
@@ -227,7 +227,7 @@ def least_compression_factor(
 ) -> Array:
     """The compression factor with which an ideal compressor makes a step nearly as fast as on one rank.
 
-    An ideal compressor needs no time itself. It divides the bytes of every bucket, and the overhead of dense gradients,
+    An ideal compressor itself takes no time. It divides the bytes of every bucket, and the overhead of dense gradients,
     by the compression factor. In the fastest possible step, all communication overlaps with the backward pass, which
     becomes slower by the factor gamma. The speed of this step counts as linear scaling, because gamma alone can cost
     more than `efficiency` allows.

@@ -1,5 +1,5 @@
-"""Proposes compressors to the policy `auto`: compressors of different kinds that have fast predicted steps and lost
-little quality in hvdcomp's own trainings."""
+"""Proposes compressors to the policy `auto`: compressors of different kinds whose predicted steps are fast and which
+lost little quality in hvdcomp's own training runs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ REACH = 0.25
 
 @dataclass(frozen=True)
 class Criteria:
-    """What a compressor must fulfil to be proposed for a training.
+    """The conditions that a compressor must meet to be proposed for a training run.
 
     Attributes:
-        loss: largest share by which a compressor may have increased the training's loss in hvdcomp's own trainings.
-        optimizer: kind of the training's optimizer, as in `hvdcomp.compressors.evidence.Evidence`; None if unknown.
-        beside: specs of other compressors that the training uses for a time, such as the compressor of a warm-up.
+        loss: the largest share by which a compressor may have increased the loss in hvdcomp's own training runs.
+        optimizer: the kind of optimizer that the training uses, as in `hvdcomp.compressors.evidence.Evidence`; None if
+            unknown.
+        beside: specs of other compressors that the training uses for some time, such as the compressor of a warm-up.
     """
 
     loss: float
@@ -38,7 +39,7 @@ class Criteria:
 
 @dataclass(frozen=True)
 class Proposals:
-    """The proposed compressors, and those that lack only an encode time.
+    """The proposed compressors, and the compressors that were not proposed only because they have no encode time.
 
     Attributes:
         specs: specs of the proposed compressors, the fastest first.
@@ -89,15 +90,15 @@ def propose(
 
     The compressor with the fastest step is always proposed, even if dense training is faster, because the network may
     become slower. The other proposals are of other kinds, and their steps are longer than the fastest step by at most
-    `REACH`. They are proposed only if residuals stay bounded when all compressors take turns.
+    `REACH`. They are proposed only if residuals stay bounded while training alternates between all compressors.
 
     Args:
-        criteria: what a compressor must fulfil to be proposed.
+        criteria: the conditions that a compressor must meet to be proposed.
         fixed: the compressor of the training, and the compressors that the user named. They are not proposed again.
         seconds_of: function that returns the predicted seconds of a step with a compressor, or None if the encode time
             of the compressor is unknown.
         least: predicted seconds of the fastest step with dense gradients or a compressor of `fixed`.
-        two_levels: whether all nodes are known to have the same number of ranks, as two-level exchanges need.
+        two_levels: whether all nodes are known to have the same number of ranks, which two-level exchanges require.
     """
     times: dict[Compressor, float] = {}
     unpredicted = []
@@ -125,7 +126,7 @@ def propose(
 
 
 def _allowed(criteria: Criteria) -> Iterator[Compressor]:
-    """The compressors that lost little enough quality in hvdcomp's own trainings (`Criteria.loss`)."""
+    """The compressors that lost little enough quality in hvdcomp's own training runs (`Criteria.loss`)."""
     for compressor in map(parse_compressor, measured_specs()):
         lost = lost_with(compressor, criteria.optimizer)
         if lost is not None and lost <= criteria.loss:

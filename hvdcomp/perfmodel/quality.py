@@ -1,4 +1,4 @@
-"""Decides which compressors the advice may recommend, by the quality that they lost in hvdcomp's own trainings."""
+"""Decides which compressors the advice may recommend, by the quality that they lost in hvdcomp's own training runs."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from hvdcomp.compressors.evidence import DIVERGED
 from hvdcomp.compressors.harm import HARMFUL
 
 HARMLESS = 0.02
-"""A method suits an optimizer if it lost at most this share of quality in hvdcomp's own trainings."""
+"""A method suits an optimizer if it lost at most this share of quality in hvdcomp's own training runs."""
 
 MUCH = 2 * HARMFUL
 """A method is never recommended if it lost at least this share of quality with every one of the `OPTIMIZERS`."""
 
 
 def is_harmless(compressor: Compressor, optimizer: str | None) -> bool:
-    """Whether a method lost at most `HARMLESS` of quality in hvdcomp's own trainings; False if the method was not
+    """Whether a method lost at most `HARMLESS` of quality in hvdcomp's own training runs; False if the method was not
     measured.
 
     Args:
         compressor: the method.
-        optimizer: kind of the optimizer, as in `hvdcomp.compressors.evidence.Evidence`; None for the larger loss of
-            SGD and Adam.
+        optimizer: kind of the optimizer, as in `hvdcomp.compressors.evidence.Evidence`; None for the larger of the
+            losses with SGD and with Adam.
     """
     lost = lost_with(compressor, optimizer)
     return lost is not None and lost <= HARMLESS

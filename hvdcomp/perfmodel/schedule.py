@@ -40,8 +40,8 @@ class Parts(NamedTuple):
     Attributes:
         compute: seconds of computation, except encoding and decoding.
         encode: seconds of encoding and decoding.
-        transfer: seconds of moving bytes that do not overlap with computation.
-        latency: seconds of waiting for messages that do not overlap with computation.
+        transfer: seconds spent moving bytes, as far as they do not overlap with computation.
+        latency: seconds spent waiting for messages, as far as they do not overlap with computation.
         waits: whether computation ends before the communication that overlaps with it, so that a faster computer would
             only wait longer.
     """
@@ -58,7 +58,7 @@ class Parts(NamedTuple):
         return self.compute + self.encode + self.transfer + self.latency
 
     def towards(self, other: Parts, share: Array) -> Parts:
-        """Interpolates linearly between these parts (share 0) and other parts (share 1). `waits` is that of these
+        """Interpolates linearly between these parts (share 0) and other parts (share 1). `waits` is taken from these
         parts."""
         pairs = zip(self[:4], other[:4], strict=True)
         between = (own_part + share * (other_part - own_part) for own_part, other_part in pairs)
@@ -236,11 +236,11 @@ def early(
     During the backward pass, the engine encodes these early buckets and starts their first collectives. Encoding delays
     the backward pass. The network carries one collective at a time. It makes the backward pass longer by gamma - 1
     times the time during which it carries collectives. After the backward pass, the remaining tensors are encoded and
-    sent. Then the further rounds begin. While one bucket waits for its results, the collectives of other buckets run.
+    sent. Then the later rounds begin. While one bucket waits for its results, the collectives of other buckets run.
     Early buckets are decoded during the exchange of the remaining tensors.
 
-    In a two-level exchange, encoding follows the first collective. Then all buckets are encoded and decoded after the
-    backward pass, without overlap.
+    In a two-level exchange, encoding follows the first collective. All buckets are therefore encoded and decoded after
+    the backward pass, without overlap.
 
     Args:
         compute: seconds of a step without communication.

@@ -9,8 +9,8 @@ their data.
 - `dlrm`: the perceptrons of DLRM as in MLPerf Training v0.7, without the embedding tables.
 - `gravac-lstm`: the two-layer LSTM of GraVAC, 252 MB (Tyagi and Swany 2023, table 1), with the 10,000 words of Penn
   Treebank and 1,500 units.
-- `small-tensors`: not a model, but 200 matrices of 64 x 64. Compressing them costs more time per tensor than per
-  element.
+- `small-tensors`: not a model, but 200 matrices of 64 x 64. The time to compress them depends more on the number of
+  tensors than on the number of elements.
 """
 
 from __future__ import annotations
@@ -117,8 +117,7 @@ def _gpt2(layers: int, hidden: int) -> Shapes:
 
 
 def _llama(layers: int, hidden: int, inner: int, keys: int, words: int, tied: bool) -> Shapes:
-    """Llama. `keys` is the number of columns of keys and values, and `tied` says whether the output weights are the
-    embedding."""
+    """Llama. `keys` is the number of columns of keys and values. If `tied`, the output weights are the embedding."""
     shapes: Shapes = {"embed_tokens": (words, hidden)}
     for layer in range(layers):
         for name, outputs, inputs in (

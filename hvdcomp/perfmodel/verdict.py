@@ -12,7 +12,7 @@ _RIVALS = {UNCOMPRESSED: "dense gradients", "fp16": "fp16 gradients"}
 
 
 def verdict(report: dict[str, Any]) -> list[str]:
-    """One sentence that says whether compression makes training faster, and one sentence for each rival of compression:
+    """One sentence about whether compression makes training faster, and one sentence for each rival of compression:
     uncompressed gradients and fp16.
 
     Args:
@@ -44,14 +44,14 @@ def _named(rivals: list[str]) -> str:
 
 
 def _over(spec: str, rival: str, factor: float, error: float) -> str:
-    """Compare the compressor `spec` with a rival whose step takes `factor` times the time of the compressor's step."""
+    """Compares the compressor `spec` with a rival whose step takes `factor` times the time of the compressor's step."""
     is_clear = max(factor, 1 / factor) - 1 >= error
     within = "" if is_clear else f", which is within the model's error of {100 * error:.1f}%"
     return f"- {spec} is {compared(factor, _RIVALS[rival])}{within}."
 
 
 def compared(ratio: float, rival: str) -> str:
-    """Say in words how a method compares with a rival, if the method is `ratio` times faster than the rival.
+    """Describes in words how a method compares with a rival, if the method is `ratio` times faster than the rival.
 
     Example:
         >>> compared(1.28, "fp16"), compared(0.5, "dense"), compared(1.001, "fp16")
@@ -62,7 +62,7 @@ def compared(ratio: float, rival: str) -> str:
 
 
 def times(ratio: float) -> str:
-    """Write a ratio with two decimals below 2, one below 100, and none above."""
+    """Formats a ratio with two decimals below 2, one decimal below 100, and no decimals above."""
     return f"{ratio:.2f}" if ratio < 2 else f"{ratio:.1f}" if ratio < 100 else f"{ratio:.0f}"
 
 

@@ -1,4 +1,4 @@
-"""The exchanges that a method can use, and the encode time with each of them. Payloads are gathered or scattered, and
+"""The exchanges that a method can use, and the encode time with each exchange. Payloads are gathered or scattered, and
 ranks exchange them with all ranks or only with ranks of other nodes."""
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def _is_decoded_by_ranks(compressor: Compressor) -> TypeGuard[Gathering]:
 
 
 def reduces_shards(compressor: Compressor) -> bool:
-    """Whether the method, which is not a cast, can be used in the reduce-scatter of a sharded model (`hvdcomp.fsdp`).
-    Casts can always be used."""
+    """Whether a method other than a cast can be used in the reduce-scatter of a sharded model (`hvdcomp.fsdp`). Casts
+    can always be used."""
     return _is_decoded_by_ranks(compressor) and not compressor.of_matrices
 
 
@@ -75,10 +75,10 @@ def encode_time_of(
 ) -> EncodeTime | None:
     """The encode time of a compressor: the known time, or else an estimate from a known time.
 
-    - The time with `exchange=gather` and with `exchange=scatter` is assumed to be the same for each encoded and each
-      decoded payload. The number of decoded payloads follows from the exchange, and matters if the time to decode a
-      payload is known (`decode_per_rank_s`). Other costs of scattering, such as additional passes for error feedback,
-      are not estimated.
+    - The time for each encoded payload, and the time for each decoded payload, are assumed to be the same with
+      `exchange=gather` and with `exchange=scatter`. The number of decoded payloads follows from the exchange, and
+      matters if the time to decode a payload is known (`decode_per_rank_s`). Other costs of scattering, such as
+      additional passes for error feedback, are not estimated.
     - In a two-level exchange, a rank encodes and decodes its share of the model. The time to cut and join shards is not
       estimated.
     - The time of a cast is estimated from the time of dense gradients, in proportion to the bytes.
@@ -134,7 +134,7 @@ def encode_time_at(
     If the compressor has no level, or combines methods without a common level, it is the time of the compressor itself.
 
     Args:
-        compressor: the compressor at its present level.
+        compressor: the compressor at its current level.
         factor: factor by which the level is multiplied.
         known, tensors, ranks_per_node: as in `encode_time_of`.
 

@@ -1,9 +1,9 @@
 """Estimates the times of well-known models on any GPU, for a calibration's field `models`.
 
-A step of a transformer has 3 times the operations of its forward pass. Its time is estimated from the share of the
-GPU's peak rate that published trainings of transformers reach. The times of convolutional networks and of DLRM depend
-on the bandwidth of the memory, so their published times are scaled by this bandwidth. For ResNet-50, the time on an
-A100 with 2.04 TB/s, scaled from a V100 with 0.9 TB/s, is wrong by 10 %.
+A step of a transformer needs 3 times as many operations as its forward pass. Its time is estimated from the share of
+the GPU's peak rate that published training runs of transformers reach. The times of convolutional networks and of DLRM
+depend on the bandwidth of the memory, so their published times are scaled by this bandwidth. For ResNet-50, the time on
+an A100 with 2.04 TB/s, scaled from a V100 with 0.9 TB/s, is off by 10 %.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ _GAMMA = 1.07
 _ADAM_BYTES = 28  # per element: Adam reads gradient, weight and both moments, and writes weight and both moments
 _STATE_BYTES, _OF_MEMORY = 16, 0.7
 """Bytes per element of a parameter together with its gradient and AdamW's state, all in float32; and the share of the
-GPU's memory that they may fill."""
+GPU's memory that these bytes may fill."""
 _MOST_BUCKETS = 32
 """Largest number of entries in `ready`. Large models have more buckets; several buckets then share an entry."""
 
 
 class Workload(NamedTuple):
-    """A training whose times can be estimated: a model with a batch size.
+    """A training run whose times can be estimated: a model with a batch size.
 
     Attributes:
         shapes: name of the model in `shapes`.
         batch_size: samples per rank and step, chosen by us.
         step_s: function that returns the seconds of a forward and a backward pass on a GPU.
         source: the source of the time of a step.
-        modules: if the model is sharded over all ranks (FSDP2), the number of modules that FSDP2 gathers one by one:
-            the model's layers, and one module with all other parameters. 0 if every rank has the whole model.
+        modules: if the model is sharded over all ranks (FSDP2), the number of modules that FSDP2 gathers one after the
+            other: the model's layers, and one module with all other parameters. 0 if every rank has the whole model.
     """
 
     shapes: str
@@ -60,7 +60,8 @@ def _by_bandwidth(seconds: float, bytes_per_s: float) -> Callable[[Card], float]
 def _transformer(
     shapes: str, batch_size: int, tokens: int, layers: int, hidden: int, tied: int = 0, sharded: bool = False
 ) -> Workload:
-    """The workload of a transformer. If the output weights are the embedding, `tied` is its number of words."""
+    """The workload of a transformer. If the output weights are the embedding, `tied` is the embedding's number of
+    words."""
     multiplied = sum(tensor.size for tensor in tensors_of(shapes) if _is_multiplied(tensor)) + tied * hidden
     forward = 2 * multiplied * tokens + 4 * layers * hidden * tokens**2
     source = (
@@ -157,8 +158,8 @@ def _model(workload: Workload, card: Card) -> dict[str, Any]:
 
 
 def ready_times(tensors: Iterable[TensorInfo], size: float) -> list[tuple[float, float]]:
-    """Estimates when the library can send gradients during the backward pass, as in `Compute.ready`. There is a pair
-    for each bucket.
+    """Estimates when the library can send gradients during the backward pass, as in `Compute.ready`. The result has a
+    pair for each bucket.
 
     Args:
         tensors: the model's tensors in the order of the forward pass. All have the same element type.
@@ -190,6 +191,6 @@ def _work(tensor: TensorInfo) -> float:
 
 
 def _is_multiplied(tensor: TensorInfo) -> bool:
-    """Whether the forward pass multiplies each sample by the tensor. This is not so for embeddings, whose rows are only
-    looked up."""
+    """Whether the forward pass multiplies each sample by the tensor. The forward pass does not multiply by embeddings,
+    whose rows are only looked up."""
     return len(tensor.shape) == 2 and not tensor.name.startswith(("embed", "wte", "wpe"))

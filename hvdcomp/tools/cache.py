@@ -1,4 +1,4 @@
-"""The cache folder. Files in it are created again if they are missing."""
+"""Finds the cache folder. Missing files in this folder are created again when they are needed."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""Options of a command. Each option is declared once, as a field of a dataclass.
+"""Declares the options of a command. Each option is declared only once, as a field of a dataclass.
 
     seed: int = option(0, "Seed of all random numbers.", between(0, 2**31 - 1))
 
-The name of the field is the name of the option (`--seed`). The type of the field says how a text is read. The default
-of the field is the default of the option. None means "not given". These declarations are used for
+The name of the field is the name of the option (`--seed`). The type of the field determines how a text is parsed. The
+default of the field is the default of the option. None means "not given". These declarations are used for
 
 - the command line with its help (`hvdcomp.tools.commands.declared`),
 - the checks of single values (`check`), including values that a program passes,
 - the list of options that a resumed run may change, and the values of options that older runs did not have
   (`may_change`, `of_older_runs`).
 
-Conditions for several options together are checked in the module that declares them.
+Conditions that involve several options are checked in the module that declares the options.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Option:
         shown: the text for the default in the help. True shows the default itself, and False shows nothing. None shows
             the text that the command has for all options without a default.
         flags: names on the command line, if they differ from the field's name.
-        items: for a list of numbers, a text that says what the numbers mean, with an example.
-        may_change: whether a resumed run may have another value.
-        before: the value that describes the behaviour of versions that did not have the option; `...` if the default
-            describes it.
+        items: for a list of numbers, a text that explains the meaning of the numbers, with an example.
+        may_change: whether a resumed run may have a different value.
+        before: the value that gives the behavior of versions that did not have the option; `...` if the default gives
+            it.
     """
 
     help: str
@@ -56,12 +56,12 @@ class Option:
 
 
 def option(default: Any, help: str, rule: Rule | None = None, **attributes: Any) -> Any:
-    """A field of a dataclass that is an option. attributes: the attributes of `Option`."""
+    """Declares a field of a dataclass that is an option. `attributes` are the attributes of `Option`."""
     return dataclasses.field(default=default, metadata={_KEY: Option(help, rule, **attributes)})
 
 
 def required(help: str, **attributes: Any) -> Any:
-    """A field that is an option without a default."""
+    """Declares a field that is an option without a default."""
     return dataclasses.field(metadata={_KEY: Option(help, **attributes)})
 
 
@@ -76,12 +76,12 @@ def flag_of(name: str) -> str:
 
 
 def check(settings: Any, refused: type[Exception], choices: Mapping[str, Sequence[str]]) -> None:
-    """Raises an error of the type `refused` for the first value that is not allowed by its declaration.
+    """Raises an error of the type `refused` for the first value that its declaration does not allow.
 
     Args:
         settings: an instance of a dataclass with options.
         refused: the type of the error.
-        choices: for some fields, the allowed texts, which replace the declared ones.
+        choices: for some fields, the allowed texts, which replace the declared texts.
     """
     for name, declared in options_of(settings).items():
         value, allowed = getattr(settings, name), choices.get(name, declared.choices)
@@ -94,12 +94,12 @@ def check(settings: Any, refused: type[Exception], choices: Mapping[str, Sequenc
 
 
 def may_change(kind: Any) -> set[str]:
-    """The options for which a resumed run may have another value."""
+    """The options for which a resumed run may have a different value."""
     return {name for name, declared in options_of(kind).items() if declared.may_change}
 
 
 def of_older_runs(kind: Any) -> dict[str, Any]:
-    """For each option, the value that describes the behaviour of versions that did not have it."""
+    """For each option, the value that gives the behavior of versions that did not have the option."""
     defaults = {name: getattr(kind, name) for name in options_of(kind)}
     return {name: defaults[name] if one.before is ... else one.before for name, one in options_of(kind).items()}
 

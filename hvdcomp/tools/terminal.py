@@ -1,4 +1,4 @@
-"""The terminal output of all commands: tables and lines that are not truncated, and groups of commands.
+"""The terminal output of all commands: tables and lines that are never truncated, and groups of commands.
 
 A long cell is wrapped. A table that is too wide is shown row by row. Output to a file or a pipe has no width limit,
 unless COLUMNS sets it.
@@ -22,11 +22,11 @@ from rich.text import Text
 from hvdcomp.specs.suggestions import did_you_mean
 
 _NO_LIMIT = 100_000  # columns
-_LEAST = 20  # columns: a longer word may be broken
+_LEAST = 20  # columns; words that are longer than this may be broken
 
 
 def make_console(**options: Any) -> Console:
-    """A console with rich's options, without highlighting, markup and emoji."""
+    """Creates a console with rich's options, but without highlighting, markup and emoji."""
     console = Console(**{"highlight": False, "markup": False, "emoji": False, **options})
     if "width" not in options and not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
         console.width = _NO_LIMIT
@@ -50,7 +50,7 @@ def make_table(*headings: str, numbers: Sequence[str] = (), whole: bool = False)
 
 
 def print_table(console: Console, table: Table, title: str | None = None) -> None:
-    """Prints a table. If the console is too narrow, prints it row by row, and each cell with its heading."""
+    """Prints a table. If the console is too narrow, prints the table row by row, each cell with its heading."""
     if title:
         console.print(Text(title, "bold"), soft_wrap=True)
     if fits(console, table):
@@ -91,11 +91,13 @@ class Group(click.Group):
 
 
 class LazyGroup(Group):
-    """A command group that can list its commands without importing them. So `--help` does not need their dependencies.
+    """A command group that can list its commands without importing them, so that `--help` does not need their
+    dependencies.
 
     Args:
-        lazy: for each command, by name: its module, its name in this module, and a line of help.
-        moved: for each command that the package had earlier, by name: the command to use in a clone of the repository.
+        lazy: for each command, by name: its module, its name in that module, and a line of help.
+        moved: for each command that is no longer in the package, by name: the command to use instead in a clone of the
+            repository.
     """
 
     def __init__(

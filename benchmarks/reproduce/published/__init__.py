@@ -1,11 +1,12 @@
 """The published numbers of the papers, and the counterpart of each table and figure.
 
-A JSON file has an entry for each table or figure, or for the abstract, by its name:
+Each JSON file has entries for tables, figures or the abstract, by name. An entry has these fields:
 
 - `place`, `shows`: its place in the paper, and its subject.
-- `published`: its numbers, as far as the paper states them; `as` names another entry with the same numbers.
-- `counterpart`: the function that computes hvdcomp's numbers, with `settings`; null if there is none, with the reason
-  in `why`.
+- `published`: its numbers, as far as the paper states them. Its field `as` names a different entry with the same
+  numbers.
+- `counterpart`: the function that computes hvdcomp's numbers, with its `settings`. It is null if there is no such
+  function; `why` then has the reason.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Artefact:
         place, shows: its place in the paper, and its subject.
         published: the published numbers.
         counterpart: name of the function that computes hvdcomp's numbers; None if there is none.
-        settings: settings of the counterpart, which is a function.
+        settings: settings that are passed to the counterpart.
         why: the reason why there is no counterpart.
     """
 
@@ -48,7 +49,7 @@ class Artefact:
 
     @property
     def paper(self) -> str:
-        """A key of `PAPERS`."""
+        """The paper's key in `PAPERS`."""
         return self.name.partition("-")[0]
 
     @property

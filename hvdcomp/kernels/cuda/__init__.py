@@ -1,8 +1,8 @@
-"""The kernels of buckets on CUDA devices, in Triton. The kernels have the same names and the same arithmetic as the
-kernels in C.
+"""The kernels for buckets on CUDA devices, written in Triton. They have the same names and do the same arithmetic as
+the kernels in C.
 
 Triton and PyTorch are imported at the first use of a kernel, not with hvdcomp. If TRITON_INTERPRET=1 is set at the
-first use, Triton's interpreter runs the same kernels on a CPU, for tests (`serving_host`).
+first use, Triton's interpreter runs the same kernels on a CPU. Tests use this (`serving_host`).
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ METHODS = {
 """The methods for which this folder has all kernels."""
 
 MOST_ELEMENTS = 2**31 - 2**16
-"""Most elements of a tensor. Kernels number elements in 32 bits, and count up to a block of a sparse payload
-(`sparse_decode.COUNTED`) beyond the last element."""
+"""The largest number of elements of a tensor. Kernels use 32-bit element numbers, and these may run past the last
+element by up to one block of a sparse payload (`sparse_decode.COUNTED`)."""
 
 _COMPILED_AHEAD = "HVDCOMP_TRITON_CACHE"
 _OLDEST = 3, 6  # the oldest version of Triton that works
-# Highest rank of low-rank factors, because all products of their columns must fit into the registers of one program.
+# Highest rank of low-rank factors. It is limited because the products of all pairs of their columns must fit into the
+# registers of one program.
 _HIGHEST_RANK = 32
 _ALIGNMENT = 32  # number of elements that a device reads at once
 _serves_host = False
@@ -64,7 +65,7 @@ _warn_once = functools.cache(warn_alone)
 
 
 def available() -> bool:
-    """Whether there are kernels for CUDA devices."""
+    """Whether kernels for CUDA devices can be used."""
     return not why_not()
 
 
@@ -74,7 +75,7 @@ def why_not() -> str:
 
 
 def way_out() -> str:
-    """Instructions for getting kernels for CUDA devices; an empty text if there are kernels."""
+    """Advice on how to get kernels for CUDA devices; an empty text if there are kernels."""
     return _reason_and_remedy()[1]
 
 
@@ -109,11 +110,11 @@ def _missing() -> tuple[str, str]:
 def _failure_of_loader(triton: Any) -> str:
     """The reason why Triton cannot load kernels although there is a device; empty if Triton can load them.
 
-    Triton loads kernels with a C module, which Triton compiles at the first use.
+    Triton loads kernels with a C module, which it compiles when it first needs the module.
     """
     try:
         triton.runtime.driver.active.utils  # noqa: B018
-    except Exception as error:  # whatever a compiler, a linker or a file system may do
+    except Exception as error:  # compilers, linkers and file systems fail in many ways
         message = f"{error.cmd[0]} failed" if isinstance(error, subprocess.CalledProcessError) else str(error)
         first_line = next(iter(message.splitlines()), type(error).__name__)
         return f"Triton needs compiled code to load its kernels, and this code cannot be compiled here ({first_line})"
@@ -127,8 +128,8 @@ def compiled_ahead() -> str:
 
 
 def described() -> str:
-    """A text that names the kernels for gradients on CUDA devices. The text must be the same on all ranks, or payloads
-    differ in format."""
+    """A text that names the kernels for gradients on CUDA devices. The text must be the same on all ranks; if it
+    differs, so do the formats of payloads."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return "no CUDA"
@@ -148,7 +149,7 @@ def takes(compressor: Any, size: int) -> bool:
 
 
 def serves(array: Any) -> bool:
-    """Whether there are kernels for the device of a PyTorch tensor."""
+    """Whether there are kernels for the device on which a PyTorch tensor is."""
     return _is_served_device(array) and available()
 
 
@@ -181,18 +182,18 @@ def serving_host() -> Iterator[None]:
 
 
 def placed(arrays: Sequence[Any], dtype: str = "float32") -> tuple[list[Any], list[int]] | None:
-    """PyTorch tensors in row-major order, and the addresses of their first elements.
+    """Makes sure that PyTorch tensors are in row-major order, and gets the addresses of their first elements.
 
     Returns:
-        The tensors and their addresses. A tensor that is not in row-major order is replaced by a copy. None if a tensor
-        has another element type, or if the tensors are not all on one device that has kernels.
+        The tensors and their addresses. A tensor that is not in row-major order is replaced with a copy. The result is
+        None if a tensor has a different element type, or if the tensors are not all on one device that has kernels.
     """
     first = arrays[0]
     if not hasattr(first, "is_cuda") or not serves(first) or str(first.dtype) != f"torch.{dtype}":
         return None
     if len({x.dtype for x in arrays}) > 1 or len({x.device for x in arrays}) > 1:
         return None
-    # Methods of the class, for `map`: this takes a third of the time of a loop over the tensors of a step.
+    # Unbound methods for `map`, which takes a third of the time of a loop over a step's tensors.
     is_contiguous, address = type(first).is_contiguous, type(first).data_ptr
     dense = list(arrays) if all(map(is_contiguous, arrays)) else [x.contiguous() for x in arrays]
     return dense, list(map(address, dense))
@@ -201,7 +202,7 @@ def placed(arrays: Sequence[Any], dtype: str = "float32") -> tuple[list[Any], li
 def split_like(arrays: Sequence[Any], wide: bool = False) -> tuple[list[Any], list[int]]:
     """Uninitialized arrays with the shapes of `arrays`, and their addresses.
 
-    All arrays share one storage. Each begins at a multiple of `_ALIGNMENT` elements.
+    All arrays share one storage. Each array begins at a multiple of `_ALIGNMENT` elements.
 
     Args:
         arrays: PyTorch arrays. The new arrays get their shapes, device and element type.
@@ -216,8 +217,8 @@ def split_like(arrays: Sequence[Any], wide: bool = False) -> tuple[list[Any], li
 
 
 def let_go(array: Any) -> None:
-    """Call this before you delete the last reference to a tensor that the current stream may still use. PyTorch may
-    have allocated the tensor on another stream, and would reuse its memory too early."""
+    """Call this before you delete the last reference to a tensor that the current stream may still use. Without this
+    call, PyTorch would reuse the tensor's memory too early if it allocated the tensor on a different stream."""
     if array.is_cuda:
         import torch
 

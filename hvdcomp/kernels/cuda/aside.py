@@ -1,4 +1,4 @@
-"""The side stream of a CUDA device. The side stream runs kernels whose results are not sent."""
+"""The side stream of a CUDA device, which runs kernels whose results are not sent."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class Aside:
         `join` waits for it <---------------- (in the next call on main: decode)
         decode, settle
 
-    Horovod records an event on the current stream, which is main, and lets its own stream wait for this event.
+    Horovod records an event on the current stream, which is main, and makes its own stream wait for this event.
     torch.distributed with NCCL does the same. Therefore a collective waits for encoding, but not for the side stream.
 
     Memory that the two streams share:
     - x, and the velocity if it is masked: the side stream writes them. The next call of the bucket on main joins before
-      it reads them. Code that reads residuals between steps, or frees memory, runs after `settle`, which is a call on
-      main. If the collective fails, `settle` does not run. The place that contains x is then not freed, and x is kept
-      for the next try.
+      it reads them. Code that reads residuals or frees memory between steps runs after `settle`, which is a call on
+      main. If the collective fails, `settle` does not run. The memory that contains x is then not freed, and x is kept
+      for the next attempt.
     - The payload: the side stream and the collective read it. The next step joins before it writes to the payload.
     - The table on the device: a call may replace it. Therefore the arguments of a launch are kept alive until main has
-      joined. If main's allocator then reuses their memory, the side stream has finished with this memory.
-    - Memory that calls share (`scratch`), and flags: kernels on the side stream use neither.
+      joined. When main's allocator reuses their memory after that, the side stream no longer needs it.
+    - Memory that calls share (`scratch`), and flags: kernels on the side stream do not use them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,8 +53,8 @@ class Aside:
         return self._side
 
     def launched(self, *arguments: Any) -> None:
-        """Call this after a launch on the side stream. arguments: the arguments of the launch, kept alive until
-        `join`."""
+        """Call this after a launch on the side stream. `arguments` are the arguments of the launch. They are kept alive
+        until `join`."""
         self._after.record(self._side)
         self._arguments_in_use += arguments
 

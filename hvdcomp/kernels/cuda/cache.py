@@ -12,7 +12,7 @@ from triton.runtime.cache import FileCacheManager
 
 from hvdcomp.kernels.cuda import compiled_ahead
 
-_folders_in_process: dict[str, str] = {}  # a folder by key, used if Triton's own folder is not writable
+_folders_in_process: dict[str, str] = {}  # by key, folders for kernels if Triton's own folder is not writable
 
 
 class OverlaidCache(FileCacheManager):
@@ -20,7 +20,7 @@ class OverlaidCache(FileCacheManager):
     compiled in advance.
 
     If a kernel is in neither folder, Triton compiles it and writes it to its own folder. If Triton cannot write there,
-    the kernel is kept only until this process ends. Triton cannot write if the user has no home folder (in an image) or
+    the kernel is kept only until this process ends. This happens if the user has no home folder, as in some images, or
     if a quota is exceeded.
     """
 
@@ -28,7 +28,7 @@ class OverlaidCache(FileCacheManager):
         self._compiled_ahead = None if override or dump else Path(compiled_ahead()) / key
         try:
             super().__init__(key, override=override, dump=dump)
-        except OSError:  # it cannot make its folder; this matters only if it has to write a kernel: see `put`
+        except OSError:  # no folder: this matters only if a kernel must be written (`put`)
             if self._compiled_ahead is None:
                 raise
         if self._compiled_ahead is not None and key in _folders_in_process:
@@ -53,7 +53,7 @@ class OverlaidCache(FileCacheManager):
         return self._path_compiled_ahead(filename) or super().get_file(filename)
 
     def get_group(self, filename: str) -> dict[str, str] | None:
-        """The paths of the files in the group of this name, by file name."""
+        """The paths of the files in the group that has this name, by file name."""
         group = self._path_compiled_ahead(f"__grp__{filename}")
         if group is None:
             return super().get_group(filename)

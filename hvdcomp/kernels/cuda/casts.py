@@ -27,7 +27,7 @@ from hvdcomp.kernels.cuda.x import (
     word,
 )
 
-# The bits, as float32, of the largest finite number, and of the smallest number that rounds to infinity.
+# The float32 bits of the largest finite number, and of the smallest number that rounds to infinity.
 LARGEST_HALF_BITS = tl.constexpr(limits.LARGEST_BITS["float16"])
 INFINITE_HALF_BITS = tl.constexpr(limits.INFINITE_BITS["float16"])
 LARGEST_BFLOAT16_BITS = tl.constexpr(limits.LARGEST_BITS["bfloat16"])
@@ -36,8 +36,8 @@ INFINITE_BFLOAT16_BITS = tl.constexpr(limits.INFINITE_BITS["bfloat16"])
 
 @triton.jit
 def _to_wire_at_random(x, i, key, TYPE: tl.constexpr):
-    """Casts numbers to 16 bits as `to_bits` does, but rounds at random to one of the two neighbours. The result is
-    infinite only if rounding to nearest also gives infinity."""
+    """Casts numbers to 16 bits as `to_bits` does, but rounds at random to one of the two neighboring numbers. The
+    result is infinite only if rounding to nearest also gives infinity."""
     exact = magnitude(x).to(tl.uint32)
     sign = (x.to(tl.uint32, bitcast=True) >> 16) & 0x8000
     if TYPE == HALF:
@@ -87,8 +87,8 @@ def cast_decode(
     table, segments, tasks, flag, payloads, ranks, row: tl.int64, share,
     TYPE: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The mean of the ranks' numbers, added in rank order. row: distance in bytes between the numbers of two
-    consecutive ranks."""
+    """Computes the mean of the ranks' numbers, which are added in rank order. row: distance in bytes between the
+    numbers of two consecutive ranks."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     largest = tl.zeros((BLOCK,), tl.int32)
     for block in range(start, end, BLOCK):

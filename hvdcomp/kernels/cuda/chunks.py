@@ -1,8 +1,8 @@
-"""Encoding of the largest elements of each chunk, and decoding of their mean over ranks. A chunk is a run of
-neighbouring elements.
+"""Encodes the largest elements of each chunk, and decodes their mean over the ranks. A chunk is a run of neighboring
+elements.
 
 A full chunk sends `sent_of_chunk` elements, and a tensor sends `count` elements. `src/isa_sparse_chunked.c` describes
-the payload. Until they are packed, the values and the places of all tensors are in two arrays. The field `found` of a
+the payload. Before the values and places of all tensors are packed, they are in two arrays. The field `found` of a
 tensor is the index at which its part of these arrays begins. Depending on the kernel, a program works on a run of
 chunks (a single chunk, unless chunks are short), on the means of one tensor, on a part of a tensor's values, or on a
 group of codes that are packed together.
@@ -47,7 +47,7 @@ SHORT = 256
 
 @triton.jit
 def _run(table, segments, runs, run, chunk):
-    """Returns this program's tensor; the begin and the end of the program's run of chunks; the first sent element of
+    """Returns this program's tensor; the start and the end of the program's run of chunks; the first sent element of
     the run; and the number of sent elements. run: the number of chunks in a run."""
     run_entry = pointer(runs, tl.int64) + 2 * tl.program_id(0)
     segment = tl.load(run_entry)
@@ -80,11 +80,11 @@ def chunks_choose_short(
         bits = tl.where(inside, bits_of(x), -1)
         length = tl.maximum(tl.minimum(end - begin, chunk), 0)
         count = (k * length + chunk - 1) // chunk
-        # in each chunk at least `count` elements reach low; fewer than `count`, namely `above`, reach high
+        # In each chunk, at least `count` elements reach `low`, and `above` elements, fewer than `count`, reach `high`.
         low = length * 0
         high = low + MOST_BITS + 1
         above = low
-        for _ in range(31):  # after 31 halvings high is low + 1, because magnitudes have 31 bits
+        for _ in range(31):  # magnitudes have 31 bits, so after 31 halvings high is low + 1
             middle = low + (high - low) // 2
             reaching = tl.expand_dims(tl.sum((bits >= middle).to(tl.int32), 1), 1)
             above = tl.where(reaching < count, reaching, above)
@@ -116,8 +116,8 @@ def chunks_choose(
         )
         largest = tl.maximum(largest, magnitude(x))
     report(flag, largest)
-    tl.debug_barrier()  # what other threads of this program wrote is read next
-    low = tl.zeros((), tl.int32)  # at least `count` elements reach low; fewer than `count`, namely `above`, reach high
+    tl.debug_barrier()  # the next reads need what other threads of this program wrote
+    low = tl.zeros((), tl.int32)  # at least `count` elements reach low; `above` (< `count`) reach high
     high = low + MOST_BITS + 1
     above = low
     while high - low > 1:
@@ -204,8 +204,8 @@ def chunks_signs(table, segments, parts, values, signs, sums, PIECE: tl.constexp
 
 @triton.jit
 def chunks_magnitude(table, segments, ends, sums, payload, BLOCK: tl.constexpr):
-    """Computes the mean magnitude of a tensor's values. ends: for each tensor, the number of parts before its begin and
-    before its end."""
+    """Computes the mean magnitude of a tensor's values. ends: for each tensor, the number of its first part and the
+    number after its last part."""
     segment = tl.program_id(0)
     start = tl.load(pointer(ends, tl.int64) + segment)
     end = tl.load(pointer(ends, tl.int64) + segment + 1)
@@ -308,8 +308,8 @@ def chunks_decode(
     table, segments, flag, runs, run, chunk, payloads, ranks, row: tl.int64, share,
     HOW: tl.constexpr, CODE_BITS: tl.constexpr, SENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The mean of a run of chunks over the ranks, added in rank order. SENT: number of elements of a rank that are
-    added at a time."""
+    """Computes the mean of a run of chunks over the ranks, which are added in rank order. SENT: number of elements of
+    one rank that are added at a time."""
     segment, start, end, first, sent = _run(table, segments, runs, run, chunk)
     k = entry(table, segments, segment, SENT_OF_CHUNK).to(tl.int32)
     count = entry(table, segments, segment, COUNT).to(tl.int32)
@@ -323,7 +323,7 @@ def chunks_decode(
     bins_at = high + _bytes_of_codes(count, tl.maximum(bits - 8, 0))
     largest = tl.zeros((SENT,), tl.int32)
     for rank in range(0, ranks):
-        tl.debug_barrier()  # what other threads of this program wrote is read next
+        tl.debug_barrier()  # the next reads need what other threads of this program wrote
         payload = payload_of(payloads, rank, row)
         wire = payload + entry(table, segments, segment, VALUES)
         for block in range(0, sent, SENT):
@@ -352,8 +352,8 @@ def _bytes_of_codes(count, bits):
 
 
 def _parts(on, name, counts, step):
-    """Pairs (tensor, start), int64 of shape (parts, 2). The starts of a tensor are 0, step, 2 step, ... below its
-    count."""
+    """Pairs (tensor, start) as int64 of shape (parts, 2). The starts for a tensor are 0, step, 2 step and so on, as
+    long as they are below its count."""
 
     def make():
         pairs = [(tensor, at) for tensor, count in enumerate(counts.tolist()) for at in range(0, count, step)]

@@ -1,4 +1,4 @@
-"""Codes of the quantizers on CUDA devices: what value a code has, and how codes are packed.
+"""Codes of the quantizers on CUDA devices: the value of each code, and how codes are packed.
 
 `hvdcomp/compressors/packing.py` describes the packing. 8-bit floats are computed from the bits of float32 numbers, as
 in `src/float8.h`, because devices below compute capability 8.9 have no 8-bit floats.
@@ -19,13 +19,13 @@ def _largest_float8(mantissa):
 
 @triton.constexpr_function
 def _least_float8(mantissa):
-    """The bits, as float32, of the smallest normal number of an 8-bit float."""
+    """The float32 bits of the smallest normal number in an 8-bit float format."""
     return (127 - 6 if mantissa == 3 else 127 - 14) << 23
 
 
 @triton.constexpr_function
 def _small_unit(mantissa):
-    """The distance between two neighbouring subnormal numbers of an 8-bit float."""
+    """The distance between two neighboring subnormal numbers in an 8-bit float format."""
     return 2.0 ** (-6 - 3 if mantissa == 3 else -14 - 2)
 
 
@@ -38,9 +38,9 @@ def reciprocal_of(scale):
 
 @triton.jit
 def scale_of(scales, i, first, inside, length, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """The scales of elements i in a block of BLOCK elements. The block begins at `first`, a multiple of BLOCK. `length`
-    elements share a scale, or 2**BITS elements if BITS >= 0. The result is a single number if the whole block shares
-    one scale."""
+    """The scales of elements i in a block of BLOCK elements. The block begins at `first`, a multiple of BLOCK. A scale
+    is shared by 2**BITS elements if BITS >= 0, otherwise by `length` elements. The result is a single number if the
+    whole block shares one scale."""
     if BITS >= 0 and 1 << BITS >= BLOCK:
         return tl.load(scales + (first >> BITS))
     else:  # noqa: RET505 - Triton compiles one branch of the two
@@ -50,8 +50,8 @@ def scale_of(scales, i, first, inside, length, BITS: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def codes_of(bits, MANTISSA: tl.constexpr):
-    """Half the number of steps from the lowest code to the highest code, and the unit of codes as a fraction of their
-    scale.
+    """Two numbers: half the number of steps from the lowest to the highest code, and the unit of the codes as a
+    fraction of their scale.
 
     MANTISSA: the number of mantissa bits if codes are floats; 0 if codes are integers. Floats have no steps.
     """
@@ -71,10 +71,10 @@ def _to_float8(value, noise, MANTISSA: tl.constexpr, NEAREST: tl.constexpr):
     absolute = magnitude(value).to(tl.float32, bitcast=True)
     absolute = tl.where(absolute < largest, absolute, largest)
     power = tl.maximum(magnitude(absolute) & INFINITE, least)
-    if NEAREST:  # the last bit of this sum is worth the distance between two codes; ties go to the even code
+    if NEAREST:  # one unit in the last place of this sum is the distance between two codes; ties go to the even code
         of_sum = power + ((23 - MANTISSA) << 23)
         code = (absolute + of_sum.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True) - of_sum
-    else:  # the exact number of distances, times 2**23
+    else:  # 2**23 times the exact number of distances
         factor = ((254 << 23) - (power - ((23 + MANTISSA) << 23))).to(tl.float32, bitcast=True)
         code = ((absolute * factor).to(tl.int32) + noise) >> 23
     code += (power - least) >> (23 - MANTISSA)
@@ -93,7 +93,7 @@ def _from_float8(code, MANTISSA: tl.constexpr):
 
 @triton.jit
 def code_of(x, i, scale, half, key, MANTISSA: tl.constexpr, NEAREST: tl.constexpr):
-    """The codes of elements: the nearest code if NEAREST, otherwise one of the two neighbouring codes at random.
+    """The codes of elements: the nearest code if NEAREST, otherwise one of the two neighboring codes at random.
 
     NaN becomes the lowest integer, or the largest float.
     """
@@ -123,21 +123,21 @@ def decoded(code, half, MANTISSA: tl.constexpr):
 
 @triton.jit
 def bytes_of(count, WIDTH: tl.constexpr):
-    """The number of bytes of packed codes, computed without a product that may overflow."""
+    """The number of bytes of packed codes. It is computed without a product that could overflow."""
     return count if WIDTH == 8 else count // 8 * WIDTH + (count % 8 * WIDTH + 7) // 8
 
 
 @triton.jit
 def group_of(i, size):
-    """The group that contains codes i of a tensor: its begin, and its number of codes."""
+    """The start, and the number of codes, of the group that contains codes i of a tensor."""
     begin = i // GROUP * GROUP
     return begin, tl.minimum(size - begin, GROUP)
 
 
 @triton.jit
 def _code_in_plane(code, shift, payload, place, size, bits, i, inside, WIDTH: tl.constexpr):
-    """Codes i with the bits of one plane added, if there is a plane of this width; then the shift and the begin of the
-    next plane."""
+    """Adds the bits of one plane to codes i, if there is a plane of this width. Returns the codes, and the shift and
+    the start of the next plane."""
     if bits & WIDTH != 0:
         begin, length = group_of(i, size)
         bytes_ = bytes_of(length, WIDTH)
@@ -166,8 +166,8 @@ def packed_code(payload, place, size, bits, i, inside):
 
 @triton.jit
 def packed_bytes(block, size, WIDTH: tl.constexpr, BYTES: tl.constexpr):
-    """For each packed byte from number `block` on: its group's begin in the tensor, the group's number of codes, the
-    group's number of bytes, and the byte's number in the group."""
+    """Returns four numbers for each packed byte from number `block` on: the start of the byte's group in the tensor,
+    the group's number of codes, the group's number of bytes, and the byte's number in the group."""
     byte = block + tl.arange(0, BYTES)
     begin = byte // (64 * WIDTH) * GROUP
     length = tl.minimum(size - begin, GROUP)

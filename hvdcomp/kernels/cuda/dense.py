@@ -1,4 +1,4 @@
-"""Kernels that do not compress: they compute x, copy uncompressed gradients, measure, and end a step.
+"""Kernels that do not compress. They compute x, copy uncompressed gradients, compute sums of squares, and end a step.
 
 Sums of squares are in double precision. The squares of each piece are added first, and then the sums of a tensor's
 pieces, in their order.
@@ -78,7 +78,7 @@ def dense_decode(table, segments, tasks, flag, mean, PIECE: tl.constexpr, BLOCK:
 def dense_keep(
     table, segments, tasks, flag, residuals, FROM: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Sets x to `residuals`. If a source was compressed in place of x, adds the difference between x and the source.
+    """Sets x to `residuals`. If a source was compressed instead of x, adds the difference between x and the source.
     `residuals` has the layout of `wire` in `dense_encode`."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     place = entry(table, segments, segment, VALUES)
@@ -95,7 +95,7 @@ def dense_keep(
 
 @triton.jit
 def take_off(table, segments, tasks, flag, PIECE: tl.constexpr, BLOCK: tl.constexpr):
-    """Subtracts from x the values that were sent, if an earlier kernel left this subtraction to the next step."""
+    """Subtracts the sent values from x, if an earlier kernel left this subtraction to the next step."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     sent = floats(table, segments, segment, X_SENT)
     for block in range(start, end, BLOCK):
@@ -223,9 +223,9 @@ def settle(
     Records the values of x that were sent, or rounds the residual if residuals are kept in 16 bits. If ADDS, adds the
     gradients to their totals.
 
-    If the step does not count, the kernel adds nothing. Instead, the kernel copies the old residual and velocity to
-    where the next step reads them, and writes NaN to each result. The host does not know whether the step counts, and
-    continues as if it did.
+    If the step does not count, the kernel does not add anything. Instead, it copies the old residual and velocity to
+    where the next step reads them, and writes NaN to each result. The host continues as if the step counted, because it
+    does not wait for this information.
 
     PUTS: whether to copy the results over the gradients, from separate memory. share: the factor by which added
     gradients are multiplied.
@@ -272,7 +272,8 @@ def settle(
 
 
 def _make_x(on, sums=None):
-    """Launches a kernel that computes x. sums: if not None, float64 (tensors,), which receives the sums of squares."""
+    """Launches a kernel that computes x. sums: None, or a float64 array (tensors,) that receives the sums of
+    squares."""
     if sums is None:
         on.pieces(dense_encode, 0, x=True, COPIES=False)
         return

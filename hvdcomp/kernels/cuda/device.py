@@ -1,4 +1,4 @@
-"""Launches of a bucket's kernels on one device.
+"""Launches a bucket's kernels on one device.
 
 No function in this file waits for the device. The number of launches does not depend on the number of tensors.
 """
@@ -37,7 +37,7 @@ PIECE = 8192
 """Number of elements that one program of a kernel processes; a multiple of `packing.GROUP`."""
 
 _BLOCK = 1024  # number of elements that a program works on at a time
-_FLAGS = 64  # number of flags in one tensor; few steps need more than one tensor of flags
+_FLAGS = 64  # number of flags in one tensor; few steps need more
 _LAUNCHERS: dict[str, Callable[..., Any]] = {
     name: launcher
     for module in (
@@ -46,11 +46,11 @@ _LAUNCHERS: dict[str, Callable[..., Any]] = {
     for name, launcher in module.KERNELS.items()
 }
 _NUMBERS = int, float, bool
-_interpreter = threading.Lock()  # Triton's interpreter serves one thread at a time
+_interpreter = threading.Lock()  # Triton's interpreter cannot run in two threads at once
 
 
 def brought(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy of a NumPy array on a device. The copy is asynchronous: do not change the array afterwards."""
+    """Copies a NumPy array to a device. The copy is asynchronous, so do not change the array afterwards."""
     host = torch.from_numpy(array)
     if device.type == "cuda":
         # A copy from pageable memory may wait for the device. PyTorch does not reuse pinned memory until the copy is
@@ -80,8 +80,8 @@ class _DeviceTable:
     """The table of a bucket on a device.
 
     Attributes:
-        sent: addresses of two records for each tensor, int64 (2, tensors): which values of the kept x were sent, and
-            which values of the current x (`x.FIELDS`).
+        sent: int64 (2, tensors): for each tensor, the addresses of two records, which describe the values that were
+            sent from the kept x and from the current x (`x.FIELDS`).
         table_on_device: the latest copy of the table.
     """
 
@@ -106,7 +106,7 @@ class _DeviceTable:
         self._columns[columns] = self._words[words]
         self._columns[_SENT_RULE] = self._segments["sent_rule"]
         self._columns[_RECORDS] = self.sent
-        self.table_on_device = brought(self._columns.copy(), device)  # `.copy()`, because the transfer may begin later
+        self.table_on_device = brought(self._columns.copy(), device)  # a copy: the transfer may begin later
 
 
 class DeviceKernels:
@@ -125,8 +125,8 @@ class DeviceKernels:
         rows: the table on the device. This attribute exists after the first call.
         sent: addresses of the records `_DeviceTable.sent`.
         tasks: the number of pieces.
-        flag: address of a number that becomes NaN if a kernel of the current call finds an inf or NaN.
-        plans: cached results that depend only on the tensors and levels, in addition to the arrays of `static`.
+        flag: address of a number that is set to NaN if a kernel of the current call finds an inf or NaN.
+        plans: further cached results, besides the arrays of `static`, that depend only on the tensors and levels.
         room: memory that a call uses (`scratch`). Buckets may share this memory if their kernels never run at the same
             time.
     """
@@ -150,7 +150,7 @@ class DeviceKernels:
         self._pieces = self.static("pieces", lambda: pieces)
         self.factor = self.static("one", lambda: np.ones(1, np.float32))
         tensors = len(table.segments)
-        # Records of the values sent from x, for memories that do not keep these records from step to step.
+        # Records of the values sent from x, for memories that do not keep these records between steps.
         sent = self.static("sent", lambda: np.zeros((2, tensors, 4), np.float32))
         self.sent[:] = sent.data_ptr() + 16 * np.arange(2 * tensors).reshape(2, tensors)
         self.moves = False
@@ -182,7 +182,8 @@ class DeviceKernels:
         return torch.empty(count, dtype=getattr(torch, dtype), device=self.device)
 
     def static(self, name: str, make: Callable[[], np.ndarray]) -> torch.Tensor:
-        """An array on the device that depends only on the tensors and levels. The array is made once, by `make`."""
+        """An array on the device that depends only on the tensors and levels. The array is made only once, by
+        `make`."""
         array = self._memory.get(name)
         if array is None:
             array = self._memory[name] = brought(make(), self.device)
@@ -194,10 +195,10 @@ class DeviceKernels:
         Args:
             name: name of the operation, a key of a module's `KERNELS`.
             aside: whether to launch on the side stream. Collectives do not wait for the side stream. An operation on
-                the side stream must not look for inf or NaN, and must not use `scratch`.
+                the side stream must not check for inf or NaN, and must not use `scratch`.
 
         Returns:
-            A flag, float32 (1,) on the device: NaN if the operation has found an inf or NaN, else 0.
+            A flag, float32 (1,) on the device: NaN if the operation found an inf or NaN, otherwise 0.
         """
         if self._aside is not None and not aside:
             self._aside.join()
@@ -230,17 +231,17 @@ class DeviceKernels:
         return self.factor, self.table.bucket.decay, self.table.bucket.momentum
 
     def constants_of_x(self, makes: bool = True) -> dict[str, int]:
-        """The constants of `make_x` for a kernel that computes x. If the kernel only reads x with `made`, pass
-        makes=False."""
+        """The constants of `make_x` for a kernel that computes x. Pass makes=False if the kernel only reads x, with
+        `made`."""
         origin = self.origin
-        if not makes or origin == SOURCED.value:  # a source is read, whether or not the kernel computes x
+        if not makes or origin == SOURCED.value:  # a source is read even if the kernel does not compute x
             return self.constants_of_made() | {"MOMENTUM": False, "NESTEROV": False}
         nesterov = bool(self.table.bucket.nesterov)
         return {"KEEPS": self.keeps, "MOMENTUM": self.moves, "NESTEROV": nesterov, "FROM": origin}
 
     def constants_of_made(self) -> dict[str, int]:
-        """The compile-time constants of the kernel function `made`. If `made` reads x from the same memory for two
-        origins, the constants are the same, so that Triton compiles fewer kernels."""
+        """The compile-time constants of the kernel function `made`. Two origins for which `made` reads the same memory
+        have the same constants, so that Triton compiles fewer kernels."""
         keeps = self.keeps > 0
         is_gradient = keeps or not self.narrow
         origin = SOURCED if self.origin == SOURCED.value else FLOAT if is_gradient else HALF
@@ -264,7 +265,8 @@ class DeviceKernels:
     def launch(self, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
         """Launches `programs` programs. Tensor arguments are passed as addresses.
 
-        Multiplications and additions are not fused, so that results are bit for bit those of the C kernels.
+        Multiplications and additions are not fused, so that results are identical, bit for bit, to those of the C
+        kernels.
         """
         numbers = numbers_of(arguments)
         if self._aside is None or not self._is_aside:
@@ -283,7 +285,8 @@ class DeviceKernels:
 
 
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
-"""Launched kernels and their constants in the order of their parameters, by function, device, constants and types."""
+"""Kernels that have been launched, each with its constants in the order of its parameters. The keys are the function,
+the device, the constants and the types of arguments."""
 
 
 def _launch(function: Callable[..., Any], programs: int, numbers: Sequence[Any], constants: dict[str, Any]) -> None:

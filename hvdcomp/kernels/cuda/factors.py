@@ -16,13 +16,13 @@ from hvdcomp.kernels.cuda.x import COLUMNS, COUNT, INFINITE, P_FACTOR, Q_FACTOR,
 
 SMALLEST = tl.constexpr(limits.SMALLEST_NORM)
 LARGEST = tl.constexpr(1 / limits.SMALLEST_NORM)  # a column with a larger norm is not kept
-DEPENDENT = tl.constexpr(1e-10)  # a smaller squared remainder of a column is rounding error
+DEPENDENT = tl.constexpr(1e-10)  # a column's squared remainder below this is rounding error
 # 2**-44: below it, double precision has an error of a few percent, so the remainder counts as rounding error
 NOISE = tl.constexpr(5.684341886080802e-14)
 
 _WIDE_AT_A_TIME = 4096  # products
 _SUMS_AT_A_TIME = 1024
-_TILES_OF_FACTOR = 512, 64  # least number of elements of a column in a tile, and largest number of tiles of a factor
+_TILES_OF_FACTOR = 512, 64  # fewest elements of a column in a tile, and most tiles of a factor
 
 
 @triton.jit
@@ -34,8 +34,8 @@ def shape_of(table, segments, segment):
 
 @triton.jit
 def _tile_of_factor(table, segments, tiles, OF_ROWS: tl.constexpr):
-    """Finds this program's tile of a factor. Returns the begin of the factor in the vector of all factors; the length
-    and the number of the factor's columns; the begin and the end of the tile in each column; the factor's first tile;
+    """Finds this program's tile of a factor. Returns the start of the factor in the vector of all factors; the length
+    and the number of the factor's columns; the start and the end of the tile in each column; the factor's first tile;
     and the factor's number of tiles."""
     tile = pointer(tiles, tl.int64) + 5 * tl.program_id(0)
     segment = tl.load(tile)
@@ -48,8 +48,8 @@ def _tile_of_factor(table, segments, tiles, OF_ROWS: tl.constexpr):
 @triton.jit
 def gram(table, segments, tiles, factors, grams, OF_ROWS: tl.constexpr, RANK: tl.constexpr, TALL: tl.constexpr):
     """Computes the products of all pairs of columns in a tile of a factor, RANK x RANK. In double precision, products
-    of float32 numbers are exact, and neither overflow nor become zero. TALL: number of elements of each column that are
-    read at a time."""
+    of float32 numbers are exact, and they neither overflow nor underflow to zero. TALL: number of elements of each
+    column that are read at a time."""
     begin, length, rank, first, end, _, _ = _tile_of_factor(table, segments, tiles, OF_ROWS)
     factor = pointer(factors, tl.float32) + begin
     k = tl.arange(0, RANK)
@@ -76,7 +76,8 @@ def _inverse_root(products, rank, RANK: tl.constexpr):
     products = products * by_row[:, None] * by_column[None, :]
     inverse = tl.zeros((RANK, RANK), tl.float64)
     for k in range(0, rank):
-        # Gram-Schmidt on the coefficients. `products` defines their inner product, so it equals that of the columns.
+        # Gram-Schmidt on the coefficients. `products` defines the inner product of coefficients, so that it equals the
+        # inner product of the columns.
         column = tl.sum(tl.where(i[None, :] == k, products, 0.0), 1)
         along = tl.sum(inverse * column[:, None], 0)
         remaining = tl.sum(tl.where(i == k, column, 0.0), 0) - tl.sum(along * along, 0)
@@ -89,7 +90,7 @@ def _inverse_root(products, rank, RANK: tl.constexpr):
 
 @triton.jit
 def _reciprocal(norm):
-    """The reciprocals of norms. Zero for a norm that counts as zero, or is too large for float32."""
+    """The reciprocals of norms; zero for a norm that counts as zero or is too large for float32."""
     narrow = norm.to(tl.float32)
     holds = (narrow > SMALLEST) & (magnitude(narrow) < INFINITE)
     return tl.where(holds, 1.0 / tl.where(holds, norm, 1.0), 0.0)
@@ -106,7 +107,7 @@ def orthogonalize(
     k = tl.arange(0, RANK)
     products = tl.zeros((RANK, RANK), tl.float64)
     parts = pointer(grams, tl.float64) + first_tile * RANK * RANK
-    # Each program adds up all products and inverts the root itself, so that no program waits for another.
+    # Each program adds up all products and inverts the root itself, so that no program has to wait for another one.
     for tile in range(0, count, TOGETHER):
         number = tile + tl.arange(0, TOGETHER)
         at = number[:, None, None] * (RANK * RANK) + k[None, :, None] * RANK + k[None, None, :]
@@ -126,8 +127,8 @@ def lowrank_keep(
     table, segments, tiles, grams, fresh, old, following,
     OF_ROWS: tl.constexpr, RANK: tl.constexpr, TALL: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Writes a tile of the columns of P (OF_ROWS) or Q for the next step. Each column is the fresh column, or the old
-    column if the fresh column is zero or too large. grams: products of the fresh columns."""
+    """Writes a tile of the columns of P (if OF_ROWS) or Q for the next step. Each column is the fresh column, or the
+    old column if the fresh column is zero or too large. grams: products of the fresh columns."""
     begin, length, rank, first, end, first_tile, count = _tile_of_factor(table, segments, tiles, OF_ROWS)
     k = tl.arange(0, RANK)
     squares = tl.zeros((RANK,), tl.float64)
@@ -159,7 +160,7 @@ def shapes_of(on):
 
 
 def _tiles(on, of_rows):
-    """The tiles of the factors P of all tensors (of_rows), or of all factors Q."""
+    """The tiles of the factors of all tensors: of P if `of_rows`, otherwise of Q."""
     least, most = _TILES_OF_FACTOR
     tiles: list[tuple[int, ...]] = []
     for number, shape in enumerate(shapes_of(on)):
@@ -171,8 +172,8 @@ def _tiles(on, of_rows):
 
 
 def _products(on, factors, of_rows):
-    """Launches `gram` for all P (of_rows) or all Q. Returns what other launches on the same tiles need: the number of
-    programs, the first arguments and the constants."""
+    """Launches `gram` for the factors P of all tensors if `of_rows`, otherwise for all Q. Returns what other launches
+    on the same tiles need: the number of programs, the first arguments and the constants."""
     rank = rank_of(on)
     tiles = on.static(f"tiles of {'P' if of_rows else 'Q'}", lambda: _tiles(on, of_rows))
     programs = tiles.shape[0]
@@ -185,12 +186,13 @@ def _products(on, factors, of_rows):
 
 
 def orthonormal(on, factors, unit, of_rows):
-    """Launches `orthogonalize`, which reads all P (of_rows) or all Q and writes to `unit`."""
+    """Launches `orthogonalize`, which writes to `unit`. It reads the factors P of all tensors if `of_rows`, otherwise
+    all Q."""
     programs, common, constants = _products(on, factors, of_rows)
     on.launch(orthogonalize, programs, *common, factors, unit, **constants)
 
 
 def keep(on, fresh, old, following, of_rows):
-    """Launches `lowrank_keep` for P (of_rows) or Q."""
+    """Launches `lowrank_keep` for P if `of_rows`, otherwise for Q."""
     programs, common, constants = _products(on, fresh, of_rows)
     on.launch(lowrank_keep, programs, *common, fresh, old, following, **constants)

@@ -1,7 +1,7 @@
-"""Triton, loaded in a way that works in one process with TensorFlow.
+"""Loads Triton in a way that works in the same process as TensorFlow.
 
 TensorFlow 2.20 and later export the symbols of their LLVM to every library that is loaded after TensorFlow. Triton
-contains another version of LLVM, and crashes if it uses TensorFlow's symbols. Triton works if its libraries prefer
+contains a different version of LLVM, and crashes if it uses TensorFlow's symbols. Triton works if its libraries prefer
 their own symbols (RTLD_DEEPBIND).
 """
 
@@ -23,7 +23,8 @@ from hvdcomp.kernels.cuda.cache import OverlaidCache  # noqa: E402
 __all__ = ["INTERPRETED", "tl", "triton"]
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether Triton's interpreter runs kernels: TRITON_INTERPRET=1 was in the environment when they were imported."""
+"""Whether Triton's interpreter runs the kernels, because TRITON_INTERPRET=1 was in the environment when they were
+imported."""
 
 if triton.knobs.cache.manager_class is None:  # not if TRITON_CACHE_MANAGER is in the environment
     triton.knobs.cache.manager_class = OverlaidCache

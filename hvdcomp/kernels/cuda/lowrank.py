@@ -1,7 +1,8 @@
-"""PowerSGD approximates each tensor, as a matrix M with `columns` columns, by P Q'. `factors` describes P and Q.
+"""Kernels of PowerSGD, which approximates each tensor, viewed as a matrix M with `columns` columns, by P Q'. The module
+`factors` describes P and Q.
 
-To sum over a matrix, kernels sum over tiles, and then add the tiles' sums in a fixed order. The kernels use no atomic
-additions, so that every run gives the same bits.
+To sum over a matrix, kernels sum over tiles, and then add the sums of the tiles in a fixed order. The kernels use no
+atomic additions, so that every run gives the same bits.
 """
 
 import numpy as np
@@ -26,9 +27,10 @@ from hvdcomp.kernels.cuda.x import (
 
 _TILE_OF_P = 16, 1024  # rows and columns
 _TILE_OF_Q = 256, 64
-# fewest columns of a tile of P at a time, so that loads read whole sectors; fewest rows of a tile of Q
+# The fewest columns of a tile of P that are read at a time, so that loads read whole sectors, and the fewest rows of a
+# tile of Q.
 _LEAST_ACROSS = 16, 4
-_AT_A_TIME = 2048  # number of products, if the tile allows so few; their sums need most of the registers
+_AT_A_TIME = 2048  # number of products, if the tile allows it; their sums need most of the registers
 _SUMS_AT_A_TIME = 4096
 
 
@@ -41,10 +43,10 @@ def multiply(
 ):  # fmt: skip
     """Computes the partial sums of a tile of M for P = M Q, or for Q = M' P if OF_ROWS.
 
-    Also computes x if MAKES_X. A tile is a tensor, a first row, a first column, and the place of its partial sums (RANK
-    sums for each element of the factor). ACROSS: number of elements of the tile that are read at a time along the
-    summed dimension. The kernel keeps ACROSS separate sums and adds them only at the end, because threads must exchange
-    data for this addition.
+    Also computes x if MAKES_X. A tile is described by a tensor, a first row, a first column, and the place of its
+    partial sums (RANK sums for each element of the factor). ACROSS: number of elements of the tile that are read at a
+    time along the summed dimension. The kernel keeps ACROSS separate sums and adds them only at the end, because
+    threads must exchange data for this addition.
     """
     tile = pointer(tiles, tl.int64) + 4 * tl.program_id(0)
     segment = tl.load(tile)
@@ -104,7 +106,7 @@ def add_tiles(
 ):  # fmt: skip
     """Adds the partial sums of the tiles in one strip of a matrix, TOGETHER tiles at a time.
 
-    A strip is described by a tensor, a first element of the factor, the begin of its partial sums, and its number of
+    A strip is described by a tensor, a first element of the factor, the start of its partial sums, and its number of
     tiles.
     """
     strip = pointer(strips, tl.int64) + 4 * tl.program_id(0)

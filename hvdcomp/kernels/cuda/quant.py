@@ -1,4 +1,4 @@
-"""Codes that are fractions of a scale. In QSGD, a scale is the norm of `length` neighbouring elements. In block
+"""Codes that are fractions of a scale. In QSGD, a scale is the norm of `length` neighboring elements. In block
 quantizers, a scale is the largest magnitude of `length` elements. TernGrad has one scale for each tensor.
 
 In a payload, a tensor's codes of `count` bits begin at `codes` (`codes.py`), and its float scales begin at `scales`.
@@ -42,7 +42,7 @@ from hvdcomp.kernels.cuda.x import (
 )
 
 _RUNS = 8192  # number of elements that one program of `find_scales` reads
-# reading 512 elements of several scales at a time is a sixth faster on an H200 than reading 128 of one scale
+# On an H200, reading 512 elements of several scales at a time is a sixth faster than reading 128 of one scale.
 _LEAST = 512
 
 
@@ -54,7 +54,7 @@ def find_scales(
 ):  # fmt: skip
     """Computes x, and a scale for each run of `length` elements: their norm if NORMS, otherwise their largest
     magnitude. A task is a tensor, a first scale and a number of scales. A program computes TOGETHER scales at a time,
-    and reads WIDE elements of each at a time."""
+    and reads WIDE elements of each scale at a time."""
     task = pointer(tasks, tl.int64) + 3 * tl.program_id(0)
     segment = tl.load(task)
     first = tl.load(task + 1).to(tl.int32)
@@ -90,7 +90,7 @@ def terngrad_measure(
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes x, and for each piece the sum of squares and the bits of the largest magnitude."""
+    """Computes x and, for each piece, the sum of squares and the bits of the largest magnitude."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     largest = tl.zeros((BLOCK,), tl.int32)
     total = tl.zeros((), tl.float64)
@@ -108,7 +108,7 @@ def terngrad_measure(
 
 @triton.jit
 def terngrad_scale(table, segments, payload, squares, maxima, clip, CLIPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Computes the scale of each tensor: its largest magnitude, or the clipping bound if this is smaller.
+    """Computes the scale of each tensor: its largest magnitude or the clipping bound, whichever is smaller.
 
     clip: the clipping bound in standard deviations, an array of one double.
     """
@@ -175,7 +175,7 @@ def codes_encode(
     FROM: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Packs the codes of x, and subtracts the values of the codes from x. Earlier kernels have computed x and the
-    scales. PLANE: the width of the only plane of all codes; 0 if some codes have several planes."""
+    scales. PLANE: the width of the plane if all codes have a single plane; 0 if some codes have several planes."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     shift = tl.zeros((), tl.int32)
     place = entry(table, segments, segment, CODES)
@@ -202,7 +202,7 @@ def codes_encode(
             1, BITS, MANTISSA, NEAREST, KEEPS, FROM, False, BLOCK,
         )  # fmt: skip
     if KEEPS and PLANE == 0:
-        tl.debug_barrier()  # other threads of this program may still read x
+        tl.debug_barrier()  # other threads of this program may still be reading x
         key = entry(table, segments, segment, KEY)
         scales = pointer(payload + entry(table, segments, segment, SCALES), tl.float32)
         half, unit = codes_of(entry(table, segments, segment, COUNT), MANTISSA)
@@ -222,7 +222,8 @@ def codes_decode(
     table, segments, tasks, flag, payloads, ranks, row: tl.int64, share, length,
     BITS: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The mean of the values of the ranks' codes, added in rank order. Codes may have any number of bits."""
+    """Computes the mean of the values of the ranks' codes, which are added in rank order. Codes may have any number of
+    bits."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     size = size_of(table, segments, segment)
     bits = entry(table, segments, segment, COUNT).to(tl.int32)
@@ -252,7 +253,7 @@ def plane_decode(
     PLANE: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Decodes codes as `codes_decode` does, but only codes with a single plane of width PLANE. This kernel works byte
-    by byte and computes less."""
+    by byte, which needs fewer operations."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     size = size_of(table, segments, segment)
     place = entry(table, segments, segment, CODES)
@@ -281,7 +282,7 @@ def plane_decode(
 
 
 def _plane(on, mantissa):
-    """The width of the only plane of all tensors' codes; 0 if some codes have several planes."""
+    """The width of the plane if the codes of all tensors have a single plane; 0 if some codes have several planes."""
     if mantissa:
         return 8
     bits = np.unique(on.segments["count"])
@@ -297,8 +298,8 @@ def _bits(on, length):
 
 
 def _block(most, plane, bits):
-    """The number of elements that a program works on at a time: the elements of one scale, if they are enough work for
-    the program's threads."""
+    """The number of elements that a program works on at a time: the elements of one scale, if these are enough to keep
+    the program's threads busy."""
     enough = plane and bits >= 0 and 1 << bits >= max(_LEAST, 1024 // plane)
     return min(most, 1 << bits) if enough else most
 
@@ -316,8 +317,8 @@ def _encode_runs(on, length, payload, norms, mantissa=0, nearest=False):
 
 
 def find_runs(on, length, payload, norms):
-    """Launches `find_scales` for runs of `length` elements. Returns `length`, or the size of the largest tensor if this
-    is smaller."""
+    """Launches `find_scales` for runs of `length` elements. Returns `length` or the size of the largest tensor,
+    whichever is smaller."""
     length = min(length, int(on.segments["size"].max()))
     at_once = _RUNS if on.interpreting else 1024
     wide = min(triton.next_power_of_2(length), at_once)
@@ -352,7 +353,7 @@ def _encode_terngrad(on, clip, payload):
 def _decode_codes(on, length, mantissa, first, ranks, row):
     plane, bits = _plane(on, mantissa), _bits(on, length)
     arguments = first, ranks, row, 1 / ranks, length
-    if plane:  # fewer bytes at a time leave registers for more programs
+    if plane:  # with fewer bytes at a time, more programs fit into the registers
         block = _block(on.block // 2 if plane == 8 else on.block, plane, bits)
         on.pieces(plane_decode, *arguments, PLANE=plane, BITS=bits, MANTISSA=mantissa, BLOCK=block)
     else:

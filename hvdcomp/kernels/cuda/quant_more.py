@@ -32,7 +32,7 @@ from hvdcomp.kernels.cuda.x import (
 
 @triton.jit
 def _power(exponent, negative):
-    """The signed power of two that an exponent's byte stands for."""
+    """The signed power of two that the byte of an exponent stands for."""
     return ((exponent << 23) | (negative << 31)).to(tl.float32, bitcast=True)
 
 
@@ -77,7 +77,7 @@ def natural_encode(
 def natural_decode(
     table, segments, tasks, flag, payloads, ranks, row: tl.int64, share, PIECE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The mean of the ranks' powers of two, added in rank order."""
+    """Computes the mean of the ranks' powers of two, which are added in rank order."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     size = size_of(table, segments, segment)
     place = entry(table, segments, segment, EXPONENTS)
@@ -135,8 +135,8 @@ def global_maxima(table, segments, maxima, scales, BLOCK: tl.constexpr):
 
 @triton.jit
 def _digits(table, segments, segment, start, end, ranks):
-    """Returns the bits of a digit; the digits in a word; the words of the tensor; the first word of a piece, and the
-    word after the last one; and the levels of one rank."""
+    """Returns the number of bits of a digit; the number of digits in a word; the tensor's number of words; the first
+    word of the piece and the word after its last one; and the number of levels of one rank."""
     bits = entry(table, segments, segment, COUNT).to(tl.int32)
     size = size_of(table, segments, segment)
     fields = 32 // bits
@@ -189,7 +189,7 @@ def global_decode(table, segments, tasks, flag, scales, ranks, digits, PIECE: tl
     largest_sum = (levels * ranks).to(tl.int32)
     of_all = largest_sum.to(tl.float32)
     unit = tl.load(pointer(scales, tl.float32) + segment) * tl.div_rn(of_all * 0 + 1.0, of_all)
-    # The largest possible sum is added to each digit. Then all digits are positive and each has bits of its own.
+    # The largest possible sum is added to each digit. All digits are then positive, and each has bits of its own.
     offset = tl.zeros((), tl.int32)
     for field in range(0, fields):
         offset += largest_sum << (field * bits).to(tl.int32)

@@ -1,8 +1,8 @@
 """Random-k: a keyed bijection maps j to the index of the j-th drawn element of a tensor.
 
-The bijection is the one of `distinct_indices` in `hvdcomp/compressors/randomness.py`, shifted by `shift`. Every kernel
-computes the places of drawn elements again, so nothing is sorted and no places are stored. Values are stored in the
-order of j.
+The bijection is that of `distinct_indices` in `hvdcomp/compressors/randomness.py`, shifted by `shift`. Every kernel
+recomputes the places of drawn elements, so nothing is sorted and no places are stored. Values are stored in the order
+of j.
 """
 
 import numpy as np
@@ -80,14 +80,14 @@ def random_take(
     table, segments, flag, chunks, wire, sent, scales, bound,
     KEEPS: tl.constexpr, FROM: tl.constexpr, HALF: tl.constexpr, UNBIASED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Writes the values of the drawn elements of x to `wire`, in the format that is sent, and to `sent`, as receivers
-    decode them. Earlier kernels have computed x."""
+    """Writes the values of the drawn elements of x to `wire`, in the format in which they are sent, and to `sent`, with
+    the values that receivers decode. Earlier kernels have computed x."""
     segment, number, i, valid = _drawn(table, segments, chunks, CHUNK)
     x = made(table, segments, segment, i, valid, KEEPS, FROM)
     if UNBIASED:
         x *= tl.load(pointer(scales, tl.float32) + segment)
     found = magnitude(x)
-    if HALF and UNBIASED and not KEEPS:  # clipping would make the estimate biased
+    if HALF and UNBIASED and not KEEPS:  # clipping would bias the estimate
         found = tl.where(tl.abs(x) > bound, INFINITE, found)
     report(flag, tl.where(valid, found, 0))
     at = entry(table, segments, segment, VALUES) + number
@@ -125,7 +125,7 @@ def random_put(table, segments, flag, chunks, mean, HALF: tl.constexpr, CHUNK: t
 
 @triton.jit
 def random_keep(table, segments, flag, chunks, sent, MASKING: tl.constexpr, CHUNK: tl.constexpr):
-    """Subtracts the sent values from x. MASKING: whether to set the velocity of these elements to zero."""
+    """Subtracts the sent values from x. MASKING: whether to set the velocity of the sent elements to zero."""
     segment, number, i, valid = _drawn(table, segments, chunks, CHUNK)
     value = tl.load(pointer(sent, tl.float32) + entry(table, segments, segment, VALUES) + number, mask=valid, other=0.0)
     x = floats(table, segments, segment, X) + i
@@ -170,5 +170,5 @@ KERNELS = {
     "random_put": _decode,
     "random_take_off": lambda on, sent, masking: _launch(on, random_keep, sent, MASKING=bool(masking)),
 }
-"""For each operation, by name, the function that launches its kernels. The kernels in C store the places of sent
-elements, so they have other arguments."""
+"""For each operation, by name, the function that launches its kernels. The arguments differ from those of the kernels
+in C, which store the places of sent elements."""

@@ -1,7 +1,7 @@
 """EDEN: rotates blocks of elements at random, and rounds each element to one of a few levels, as in
 `src/isa_quant_rotated.c`.
 
-Butterflies run in the same order as in this C file, so that rotations have the same bits. This file avoids `tl.dot`,
+Butterflies run in the same order as in that C file, so that rotations give the same bits. This file avoids `tl.dot`,
 which gives zeros in float16 on devices of compute capability 7.0.
 """
 
@@ -29,7 +29,7 @@ from hvdcomp.kernels.cuda.x import (
     word,
 )
 
-_ROW = tl.constexpr(8)  # table row: room for the levels of codes of one number of bits
+_ROW = tl.constexpr(8)  # a row of the table has room for the levels of codes with one number of bits
 _BORDERS = tl.constexpr(40)  # the place of the first border between levels
 
 
@@ -157,7 +157,8 @@ def eden_decode(
     table, segments, tasks, flag, payloads, ranks, row: tl.int64, share, levels,
     PIECE: tl.constexpr, BLOCK: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
-    """The mean of the ranks' blocks, added in rank order. The inverse rotation is applied once, to the mean."""
+    """Computes the mean of the ranks' blocks, which are added in rank order. The inverse rotation is applied only once,
+    to the mean."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     bits = entry(table, segments, segment, COUNT).to(tl.int32)
     key = entry(table, segments, segment, KEY)

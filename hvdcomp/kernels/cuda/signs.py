@@ -49,9 +49,9 @@ def two_values_encode(
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     STRICTLY: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes x and packs its signs. For each piece, computes what its elements above zero, and its elements below
-    zero, add to the mean magnitude, and counts the elements above zero. Magnitudes are divided before they are added,
-    so that no sum overflows."""
+    """Computes x and packs its signs. For each piece, computes how much its elements above zero, and its elements below
+    zero, contribute to the mean magnitude, and counts the elements above zero. Magnitudes are divided before they are
+    added, so that no sum overflows."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     size = size_of(table, segments, segment)
     share = tl.div_rn(tl.full((), 1.0, tl.float32), size.to(tl.float32))
@@ -114,7 +114,7 @@ def two_values_decode(
     table, segments, tasks, flag, payloads, ranks, row: tl.int64, share,
     STRICTLY: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The mean of the values that the ranks' bits stand for, added in rank order."""
+    """Computes the mean of the values that the ranks' bits stand for. The values are added in rank order."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     place = entry(table, segments, segment, SIGNS)
     values_at = entry(table, segments, segment, SCALES)
@@ -135,8 +135,8 @@ def two_values_decode(
     report(flag, largest)
 
 
-# Votes. A tensor is a matrix with `count` columns. Each row votes or does not vote. A payload has one bit for each row,
-# from the offset `row_votes` on. Scratch memory has one byte for each row, from the offset `votes` on.
+# Votes. A tensor is a matrix with `count` columns. Each row either votes or does not vote. From the offset `row_votes`
+# on, a payload has one bit for each row. From the offset `votes` on, the scratch memory has one byte for each row.
 
 
 @triton.jit
@@ -184,7 +184,7 @@ def votes_close(table, segments, tasks, flag, payload, votes, PIECE: tl.constexp
             voting = tl.load(row_votes + i // columns, mask=inside, other=0) != 0
             positive = (_bits(payload, bits_at, i, inside) != 0) & voting
             _store_bits(payload, bits_at, block, end, positive, BLOCK)
-    # The program of elements start to end also packs the votes of rows start to end.
+    # The program for the elements from start to end also packs the votes of the rows from start to end.
     for block in range(start, tl.minimum(end, rows), BLOCK):
         i = block + tl.arange(0, BLOCK)
         cast = tl.load(row_votes + i, mask=(i < end) & (i < rows), other=0) != 0
@@ -195,7 +195,7 @@ def votes_close(table, segments, tasks, flag, payload, votes, PIECE: tl.constexp
 def votes_decode(
     table, segments, tasks, flag, payloads, ranks, row: tl.int64, PIECE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The sign of the majority of the ranks; 0 if there is a tie."""
+    """Computes the sign for which most ranks voted; 0 if there is a tie."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     columns = entry(table, segments, segment, COUNT).to(tl.int32)
     for block in range(start, end, BLOCK):

@@ -1,9 +1,9 @@
-"""Encoding of sparsifiers. Packs k elements of each tensor in the order of their indices, and leaves the residual in x.
+"""Encodes for sparsifiers: packs k elements of each tensor in the order of their indices, and leaves the residual in x.
 
 `src/sparse.h` describes the payload. `sparse_select` finds two magnitudes for each tensor. All elements that reach the
 upper magnitude are sent. If fewer than k elements reach the upper magnitude, the first elements between the two
-magnitudes, in index order, are also sent. With `LIMITED`, only a limited number of elements, the first in index order,
-are eligible. The largest eligible elements are sent, and among equal elements the first.
+magnitudes, in index order, are also sent. With `LIMITED`, only a limited number of elements are eligible: the first
+ones in index order. The largest eligible elements are sent and, among equal elements, the first ones.
 """
 
 import numpy as np
@@ -56,15 +56,15 @@ from hvdcomp.kernels.cuda.x import (
     to_bits,
 )
 
-_SMALL = 512  # tensors up to this size get no floor from a sample
-_SAMPLE = 2048  # largest number of elements in the sample that gives a tensor's floor
+_SMALL = 512  # for tensors up to this size, no sample is drawn to find a floor
+_SAMPLE = 2048  # largest number of elements in the sample for a tensor's floor
 _LOOKED_AT = 512  # number of candidates that a program works on at a time
 
 
 @triton.jit
 def _counted(chosen, first, count):
-    """The two counts of `count_chosen`, each summed over `count` pieces: elements that are certainly sent, and elements
-    of which only the first are sent."""
+    """The two counts of `count_chosen`, each summed over `count` pieces: the elements that are certainly sent, and the
+    elements of which only the first ones are sent."""
     surely = tl.zeros((SPAN,), tl.int32)
     eligible = tl.zeros((SPAN,), tl.int32)
     for block in range(0, count, SPAN):
@@ -77,8 +77,8 @@ def _counted(chosen, first, count):
 
 @triton.jit
 def _missing(table, segments, segment, chosen):
-    """The number of elements of a tensor that are sent in addition to those certainly sent, and the number certainly
-    sent."""
+    """Two numbers for a tensor: the number of elements that are sent besides those that are certainly sent, and the
+    number of elements that are certainly sent."""
     first = entry(table, segments, segment, FIRST_TASK)
     surely, _ = _counted(chosen, first, entry(table, segments, segment, TASKS).to(tl.int32))
     return entry(table, segments, segment, COUNT).to(tl.int32) - surely, surely
@@ -90,9 +90,9 @@ def _limits(
     LIMITED: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """Returns three numbers about the elements between the two magnitudes: the number of such elements in earlier
-    pieces, the number of eligible elements (the first in index order), and the least magnitude that is sent.
+    pieces, the number of eligible elements (the first ones in index order), and the smallest magnitude that is sent.
 
-    All three are 0 without LIMITED. between: counts of `count_chosen` without LIMITED.
+    All three are 0 without LIMITED. between: the counts from `count_chosen` without LIMITED.
     """
     before = tl.zeros((), tl.int32)
     eligible = before
@@ -110,8 +110,8 @@ def _limits(
 
 @triton.jit
 def _classes(bits, valid, low, high, before, eligible, least, LIMITED: tl.constexpr):
-    """Two masks of 0 and 1: for elements that are certainly sent, and for elements of which only the first are sent.
-    The third result is `before` for the next block."""
+    """Returns two masks of 0 and 1: for the elements that are certainly sent, and for the elements of which only the
+    first ones are sent. The third result is `before` for the next block."""
     surely = (valid & (bits >= high)).to(tl.int32)
     between = (valid & (bits >= low)).to(tl.int32) - surely
     if LIMITED:
@@ -127,7 +127,8 @@ def count_chosen(
     table, segments, tasks, flag, choices, state, histograms, places, counts, between, chosen,
     LIMITED: tl.constexpr, KEEPS: tl.constexpr, FROM: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Counts in each piece the elements that are certainly sent, and the elements of which only the first are sent."""
+    """Counts, in each piece, the elements that are certainly sent, and the elements of which only the first ones are
+    sent."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     whole = load_state(state, segment, WHOLE)
     low = load_state(state, segment, LOW)
@@ -155,8 +156,8 @@ def count_eligible_digits(
     table, segments, tasks, flag, choices, state, histograms, places, counts, between,
     DIGIT: tl.constexpr, KEEPS: tl.constexpr, FROM: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the histogram of one digit of the eligible elements between the two magnitudes. Does nothing if no
-    magnitude lies between the two."""
+    """Adds up the histogram of one digit of the eligible elements between the two magnitudes. Does nothing if no number
+    lies between the two magnitudes."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     low = load_state(state, segment, LOW)
     high = load_state(state, segment, HIGH)
@@ -182,7 +183,7 @@ def count_eligible_digits(
 
 @triton.jit
 def _packed(chosen, first, count, missing):
-    """The number of elements that `count` pieces send, and how many of them are not certainly sent."""
+    """The number of elements that `count` pieces send, and the number of these elements that are not certainly sent."""
     surely, tied = _counted(chosen, first, count)
     tied = tl.minimum(tied, missing)
     return surely + tied, tied
@@ -195,7 +196,7 @@ def pack_chosen(
     KEEPS: tl.constexpr, FROM: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Packs values, indices and the counts of blocks, and subtracts the sent values from x. MASKING: whether to set the
-    velocity of these elements to zero."""
+    velocity of the sent elements to zero."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     whole = load_state(state, segment, WHOLE)
     low = load_state(state, segment, LOW)
@@ -248,11 +249,11 @@ def pack_chosen(
 
 
 def _choices(on, selection):
-    """The parameters of the selection for each tensor, in the rows that `sparse_select` numbers.
+    """The parameters of the selection for each tensor. `sparse_select` defines the numbers of the rows.
 
     The selection first finds a floor: a magnitude below which no element is a candidate. The floor is found in a random
     sample of the elements. Two parameters are the number of lines in this sample, and the place of the floor in the
-    sorted sample. This place is several standard deviations beyond the expected one, so that the floor hardly ever
+    sorted sample. This place is several standard deviations beyond the expected place, so that the floor hardly ever
     leaves too few candidates. A tensor has no sample if it is small, or if nearly all its elements are sent.
     """
     sizes = on.segments["size"]
@@ -291,4 +292,5 @@ def _encode(on, selection, payload):
 
 
 KERNELS = {"sparse_encode": _encode}
-"""Launchers by kernel name. This one also does the work of `sparse_keep` of the kernels in C."""
+"""For each operation, by name, the function that launches its kernels. `sparse_encode` also does the work of the C
+kernel `sparse_keep`."""

@@ -1,9 +1,9 @@
-"""The mean of the elements that the ranks sent, in a single launch for any number of ranks.
+"""Computes the mean of the elements that the ranks sent, in a single launch for any number of ranks.
 
 A program works on one piece of a tensor. A rank sends a tensor's elements in the order of their indices, so the
 elements of one piece are adjacent. A binary search finds a rank's elements in a piece for all ranks at once. The
-program fills its piece with zeros, and then adds one rank after the other. The C kernel does the same, so results have
-the same bits.
+program fills its piece with zeros, and then adds the elements of one rank after the other. The C kernel does the same,
+so both give the same bits.
 """
 
 from hvdcomp.kernels.cuda.language import tl, triton
@@ -26,13 +26,13 @@ from hvdcomp.kernels.cuda.x import (
 )
 
 COUNTED = tl.constexpr(65536)  # number of elements in a block of `sparse_payload`
-_COUNTS = 1024  # how many counts of blocks, over all ranks, a program adds up at a time
-_CHUNK = 256  # how many elements of one rank a program adds at a time
+_COUNTS = 1024  # number of block counts, over all ranks, that a program adds up at a time
+_CHUNK = 256  # number of elements of one rank that a program adds at a time
 
 
 @triton.jit
 def _indices(address, number, width, mask):
-    """Reads sent indices, which count from the begin of the tensor, or of a block."""
+    """Reads sent indices, which count from the start of the tensor or of a block."""
     if width == 2:
         index = tl.load(pointer(address, tl.int16) + number, mask=mask, other=0).to(tl.int32) & 0xFFFF
     else:
@@ -52,9 +52,9 @@ def _reaching(address, width, low, high, bound):
 
 @triton.jit
 def _ranges(table, segments, segment, start, origin, payloads, ranks, PIECE: tl.constexpr, COUNTS: tl.constexpr):
-    """The first and the end of each rank's sent elements in the piece that begins at `start`.
+    """The first element that each rank sent in the piece that begins at `start`, and the end of these elements.
 
-    origin: the begin of the block in the tensor, 0 if there are no blocks. payloads: addresses, at least one for each
+    origin: the start of the block in the tensor; 0 if there are no blocks. payloads: addresses, at least one for each
     rank.
     """
     rank = tl.arange(0, payloads.shape[0])
@@ -107,7 +107,7 @@ def sparse_decode(
     largest = tl.zeros((CHUNK,), tl.int32)
     rank_payload = payload
     for rank in range(0, ranks):
-        tl.debug_barrier()  # what other threads of this program wrote is read next
+        tl.debug_barrier()  # the next reads need what other threads of this program wrote
         first = tl.sum(tl.where(number_of_rank == rank, firsts, 0), 0)
         last = tl.sum(tl.where(number_of_rank == rank, lasts, 0), 0)
         for chunk in range(first, last, CHUNK):

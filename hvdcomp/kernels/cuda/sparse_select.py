@@ -1,10 +1,10 @@
-"""Finds two magnitudes for each tensor. A sparsifier sends all elements above the upper one, and none below the lower
-one.
+"""Finds two magnitudes for each tensor. A sparsifier sends all elements above the upper magnitude, and no elements
+below the lower magnitude.
 
-A sample of x gives a floor: a magnitude that slightly more elements reach than are sent. The elements that reach the
-floor are the candidates, about 2 % of all elements if 1 % is sent. The pass that computes x records the places of the
-candidates, and all later passes read only the candidates. If the sample was misleading, all elements of the tensor are
-candidates. The launches do not depend on the data.
+A sample of x gives a floor: a magnitude that is reached by slightly more elements than are sent. The elements that
+reach the floor are the candidates: about 2 % of all elements if 1 % are sent. The pass that computes x records the
+places of the candidates, and all later passes read only the candidates. If the sample was misleading, all elements of
+the tensor are candidates. The launches do not depend on the data.
 
 Magnitudes are compared by their bits. The magnitude that k elements reach is found digit by digit, beginning with the
 highest digit. In each pass, a histogram counts the values of the next digit among the elements that begin with the
@@ -44,13 +44,13 @@ RANK = tl.constexpr(5)
 
 # Slots of the state of each tensor, int32, which the kernels fill.
 NOTED = tl.constexpr(0)  # number of candidates
-SAMPLED = tl.constexpr(1)  # how many candidates are in the sample of the method itself
+SAMPLED = tl.constexpr(1)  # number of candidates in the method's own sample
 FLOOR = tl.constexpr(2)  # bits; 0 if all elements are candidates
 LOW = tl.constexpr(3)  # bits; all sent elements reach this magnitude
 HIGH = tl.constexpr(4)  # bits; all elements that reach this magnitude are sent
 WHOLE = tl.constexpr(5)  # whether the kernels must look at all elements
-# two words for each (query, digit count): the digits found so far, and the rank still wanted among elements that begin
-# with them
+# Two words for each query and number of digits: the digits found so far and, among the elements that begin with these
+# digits, the rank that is still wanted.
 DIGITS = tl.constexpr(8)
 STATE = tl.constexpr(8 + 2 * 4 * 4)
 
@@ -58,7 +58,7 @@ STATE = tl.constexpr(8 + 2 * 4 * 4)
 QUERIES = tl.constexpr(4)
 ELIGIBLE = tl.constexpr(3)
 
-LINE = tl.constexpr(16)  # number of adjacent elements of the sample
+LINE = tl.constexpr(16)  # number of adjacent elements in the sample
 BINS = tl.constexpr(256)  # number of values of a digit; the digits are bits 23 to 30, 15 to 22, 7 to 14, 0 to 6
 SPAN = tl.constexpr(512)  # number of pieces of a tensor whose numbers a program adds up at a time
 MOST_BITS = tl.constexpr(0x7FFFFFFE)
@@ -66,7 +66,7 @@ MOST_BITS = tl.constexpr(0x7FFFFFFE)
 
 @triton.jit
 def bits_of(x):
-    """The bits of magnitudes, limited so that the next larger integer still fits int32."""
+    """The bits of magnitudes, limited so that the next larger integer still fits into int32."""
     return tl.minimum(magnitude(x), MOST_BITS)
 
 
@@ -90,7 +90,7 @@ def draw_floors(
 ):  # fmt: skip
     """Finds the floor of each tensor in a sample, and sets the tensor's counters to zero.
 
-    The tensor is divided into equal parts, and the sample has one cache line of each part. The places of these lines
+    The tensor is divided into equal parts, and the sample has one cache line from each part. The places of these lines
     are chosen so that the sample does not always have the same rows or channels of the tensor.
     """
     segment = tl.program_id(0)
@@ -110,7 +110,7 @@ def draw_floors(
         i = (line * part + place) * LINE + number % LINE
         x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, FROM)
         bits = tl.where(inside, bits_of(x), -1)
-        for step in range(0, 20):  # more bits would hardly reduce the number of candidates
+        for step in range(0, 20):  # further bits would hardly reduce the number of candidates
             higher = floor | (1 << (30 - step))
             floor = tl.where(tl.sum((bits >= higher).to(tl.int32), 0) >= rank, higher, floor)
         floor = tl.maximum(floor, 1)  # if most elements are zero, all nonzero elements are candidates
@@ -176,15 +176,15 @@ def _misled(choices, segments, state, segment, METHOD: tl.constexpr):
 
 @triton.jit
 def looked_at(counts, start, end, whole):
-    """How many elements of this program's piece the kernels look at."""
+    """The number of elements of this program's piece that the kernels look at."""
     noted = tl.load(pointer(counts, tl.int32) + tl.program_id(0))
     return tl.where(whole != 0, end - start, noted)
 
 
 @triton.jit
 def looked_at_where(places, start, number, entries, whole, PIECE: tl.constexpr):
-    """The places in the tensor of the elements with these numbers, among the elements that the kernels look at; and a
-    mask of the valid ones."""
+    """The places in the tensor of the elements with these numbers, and a mask of the valid elements. The numbers count
+    only the elements that the kernels look at."""
     valid = number < entries
     piece_places = pointer(places, tl.int16) + tl.program_id(0).to(tl.int64) * PIECE
     noted = tl.load(piece_places + number, mask=number < tl.where(whole != 0, 0, entries), other=0).to(tl.int32)
@@ -193,7 +193,7 @@ def looked_at_where(places, start, number, entries, whole, PIECE: tl.constexpr):
 
 @triton.jit
 def digit_of(bits, DIGIT: tl.constexpr):
-    """One digit of magnitudes, and all digits above this digit."""
+    """One digit of each magnitude, and all digits above it."""
     if DIGIT == 3:
         digit, higher = bits & 127, bits >> 7
     else:
@@ -235,14 +235,14 @@ def add_histogram(histograms, segment, counts, QUERY: tl.constexpr, DIGIT: tl.co
     """Adds this program's counts to a histogram."""
     histogram = (segment.to(tl.int64) * QUERIES + QUERY) * 4 + DIGIT
     at = pointer(histograms, tl.int32) + histogram * BINS + tl.arange(0, BINS)
-    # any other memory order would make all memory accesses wait
+    # With any other memory order, all memory accesses would wait.
     tl.atomic_add(at, counts, mask=counts > 0, sem="relaxed")
 
 
 @triton.jit
 def _needed_by(table, choices, segments, segment, QUERY: tl.constexpr):
-    """The number of elements that must reach the magnitude of a query. Depending on the query: k, `most` + 1, or a
-    share of the method's sample."""
+    """The number of elements that must reach the magnitude of a query. This is k, `most` + 1, or a share of the
+    method's sample, depending on the query."""
     if QUERY == 0:
         needed = entry(table, segments, segment, COUNT)
     elif QUERY == 1:
@@ -286,8 +286,8 @@ def _bits_of_threshold(threshold):
 
 @triton.jit
 def _narrowed(threshold, low, high, goes_on, least, beyond):
-    """Tests a threshold, like `Bracket` in `hvdcomp/compressors/thresholds.py`. Returns the nearest thresholds on
-    either side, whether too few elements reach the threshold, and whether the search continues."""
+    """Tests a threshold in the same way as `Bracket` in `hvdcomp/compressors/thresholds.py`. Returns the nearest
+    thresholds on either side, whether too few elements reach the threshold, and whether the search continues."""
     bits = _bits_of_threshold(threshold)
     too_few = bits > least
     too_many = bits <= beyond
@@ -343,8 +343,8 @@ def decide(table, segments, choices, state, histograms, sums, largest, rounds, M
                 tried = tl.minimum(high, peak)
                 untried = (following > low) & (following <= tried)
                 threshold = tl.where(untried, following, (low + tried) * 0.5)
-        # A threshold that k elements reach, but not too many, is as good as the k-th largest: k of these elements are
-        # sent.
+        # A threshold that at least k elements reach, but not too many, is as good as the k-th largest magnitude: k of
+        # these elements are sent.
         missed = (_bits_of_threshold(high) > least) & (top < INFINITE)
         lowest = tl.where(missed, _bits_of_threshold(low), least)
         highest = tl.where(missed, _bits_of_threshold(high), highest)

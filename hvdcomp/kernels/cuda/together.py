@@ -1,5 +1,5 @@
-"""Blocks for which all ranks agree to send the same ones. One sort of the blocks of all tensors chooses the blocks, and
-a program copies each chosen block.
+"""Kernels for sending the same blocks on all ranks. A single sort over the blocks of all tensors chooses the blocks,
+and a program copies each chosen block.
 
 A block has `length` elements. The last block of a tensor may have fewer elements and is padded with zeros. If blocks
 are chosen by their norms, the norms of a tensor begin at byte `scales`. Sketches are products like those of PowerSGD
@@ -36,8 +36,8 @@ _MOST_AT_A_TIME = 1024  # number of elements of a block
 
 @triton.jit
 def _slot(table, segments, slots, chosen):
-    """Returns this program's tensor; the begin of the program's block on the wire, and in the tensor; the block's
-    length; and the number of the block's elements that are inside the tensor. A slot is a tensor and a begin on the
+    """Returns this program's tensor; the start of the program's block on the wire, and in the tensor; the block's
+    length; and the number of the block's elements that are inside the tensor. A slot is a tensor and a start on the
     wire."""
     slot = pointer(slots, tl.int64) + 2 * tl.program_id(0)
     segment = tl.load(slot)
@@ -53,7 +53,7 @@ def together_take(
     KEEPS: tl.constexpr, FROM: tl.constexpr, TYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copies a block of x to the wire, and subtracts the sent values from x. An earlier kernel has computed x. TYPE:
-    the type of elements on the wire."""
+    the element type on the wire."""
     segment, place, start, length, inside = _slot(table, segments, slots, chosen)
     for block in range(0, length, BLOCK):
         j = block + tl.arange(0, BLOCK)
@@ -89,10 +89,10 @@ class _Plan:
 
     Args:
         counts: the number of sent blocks of each tensor.
-        numbers: how many numbers describe a block for the choice.
+        numbers: the number of numbers by which a block is judged.
 
     Attributes:
-        slots: the tensor and the begin on the wire of each sent block.
+        slots: the tensor, and the start on the wire, of each sent block.
         keys: for each block, its tensor in the upper half and the bits of the largest magnitude in the lower half.
         places: positions of the sent blocks in the order of the keys.
         begins: for each sent block, the number of its tensor's first block.
@@ -115,8 +115,7 @@ class _Plan:
         self.judged = on.static("judged", lambda: (numbers * firsts[of_block] + block)[:, None] + columns)
 
     def choose(self, judged):
-        """The indices of the best blocks of each tensor, in ascending order. Among equal blocks, the first is
-        chosen."""
+        """The indices of each tensor's best blocks, in ascending order. Among equal blocks, the first is chosen."""
         scores = judged if self.judged.shape[1] == 1 else _norms(judged[self.judged])
         bits = scores.view(torch.int32) & 0x7FFFFFFF
         order = torch.sort(self.keys - bits, stable=True).indices
@@ -124,7 +123,7 @@ class _Plan:
 
 
 def _norms(rows):
-    """Norms of rows, with squares added in the order of `row_norms` in NumPy."""
+    """The norms of rows. Squares are added in the same order as in `row_norms` of the NumPy arrays."""
     squares = rows.double().square()
     squares = torch.nn.functional.pad(squares, (0, -rows.shape[1] % 16)).view(len(rows), -1, 16)
     lanes = squares[:, 0]
@@ -170,4 +169,5 @@ KERNELS = {
     "together_encode": _encode,
     "together_decode": _decode,
 }
-"""For each operation, by name, the function that launches its kernels. The kernels in C have other arguments."""
+"""For each operation, by name, the function that launches its kernels. The arguments differ from those of the kernels
+in C."""

@@ -1,9 +1,9 @@
-"""What all kernels share: the table of a bucket on the device, the pieces of its tensors, and x. x is the vector that a
-step compresses, the gradient plus the residual of earlier steps.
+"""The parts that all kernels share: the table of a bucket on the device, the pieces of its tensors, and x. The vector
+that a step compresses is called x: the gradient plus the residual of earlier steps.
 
 A table has an int64 row for each field of `FIELDS`, with one number for each tensor. Addresses are numbers, and 0 means
-that there is no address. Kernels receive arrays as addresses, too. A program works on one piece of a tensor, or on one
-tensor.
+that there is no address. Arrays are also passed to kernels as addresses. A program works on one piece of a tensor, or
+on one tensor.
 """
 
 from hvdcomp.kernels import limits, tables
@@ -36,8 +36,8 @@ FIELDS = (
 """The names of the fields of a table's row. They are the fields of `hvd_segment` in `src/bucket.h`, where a union has
 the name of its first member, and these:
 
-- `kept_sent`: the address of three float32 numbers, which say what was sent of the kept x: the rule by which elements
-  were chosen, and the values that were sent for elements above and below.
+- `kept_sent`: the address of three float32 numbers, which describe what was sent from the kept x: the rule by which
+  elements were chosen, and the values that were sent for elements above and below.
 - `x_sent`: the address of the same three numbers for the current x.
 - `first_task`, `tasks`: the number of the tensor's first piece, and the number of its pieces.
 """
@@ -116,7 +116,7 @@ def size_of(table, segments, segment):
 
 @triton.jit
 def piece(table, segments, tasks, PIECE: tl.constexpr):
-    """Returns this program's tensor, and the begin and the end of the program's piece in the tensor, as int32."""
+    """Returns this program's tensor, and the start and the end of the program's piece in the tensor, as int32."""
     task = pointer(tasks, tl.int64) + 2 * tl.program_id(0)
     segment = tl.load(task)
     start = tl.load(task + 1).to(tl.int32)
@@ -125,13 +125,13 @@ def piece(table, segments, tasks, PIECE: tl.constexpr):
 
 @triton.jit
 def magnitude(x):
-    """The bits of magnitudes, as integers that have the same order as the magnitudes."""
+    """The bits of magnitudes, as integers, which have the same order as the magnitudes."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def report(flag, largest):
-    """Sets the flag to NaN if the largest magnitude, given as bits, is inf or NaN."""
+    """Sets the flag to NaN if the largest magnitude is inf or NaN. The magnitude is given as bits."""
     if tl.max(largest, 0) >= INFINITE:
         tl.store(pointer(flag, tl.int32), NAN_BITS)
 
@@ -146,7 +146,7 @@ def is_address(address, i):
 @triton.jit
 def unsent(x, rule, sent, inside):
     """x minus the values that were sent according to a rule; zero beyond a tensor's end. sent: the address of the rule
-    and of the two values sent, for elements above and below zero."""
+    and of two values: the value sent for elements above zero, and the value for elements below zero."""
     upper = (x > 0) | ((x == 0) & (rule == NOT_NEGATIVE))
     left = x - tl.where(upper, tl.load(sent + 1), tl.load(sent + 2))
     return tl.where(inside & (rule != EVERYTHING), tl.where(rule == NOTHING, x, left), 0.0)
@@ -154,7 +154,7 @@ def unsent(x, rule, sent, inside):
 
 @triton.jit
 def to_bits(x, TYPE: tl.constexpr):
-    """Rounds numbers to a 16-bit type, to nearest with ties to even, and returns the bits as int32."""
+    """Rounds numbers to the nearest number of a 16-bit type, with ties to even. Returns the bits as int32."""
     if TYPE == HALF:
         return x.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32)
     else:  # noqa: RET505 - Triton compiles one branch of the two
@@ -190,9 +190,9 @@ def load_as(address, i, mask, TYPE: tl.constexpr):
 
 @triton.jit
 def residual(table, segments, segment, i, inside, KEEPS: tl.constexpr):
-    """The residual, which is the part of the kept x that was not sent, and whether the tensor has one. Zero beyond the
-    tensor's end. KEEPS: 1 plus the number of the residual's type. A 16-bit residual is stored without the sent values,
-    so nothing is subtracted."""
+    """Returns the residual, which is the part of the kept x that was not sent, and whether the tensor has a residual.
+    The residual is zero beyond the tensor's end. KEEPS: 1 plus the number of the residual's type. A 16-bit residual is
+    stored without the sent values, so nothing is subtracted."""
     address = entry(table, segments, segment, KEPT)
     holds = is_address(address, i)
     kept = load_as(address, i, inside & holds, KEEPS - 1)
@@ -207,7 +207,7 @@ def make_x(
     table, segments, segment, i, inside, factor, decay, momentum,
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
 ):  # fmt: skip
-    """Computes elements i of x and writes them to x. If a source is compressed in place of x, reads elements i of the
+    """Computes elements i of x and writes them to x. If a source is compressed instead of x, reads elements i of the
     source."""
     if FROM == SOURCED:
         x = tl.load(floats(table, segments, segment, SOURCE) + i, mask=inside, other=0.0)
@@ -244,14 +244,14 @@ def made(table, segments, segment, i, inside, KEEPS: tl.constexpr, FROM: tl.cons
 
 @triton.jit
 def left_of(x, sent):
-    """x minus the sent values; zero if this overflows."""
+    """x minus the sent values; zero where the difference overflows."""
     left = x - sent
     return tl.where(magnitude(left) < INFINITE, left, 0.0)
 
 
 @triton.jit
 def no_sum(BLOCK: tl.constexpr):
-    """The start of a sum over ranks: -0.0, because adding any number to -0.0 gives exactly this number."""
+    """The initial value of a sum over ranks: -0.0, because adding any number to -0.0 gives exactly that number."""
     return tl.full((BLOCK,), -(2**31), tl.int32).to(tl.float32, bitcast=True)
 
 

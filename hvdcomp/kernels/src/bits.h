@@ -5,7 +5,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#define HVD_INFINITE 0x7f800000u /* the magnitude bits of inf; those of NaN are higher */
+#define HVD_INFINITE 0x7f800000u /* the magnitude bits of inf; the bits of NaN are higher */
 
 static inline uint32_t hvd_bits(float value) {
     uint32_t bits;

@@ -1,12 +1,13 @@
-/* Collection of the elements of a vector whose magnitudes reach a bound. */
+/* Collects the elements of a vector whose magnitudes reach a bound. */
 #ifndef HVD_COLLECT_H
 #define HVD_COLLECT_H
 
 #include "masks.h"
 #include "sparse.h"
 
-/* As a rule few elements of 64 reach the bound. A fixed number is written without a branch, and `count` gives the
- * number of valid ones. The processor could not predict the end of a loop over the bits. */
+/* Usually only a few of 64 elements reach the bound. A fixed number of elements is always written, without a branch,
+ * and `count` is the number of valid elements. A loop over the bits would be slower, because the processor could not
+ * predict its end. */
 #define HVD_UNASKED 4
 
 static inline int64_t hvd_collect64(
@@ -28,10 +29,11 @@ static inline int64_t hvd_collect64(
     return count;
 }
 
-/* Collects the elements whose magnitude's bits reach `least`.
+/* Collects the elements whose magnitudes, as bits, reach `least`.
  *
  * first: the place of x[0]; places are below 65536.
- * values, places: get the elements and their places; up to HVD_SLACK elements behind the last are overwritten too.
+ * values, places: receive the elements and their places. Up to HVD_SLACK elements after the last one are overwritten
+ * too.
  * Returns: the number of elements. */
 static inline int64_t hvd_collect(
     const float *x, int64_t length, uint32_t least, int64_t first, float *restrict values, uint16_t *restrict places

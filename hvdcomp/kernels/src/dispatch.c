@@ -21,8 +21,8 @@ static const struct hvd_kernels *const TABLES[] = {
 
 static const struct hvd_kernels *chosen = &hvd_kernels_plain;
 
-/* Whether this CPU and the operating system support the compiler options of build.py. Each CPU with the sets named here
- * also has F16C, LZCNT and POPCNT, for which older compilers cannot test. */
+/* Whether this CPU and the operating system support the compiler options of build.py. Every CPU with the instruction
+ * sets named here also has F16C, LZCNT and POPCNT, which older compilers cannot test for. */
 static int supported(const struct hvd_kernels *table) {
 #ifdef HVD_X86
     __builtin_cpu_init();

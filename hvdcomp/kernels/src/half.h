@@ -1,4 +1,4 @@
-/* Numbers of 16 bits: half precision, here without instructions for it, and bfloat16. */
+/* Numbers of 16 bits: half precision (in code that needs no special instructions) and bfloat16. */
 #ifndef HVD_HALF_H
 #define HVD_HALF_H
 
@@ -8,24 +8,24 @@
 #include <immintrin.h>
 #endif
 
-/* An element type of gradients and of payloads, numbered as by `NARROW` of hvdcomp/kernels/tables.py. */
+/* The element types of gradients and payloads. The numbers are those of `NARROW` in hvdcomp/kernels/tables.py. */
 enum { HVD_FLOAT, HVD_HALF, HVD_BFLOAT16 };
 
 /* The largest finite numbers, as in hvdcomp/kernels/limits.py. */
 #define HVD_LARGEST_HALF 65504.0f
 #define HVD_LARGEST_BFLOAT16 0x1.fep127f
 
-/* The value, clipped to the largest of half precision; NaN stays. */
+/* The value, clipped to the largest number of half precision. NaN stays NaN. */
 static inline float hvd_within_half(float value) {
     return value > HVD_LARGEST_HALF ? HVD_LARGEST_HALF : value < -HVD_LARGEST_HALF ? -HVD_LARGEST_HALF : value;
 }
 
-/* Rounded to nearest, ties to even; inf if too large for half precision. */
+/* Rounds to nearest, ties to even. The result is inf if the value is too large for half precision. */
 static inline uint16_t hvd_to_half(float value) {
     const uint32_t sign = hvd_bits(value) >> 16 & 0x8000u, bits = hvd_bits(value) & 0x7fffffffu;
     if (bits > HVD_INFINITE) return (uint16_t)(sign | 0x7e00u);
     if (bits >= 0x47800000u) return (uint16_t)(sign | 0x7c00u); /* 65536 and above */
-    if (bits < 0x38800000u) /* below 2**-14: a float whose last bit is worth 2**-24 rounds as half precision does */
+    if (bits < 0x38800000u) /* below 2**-14: a float whose last bit is worth 2**-24 rounds like half precision */
         return (uint16_t)(sign | (hvd_bits(hvd_of_bits(bits) + 0.5f) - 0x3f000000u));
     const uint32_t rounded = bits + 0xfffu + (bits >> 13 & 1u);
     return (uint16_t)(sign | ((rounded - 0x38000000u) >> 13));
@@ -34,7 +34,7 @@ static inline uint16_t hvd_to_half(float value) {
 static inline float hvd_from_half(uint16_t half) {
     const uint32_t sign = (uint32_t)(half & 0x8000u) << 16, bits = (uint32_t)(half & 0x7fffu) << 13;
     if (bits >= 0x0f800000u) return hvd_of_bits(sign | (bits + 0x70000000u)); /* inf and NaN */
-    /* Below 2**-14, by way of integers: the processor may be set to read denormal floats as zero. */
+    /* Numbers below 2**-14 are computed from integers, because the processor may treat denormal floats as zero. */
     const float small = (float)(int32_t)(half & 0x3ffu) * 0x1p-24f;
     return hvd_of_bits(sign | (bits < 0x00800000u ? hvd_bits(small) : bits + 0x38000000u));
 }
@@ -67,7 +67,7 @@ static inline void hvd_from_halves(const uint16_t *restrict in, int64_t length, 
     for (; i < length; i++) x[i] = hvd_from_half(in[i]);
 }
 
-/* To nearest, ties to even. */
+/* Rounds to nearest, ties to even. */
 static inline uint16_t hvd_to_bfloat16(float value) {
     const uint32_t bits = hvd_bits(value), rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
     return (uint16_t)((bits & 0x7fffffffu) > HVD_INFINITE ? bits >> 16 | 0x40u : rounded);
@@ -83,7 +83,7 @@ static inline void hvd_from_bfloat16s(const uint16_t *restrict in, int64_t lengt
     for (int64_t i = 0; i < length; i++) x[i] = hvd_from_bfloat16(in[i]);
 }
 
-/* Numbers of 16 bits, of `type`, as floats, and the reverse. */
+/* Converts 16-bit numbers of `type` to floats, and floats to such numbers. */
 static inline void hvd_widen(const uint16_t *restrict in, int64_t length, int32_t type, float *restrict x) {
     if (type == HVD_HALF) hvd_from_halves(in, length, x);
     else hvd_from_bfloat16s(in, length, x);
@@ -94,7 +94,7 @@ static inline void hvd_narrow(const float *restrict x, int64_t length, int32_t t
     else hvd_to_bfloat16s(x, length, out);
 }
 
-/* The nearest finite number of 16 bits; of NaN, NaN. */
+/* The nearest finite 16-bit number; NaN for NaN. */
 static inline uint16_t hvd_nearest_finite(float value, int32_t type) {
     const float bound = type == HVD_HALF ? HVD_LARGEST_HALF : HVD_LARGEST_BFLOAT16;
     uint16_t found;

@@ -1,9 +1,11 @@
-/* For files isa_*.c, which are compiled once for each instruction set, with HVD_ISA its name and the compiler's -m
- * options. HVD_NAME(x) is the name of x for this instruction set. Functions for this file alone are static.
+/* This header is for the files isa_*.c, which are compiled once for each instruction set, with its name in HVD_ISA and
+ * with the compiler's -m options. HVD_NAME(x) is the name of x for this instruction set. Functions that are used in
+ * only one file are static.
  *
- * Every instruction set and every number of threads gives the same bits: sums are over fixed lanes and fixed blocks,
- * added in order, and the compiler contracts nothing (-ffp-contract=off). Explicit instructions go between
- * `#ifdef __AVX512F__` and `#ifdef __AVX2__`, beside plain code that gives the same. */
+ * Results have the same bits with every instruction set and every number of threads: sums are computed over fixed lanes
+ * and fixed blocks, which are added in order, and the compiler does not fuse operations (-ffp-contract=off). Code with
+ * explicit instructions is inside `#ifdef __AVX512F__` and `#ifdef __AVX2__`, next to plain code that gives the same
+ * results. */
 #ifndef HVD_ISA_H
 #define HVD_ISA_H
 

@@ -1,4 +1,4 @@
-/* Half precision and bfloat16. The 16-bit numbers of each tensor begin at `values` (numbers) of the payload. */
+/* Casts to half precision and bfloat16. The 16-bit numbers of each tensor begin at number `values` of the payload. */
 #include "half.h"
 #include "make.h"
 #include "put.h"
@@ -8,14 +8,14 @@ struct job {
     const hvd_bucket *bucket;
     uint16_t *wire;
     const uint8_t *payloads;
-    int64_t ranks, row; /* bytes of a rank's payload */
+    int64_t ranks, row; /* row: bytes of a rank's payload */
     int large, nearest;
 };
 
-/* Rounds the magnitude at random: 19 random bits, in units of 2**-19 of the distance between neighbours, are added to
- * it and may carry. Becomes infinite only if rounding to nearest does, too. */
+/* Rounds the magnitude at random. The 19 random bits that are added to it may carry; their unit is 2**-19 of the
+ * distance between neighboring numbers. The result is infinite only if rounding to nearest also gives infinity. */
 static void to_halves_at_random(const float *restrict x, int64_t start, int64_t length, uint64_t key, uint16_t *out) {
-    /* Half a distance above the largest number, numbers round to infinity. */
+    /* From half a step above the largest number, numbers round to infinity. */
     const uint32_t most = hvd_bits(HVD_LARGEST_HALF), infinite = most + (1u << 12);
     uint32_t weyl = hvd_weyl(start, key);
     for (int64_t i = 0; i < length; i++, weyl += HVD_WEYL) {
@@ -30,11 +30,11 @@ static void to_halves_at_random(const float *restrict x, int64_t start, int64_t 
     }
 }
 
-/* Rounds at random with 16 random bits, as many as bfloat16 drops. */
+/* Rounds at random with 16 random bits, because bfloat16 drops 16 bits. */
 static void to_bfloat16s_at_random(
     const float *restrict x, int64_t start, int64_t length, uint64_t key, uint16_t *out
 ) {
-    /* Half a distance above the largest number, numbers round to infinity. */
+    /* From half a step above the largest number, numbers round to infinity. */
     const uint32_t most = hvd_bits(HVD_LARGEST_BFLOAT16), infinite = most + (1u << 15);
     uint32_t weyl = hvd_weyl(start, key);
     for (int64_t i = 0; i < length; i++, weyl += HVD_WEYL) {
@@ -136,7 +136,7 @@ int32_t HVD_NAME(bfloat16_decode)(hvd_bucket *bucket, const uint8_t *payloads, i
     return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
-#define SLICE 65536 /* elements; a slice is one task */
+#define SLICE 65536 /* number of elements of a slice, which is one task */
 
 struct cast {
     const float *x;

@@ -1,4 +1,4 @@
-/* Kernels without compression: making x, uncompressed gradients, and measurements. */
+/* Kernels without compression. They compute x, copy uncompressed gradients, and compute sums of squares. */
 #include "isa.h"
 #include "make.h"
 #include "put.h"
@@ -26,7 +26,7 @@ static void make_piece(void *context, int64_t number) {
     task->counts[0] = largest >= HVD_INFINITE;
 }
 
-/* The sums of the tensors' pieces. */
+/* Adds the sums of each tensor's pieces. */
 static void add_up(hvd_bucket *bucket) {
     for (int64_t i = 0; i < bucket->segment_count; i++) bucket->segments[i].sums[0] = 0;
     for (int64_t i = 0; i < bucket->task_count; i++)

@@ -1,10 +1,10 @@
-/* The search for numbers that are not finite. */
+/* Searches for numbers that are not finite. */
 #include <stdatomic.h>
 #include <string.h>
 
 #include "isa.h"
 
-#define SLICE 65536 /* elements; a slice is one task */
+#define SLICE 65536 /* number of elements of a slice, which is one task */
 
 struct search {
     const float *const *parts;
@@ -13,8 +13,8 @@ struct search {
     _Atomic int32_t found;
 };
 
-/* Compares bits: exponents of ones alone are infinities and NaNs. A sum or a comparison of the floats would be slower,
- * or be removed by a compiler that may assume finite numbers. */
+/* Compares bits: a number whose exponent bits are all 1 is an infinity or NaN. A sum or a comparison of the floats
+ * would be slower, or a compiler that may assume finite numbers could remove it. */
 static int32_t any_not_finite(const float *numbers, int64_t size) {
     int32_t most = 0;
     for (int64_t i = 0; i < size; i++) {

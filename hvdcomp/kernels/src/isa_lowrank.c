@@ -1,17 +1,19 @@
-/* PowerSGD: matrices M = P Q' of each tensor, M with `columns` columns. A segment's `count` is its rank. P
- * begins at `p_factor` among all P of the bucket, Q at `q_factor` among all Q.
+/* PowerSGD approximates each tensor, as a matrix M with `columns` columns, by P Q'. A segment's `count` is its rank.
+ * One array holds the factors P of all tensors of the bucket; the segment's P begins at `p_factor` in this array.
+ * Likewise, its Q begins at `q_factor` in the array of all Q.
  *
- * Rows of M are shared out for P = M Q and for P Q', columns for Q = M' P, so that no sum depends on the thread. */
+ * For P = M Q and for P Q', rows of M are divided among the threads. For Q = M' P, columns are. Therefore no sum
+ * depends on the number of threads. */
 #include "lowrank.h"
 #include "make.h"
 #include "put.h"
 
-#define CHUNK 1024 /* columns of a row that are worked on at once: those of Q stay in a core's first cache */
+#define CHUNK 1024 /* columns of a row that are processed at once; the values of Q stay in the first-level cache */
 
 struct job {
     const hvd_bucket *bucket;
     hvd_task *tasks;
-    const float *factors; /* given columns */
+    const float *factors; /* the given columns */
     float *unit;          /* the orthonormalized columns */
     float *out;
     const float *p, *q;
@@ -19,14 +21,14 @@ struct job {
     int streams; /* whether x or results are written past the caches */
 };
 
-/* Makes a piece of x, if the job makes x. */
+/* Computes a piece of x, if the job computes x. */
 static inline void visit(
     const struct job *job, const hvd_segment *s, int64_t start, int64_t length, uint32_t *largest
 ) {
     if (job->makes_x) hvd_x(job->bucket, s, start, length, largest);
 }
 
-/* P = M Q. */
+/* Computes P = M Q. */
 
 static void orthogonalize_q(void *context, int64_t number) {
     const struct job *job = context;
@@ -62,7 +64,7 @@ static void rows_of_p(void *context, int64_t number) {
     const hvd_segment *s = job->bucket->segments + task->segment;
     const int64_t columns = s->columns, rows = s->size / columns, rank = s->count;
     const int64_t first = task->start, end = task->start + task->length;
-    /* x goes to memory; a copy is in `block` for the products. */
+    /* x is written to memory; a copy in `block` is used for the products. */
     const int streams = job->streams && s->x && !s->source;
     float block[HVD_BLOCK] __attribute__((aligned(64)));
     float *p = job->out + s->p_factor;
@@ -116,7 +118,7 @@ int32_t HVD_NAME(lowrank_p)(
     return hvd_any_found(tasks, count);
 }
 
-/* Q = M' P. */
+/* Computes Q = M' P. */
 
 static void orthogonalize_p(void *context, int64_t number) {
     const struct job *job = context;
@@ -124,7 +126,7 @@ static void orthogonalize_p(void *context, int64_t number) {
     HVD_NAME(orthogonalize)(job->factors + s->p_factor, s->count, s->size / s->columns, job->unit + s->p_factor);
 }
 
-/* Adds rows of M, each times its element of P, to columns of Q. */
+/* Adds rows of M, each multiplied by its element of P, to columns of Q. */
 HVD_INLINE void add_rows(
     int rows, int rank, const float *x, int64_t columns, const float *p, int64_t p_stride, float *q, int64_t length
 ) {
@@ -192,16 +194,17 @@ int32_t HVD_NAME(lowrank_q)(
     return hvd_any_found(tasks, count);
 }
 
-/* P Q'. */
+/* Computes P Q'. */
 
-/* A piece of a row of P Q'. Returns whether any number is not finite. `multiply` in isa_make.c gives the same numbers.
+/* Computes a piece of a row of P Q'. Returns whether any number is not finite. `multiply` in isa_make.c gives the same
+ * numbers.
  *
- * rank, streams: may be known when this is compiled; streams: whether the result is written past the caches. */
+ * rank, streams: may be compile-time constants; streams: whether the result is written past the caches. */
 HVD_INLINE int decode_row(
     int64_t rank, int streams, const float *p, int64_t p_stride, const float *q, int64_t columns, int64_t length,
     float *result
 ) {
-    hvd_bits_vector found[HVD_PARTS] = {0}; /* a number less itself is 0, unless it is not finite */
+    hvd_bits_vector found[HVD_PARTS] = {0}; /* a finite number minus itself is 0 */
     int64_t j = 0;
     for (; j + HVD_LANES <= length; j += HVD_LANES)
         for (int part = 0; part < HVD_PARTS; part++) {

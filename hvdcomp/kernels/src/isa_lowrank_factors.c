@@ -1,11 +1,12 @@
-/* The factors of low-rank approximations: orthonormal columns, and the columns of the next warm start. */
+/* The factors of low-rank approximations: makes columns orthonormal, and chooses the columns for the next warm
+ * start. */
 #include <math.h>
 
 #include "lowrank.h"
 
-#define DEPENDENT 1e-5f /* a relative remainder up to this is rounding error of a dependent column */
+#define DEPENDENT 1e-5f /* a column with at most this relative remainder is dependent: the rest is rounding error */
 
-/* The 2-norm of a column. Squares neither overflow nor vanish in double precision. */
+/* The 2-norm of a column. In double precision, squares neither overflow nor underflow to zero. */
 static float wide_norm(const float *column, int64_t length) {
     double lanes[HVD_LANES] = {0}, rest = 0;
     int64_t i = 0;
@@ -17,7 +18,7 @@ static float wide_norm(const float *column, int64_t length) {
     return (float)sqrt(lanes[0] + rest);
 }
 
-/* Subtracts from some columns their part along `unit`. */
+/* Subtracts the component along `unit` from each of some columns. */
 HVD_INLINE void take_off(int columns, const float *unit, int64_t length, float *rest) {
     float along[4];
     hvd_dots(1, columns, unit, 0, rest, length, length, along, NULL);

@@ -1,9 +1,9 @@
-/* Makes x and residuals, block by block, and results of 16 bits: `make.h` and `put.h`. */
+/* Computes x and residuals block by block, and rounds results to 16 bits (see `make.h` and `put.h`). */
 #include "make.h"
 #include "masks.h"
 #include "put.h"
 
-/* Elements of P Q', from `start` on. Each is a sum column after column, as in `isa_lowrank.c`. */
+/* Computes elements of P Q' from `start` on. Each element is a sum over the columns in order, as in `isa_lowrank.c`. */
 static inline void multiply(
     const hvd_product *product, int64_t size, int64_t start, int64_t length, float *restrict out
 ) {
@@ -26,8 +26,8 @@ static inline void multiply(
     }
 }
 
-/* What is left of a block x that `sent` was sent of, where results are those numbers rounded to a type of 16 bits: with
- * the rounding error. In the place of `sent`. */
+/* Computes the residual of a block x from which the values `sent` were sent. The results are these values rounded to a
+ * 16-bit type, so the residual includes the rounding error. It is written over `sent`. */
 static inline void left_of_rounded(
     const float *restrict x, int64_t type, int64_t length, float decay, float *restrict sent
 ) {
@@ -59,7 +59,7 @@ void HVD_NAME(residual)(
         for (int64_t i = 0; i < length; i++) out[i] = kept[i] * decay;
 }
 
-/* A block of x, from the blocks of its gradient and, if there is one, of the kept x. */
+/* Computes a block of x from the same block of the gradient and, if there is a kept x, of the kept x. */
 static inline void make_of(
     const hvd_bucket *b, const hvd_segment *s, const float *restrict gradient, const float *restrict kept,
     int64_t start, int64_t length, float *restrict x
@@ -79,7 +79,7 @@ static inline void make_of(
         else
             for (int64_t i = 0; i < length; i++) x[i] = x[i] + next[i];
     } else if (kept) {
-        /* The same sum as with `residual`, if possible without a second pass over the block. */
+        /* Computes the same sum as with `residual`, without a second pass over the block if possible. */
         const float decay = b->decay, above = s->above, below = s->below;
         if (s->rule == HVD_PRODUCT) {
             HVD_NAME(residual)(s, kept, start, length, decay, x);
@@ -129,7 +129,7 @@ static inline void add_some(const float *restrict some, int64_t length, float *r
     for (; start < length; start++) x[start] += some[start];
 }
 
-/* Rounds a block of means to 16 bits; `lacks` gets what that takes off. */
+/* Rounds a block of means to 16 bits. `lacks` receives the amounts by which rounding lowers the means. */
 static inline void round_means(
     const float *restrict mean, int64_t length, int32_t type, uint16_t *restrict results, float *restrict lacks
 ) {

@@ -1,5 +1,5 @@
-/* Codes that are fractions of a scale: QSGD, whose scales are norms of `length` neighbouring elements each; block
- * quantizers, whose scales are the largest magnitudes of `length` elements; and TernGrad, with one scale for a tensor.
+/* Codes that are fractions of a scale. In QSGD, a scale is the norm of `length` neighboring elements. In block
+ * quantizers, a scale is the largest magnitude of `length` elements. TernGrad has one scale for each tensor.
  *
  * A tensor's codes of `count` bits begin at `codes` of a payload, and its float scales at `scales`, a multiple of
  * 4. */
@@ -15,18 +15,18 @@ struct job {
     const hvd_bucket *bucket;
     uint8_t *payload;
     const uint8_t *payloads;
-    int64_t ranks, row; /* bytes of a rank's payload */
-    int64_t length;     /* elements that share a scale */
-    int64_t first;      /* task */
-    int32_t known;      /* whether x and the scales are made */
+    int64_t ranks, row; /* row: bytes of a rank's payload */
+    int64_t length;     /* number of elements that share a scale */
+    int64_t first;      /* number of the first task */
+    int32_t known;      /* whether x and the scales are already known */
     int32_t large;      /* whether results are written past the caches */
-    int32_t norms;      /* whether scales are norms; else largest magnitudes */
-    int32_t nearest;    /* whether elements are rounded to the nearest code; else at random */
-    int32_t mantissa;   /* bits of the mantissa of codes that are floats; 0: they are whole numbers */
+    int32_t norms;      /* whether scales are norms; otherwise they are largest magnitudes */
+    int32_t nearest;    /* whether elements are rounded to the nearest code; otherwise at random */
+    int32_t mantissa;   /* number of mantissa bits if codes are floats; 0 if codes are integers */
 };
 
-/* Values of codes, in units of the scale times `unit`: code - half for whole numbers, from minus to plus the scale, and
- * those of hvd_from_float8 for floats. */
+/* The values of codes, as multiples of the scale times `unit`. For integers the value is code - half; the values range
+ * from minus the scale to plus the scale. For floats, hvd_from_float8 gives the value. */
 struct codes {
     float half, unit;
     int mantissa;
@@ -46,9 +46,9 @@ static void find_scales(const struct job *job, const float *x, int64_t size, flo
     }
 }
 
-#define ONE 0x1p23f /* the fixed-point unit of codes, whose 23 fraction bits are rounded at random */
+#define ONE 0x1p23f /* 1 in fixed point, with 23 fraction bits that are rounded at random */
 
-/* Elements from `start` on that share a scale. NaN is taken as the lowest code. */
+/* Computes the codes of elements from `start` on that share a scale. NaN becomes the lowest code. */
 static void quantise(
     const float *restrict x, int64_t start, int64_t length, float scale, float half, uint64_t key, uint8_t *restrict out
 ) {
@@ -63,7 +63,7 @@ static void quantise(
     }
 }
 
-#define TO_WHOLE 0x1.8p23f /* added to a number below 2**22, it leaves the nearest whole number in the lowest bits */
+#define TO_WHOLE 0x1.8p23f /* adding it to a number below 2**22 puts the nearest integer in the lowest bits */
 
 static void round_to_nearest(
     const float *restrict x, int64_t length, float scale, float half, uint8_t *restrict out
@@ -100,7 +100,7 @@ static void encode(
     else quantise(x, start, length, scale, half, key, out);
 }
 
-/* The value of a code, in units. */
+/* The value of a code, as a multiple of the unit. */
 HVD_INLINE float decoded(uint8_t code, float half, int mantissa) {
     return mantissa ? hvd_from_float8(code, mantissa) : (float)code - half;
 }
@@ -139,7 +139,8 @@ static void encode_piece(void *context, int64_t number) {
     const struct codes c = codes_of(s->count, job->mantissa);
     float *scales = (float *)(void *)(job->payload + s->scales);
     uint8_t codes[HVD_GROUP + 8];
-    /* Of 16 bits, and if nothing is kept, x is made again: that takes less time than to write and read it. */
+    /* If gradients have 16 bits and nothing is kept, x is computed again. This takes less time than writing and reading
+     * x. */
     const int made = job->known && !hvd_made_once(job->bucket, s);
     float room[HVD_BLOCK];
     uint32_t largest = 0;
@@ -193,7 +194,7 @@ static void decode_piece(void *context, int64_t number) {
     task->counts[0] = largest >= HVD_INFINITE;
 }
 
-/* Makes x and the scales that begin in a piece. */
+/* Computes x of a piece, and the scales that begin in the piece. */
 static void find_scales_of_piece(void *context, int64_t number) {
     const struct job *job = context;
     const hvd_task *task = job->bucket->tasks + number;
@@ -207,7 +208,7 @@ static void find_scales_of_piece(void *context, int64_t number) {
     }
 }
 
-/* Codes of all tensors, with a scale for each `length` elements. */
+/* Encodes all tensors, with one scale for every `length` elements. */
 static int32_t encode_runs(struct job *job) {
     hvd_bucket *bucket = (hvd_bucket *)job->bucket;
     if (HVD_BLOCK % job->length != 0) {
@@ -232,7 +233,7 @@ int32_t HVD_NAME(blocks_encode)(
     return encode_runs(&job);
 }
 
-/* x of a piece, the sum of its squares, and its largest magnitude. */
+/* Computes x of a piece, the sum of squares of x, and its largest magnitude. */
 static void measure_piece(void *context, int64_t number) {
     const struct job *job = context;
     hvd_task *task = job->bucket->tasks + job->first + number;
@@ -249,7 +250,7 @@ static void measure_piece(void *context, int64_t number) {
     task->counts[1] = largest;
 }
 
-/* The scale of the tensor whose pieces begin at `task`; returns where they end. */
+/* Finds the scale of the tensor whose pieces begin at number `task`. Returns the number after its last piece. */
 static int64_t find_scale(const hvd_bucket *bucket, int64_t task, double clip, uint8_t *payload) {
     const int64_t number = bucket->tasks[task].segment;
     const hvd_segment *s = bucket->segments + number;
@@ -270,7 +271,7 @@ static int64_t find_scale(const hvd_bucket *bucket, int64_t task, double clip, u
     return task;
 }
 
-#define TOGETHER (1 << 19) /* elements of tensors that are measured, and then encoded while they lie in cache */
+#define TOGETHER (1 << 19) /* number of elements that are measured and then encoded while they are in a cache */
 
 int32_t HVD_NAME(terngrad_encode)(hvd_bucket *bucket, double clip, uint8_t *payload) {
     struct job job = {.bucket = bucket, .payload = payload, .length = INT64_MAX, .known = 1};

@@ -1,12 +1,13 @@
-/* Global-QSGD: whole multiples of a fraction of the largest magnitude of all ranks, as digits of words that are added.
+/* Global-QSGD. Elements become integer multiples of a fraction of the largest magnitude of all ranks. The integers are
+ * digits of words, and words can be added.
  *
- * Digits have `count` bits. Word i of a tensor of n words holds the elements i, i + n, i + 2 n, ..., the first in
- * its lowest digit, and lies at `codes` (words). */
+ * Digits have `count` bits. Word i of a tensor of n words holds the elements i, i + n, i + 2 n, ..., with the first one
+ * in its lowest digit. A tensor's words begin at word `codes`. */
 #include "make.h"
 #include "put.h"
 #include "quant.h"
 
-#define CHUNK 512 /* words */
+#define CHUNK 512 /* number of words */
 
 struct job {
     const hvd_bucket *bucket;
@@ -15,11 +16,11 @@ struct job {
     int64_t ranks;
 };
 
-/* The words of a piece and their digits. */
+/* Describes the words of a piece and their digits. */
 struct digits {
-    int64_t words, first, end; /* of the tensor; of the piece */
+    int64_t words, first, end; /* words: of the tensor; first, end: of the piece */
     int bits, fields;
-    int32_t levels; /* of one rank */
+    int32_t levels; /* levels of one rank */
 };
 
 static struct digits digits_of(const hvd_segment *s, const hvd_task *task, int64_t ranks) {
@@ -54,7 +55,7 @@ int32_t HVD_NAME(globalqsgd_measure)(hvd_bucket *bucket, float *maxima) {
     return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
-/* Adds one digit to each word. NaN is taken as the lowest. */
+/* Adds one digit to each word. NaN becomes the lowest digit. */
 static void add_digit(
     const float *restrict x, int64_t start, int64_t length, float factor, float levels, uint64_t key, int shift,
     uint32_t *restrict words, int32_t *restrict digits
@@ -106,7 +107,7 @@ static void decode_piece(void *context, int64_t number) {
     const uint32_t largest = (uint32_t)(d.levels * job->ranks), mask = (1u << d.bits) - 1;
     const float unit = job->scales[task->segment] * (float)(1 / (double)largest);
     uint32_t found = 0, offset = 0;
-    /* With `largest` added to each digit, all are positive and lie in bits of their own. */
+    /* `largest` is added to each digit. All digits are then positive, and each has bits of its own. */
     for (int field = 0; field < d.fields; field++) offset += largest << (field * d.bits);
     for (int64_t first = d.first; first < d.end; first += CHUNK)
         for (int field = 0; field < d.fields; field++) {

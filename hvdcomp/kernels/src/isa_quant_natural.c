@@ -1,6 +1,7 @@
-/* Natural compression: elements rounded at random to a power of two, as sign and exponent.
+/* Natural compression: elements are rounded at random to powers of two, which are sent as sign and exponent.
  *
- * A tensor's exponents, a byte each, begin at `exponents` of a payload, and its packed sign bits at `signs`. */
+ * A tensor's exponents have one byte each and begin at `exponents` of a payload. Its packed sign bits begin at
+ * `signs`. */
 #include "make.h"
 #include "packing.h"
 #include "put.h"
@@ -10,7 +11,7 @@ struct job {
     const hvd_bucket *bucket;
     uint8_t *payload;
     const uint8_t *payloads;
-    int64_t ranks, row; /* bytes of a rank's payload */
+    int64_t ranks, row; /* row: bytes of a rank's payload */
     int large;
 };
 
@@ -21,7 +22,7 @@ static float power(uint8_t exponent, uint8_t sign) {
     return value;
 }
 
-/* Rounds the exponent at random: random bits are added below it, and only the carry stays. */
+/* Rounds the exponent at random: random bits are added to the bits below it, and only the carry is kept. */
 static void round_to_powers(
     const float *restrict x, int64_t start, int64_t length, uint64_t key, uint8_t *restrict exponents,
     uint8_t *restrict signs
@@ -31,7 +32,7 @@ static void round_to_powers(
         const uint32_t magnitude = hvd_bits(x[i]) & 0x7fffffffu;
         const uint32_t rounded = (magnitude + (hvd_word(weyl, key) >> 9)) >> 23;
         exponents[i] = (uint8_t)((rounded < 254 ? rounded : 254) | (magnitude >= HVD_INFINITE));
-        signs[i] = hvd_bits(x[i]) > 0x80000000u; /* of denormal numbers too, if the processor takes them for zero */
+        signs[i] = hvd_bits(x[i]) > 0x80000000u; /* also right if the processor treats denormal numbers as zero */
     }
 }
 

@@ -1,7 +1,9 @@
-/* EDEN: blocks of elements, rotated at random, as one of few levels each (hvdcomp/compressors/quantization_rotated.py).
+/* EDEN: blocks of elements are rotated at random, and each element is then rounded to one of a few levels
+ * (hvdcomp/compressors/quantization_rotated.py).
  *
- * A tensor's codes of `count` bits begin at `codes` of a payload, as many as whole blocks have elements, and a float
- * scale for each block at `scales`. The lowest bit of a code is a sign, those above it count the levels. */
+ * A tensor's codes of `count` bits begin at `codes` of a payload. The last block is filled up, so there is a code for
+ * each element of a whole number of blocks. The scales, one float for each block, begin at `scales`. The lowest bit of
+ * a code is a sign; the bits above it are the number of a level. */
 #include <math.h>
 
 #include "lanes.h"
@@ -17,22 +19,23 @@ struct job {
     const hvd_bucket *bucket;
     uint8_t *payload;
     const uint8_t *payloads;
-    int64_t ranks, row; /* bytes of a rank's payload */
-    int64_t block;      /* elements, a power of two */
+    int64_t ranks, row; /* row: bytes of a rank's payload */
+    int64_t block;      /* number of elements of a block, a power of two */
     const float *levels;
     int32_t large;      /* whether results are written past the caches */
 };
 
-#define LONGEST 1024 /* block */
-#define AT_ONCE 8    /* vectors that are rotated together */
-#define LEVELS 8     /* places for the levels of a number of bits */
+#define LONGEST 1024 /* largest block */
+#define AT_ONCE 8    /* number of vectors that are rotated together */
+#define LEVELS 8     /* number of places for the levels of codes with one number of bits */
 
-/* The levels of a number of bits, and the borders between them. */
+/* The levels of codes with `bits` bits, and the borders between the levels. */
 static inline const float *levels_of(const struct job *job, int64_t bits) { return job->levels + LEVELS * bits; }
 
 static inline const float *borders_of(const struct job *job, int64_t bits) { return job->levels + LEVELS * (5 + bits); }
 
-/* Times the signs of elements from number `first` on of 32 that share a random word. */
+/* Multiplies elements by their random signs. The elements begin at number `first` of the 32 that share a random
+ * word. */
 HVD_INLINE hvd_vector with_signs(hvd_vector x, uint32_t word, uint32_t first) {
 #if defined __AVX512F__
     const __m512i bits = (__m512i)x;
@@ -44,13 +47,13 @@ HVD_INLINE hvd_vector with_signs(hvd_vector x, uint32_t word, uint32_t first) {
 #endif
 }
 
-/* The random words of a tensor's elements from `start` on, each the signs of 32 elements. */
+/* The random words for a tensor's elements from `start` on. Each word has the signs of 32 elements. */
 static void draw_words(int64_t start, int64_t length, uint64_t key, uint32_t *restrict out) {
     uint32_t weyl = hvd_weyl(start / 32, key);
     for (int64_t i = 0; i < length / 32; i++, weyl += HVD_WEYL) out[i] = hvd_word(weyl, key);
 }
 
-/* The elements of a vector at places that are known when this is compiled, or of a table. */
+/* The elements of a vector at places that are known at compile time, or the elements of a table. */
 HVD_INLINE hvd_vector taken(hvd_vector v, places from) {
 #ifdef __clang__
     hvd_vector result;
@@ -61,8 +64,8 @@ HVD_INLINE hvd_vector taken(hvd_vector v, places from) {
 #endif
 }
 
-/* Sums and differences of elements `apart` from each other, all in one vector. Products with 1 and -1 are exact, so
- * that a fused operation gives the same. */
+/* Sums and differences of elements that are `apart` from each other, all in one vector. Products with 1 and -1 are
+ * exact, so a fused operation gives the same result. */
 HVD_INLINE hvd_vector butterfly_within(hvd_vector v, int apart) {
     places other;
     hvd_vector sign;
@@ -76,7 +79,7 @@ HVD_INLINE hvd_vector butterfly_within(hvd_vector v, int apart) {
 #endif
 }
 
-/* All butterflies within a vector: those of the nearest elements. */
+/* All butterflies within a vector, which combine the nearest elements. */
 HVD_INLINE hvd_vector butterflies_within(hvd_vector v) {
     v = butterfly_within(v, 1);
     v = butterfly_within(v, 2);
@@ -85,7 +88,7 @@ HVD_INLINE hvd_vector butterflies_within(hvd_vector v) {
     return v;
 }
 
-/* Sums in double precision of a vector's lanes. */
+/* Sums of a vector's lanes in double precision. */
 #if defined __AVX512F__
 typedef struct { __m512d low, high; } sums_vector;
 #elif defined __AVX2__
@@ -117,7 +120,7 @@ static inline double sum_of(const sums_vector sums[HVD_PARTS]) {
     return hvd_sum_of_lanes(lanes);
 }
 
-/* Butterflies among vectors, of which there are a power of two. */
+/* Butterflies among vectors. The number of vectors must be a power of two. */
 HVD_INLINE void butterflies_among(hvd_vector *v, int count) {
     for (int half = 1; half < count; half *= 2)
         for (int k = 0; k < count; k++)
@@ -127,8 +130,8 @@ HVD_INLINE void butterflies_among(hvd_vector *v, int count) {
             }
 }
 
-/* Butterflies of elements `apart` from each other, 2 `apart` and so on, of `count` vectors at a time; in the end times
- * the signs of `words`, unless that is NULL. */
+/* Butterflies of elements that are `apart`, 2 `apart` and so on from each other, with `count` vectors at a time. The
+ * result is multiplied by the signs in `words`, unless `words` is NULL. */
 HVD_INLINE void butterflies(float *x, int64_t length, int64_t apart, int count, const uint32_t *words) {
     for (int64_t start = 0; start < length; start += count * apart)
         for (int64_t i = start; i < start + apart; i += HVD_WIDTH) {
@@ -142,7 +145,7 @@ HVD_INLINE void butterflies(float *x, int64_t length, int64_t apart, int count, 
         }
 }
 
-/* The rest of a Walsh-Hadamard transform, from elements `apart` from each other on. */
+/* The rest of a Walsh-Hadamard transform, beginning with elements that are `apart` from each other. */
 HVD_INLINE void rotate_rest(float *x, int64_t length, int64_t apart, const uint32_t *words) {
     for (; AT_ONCE * apart < length; apart *= AT_ONCE) butterflies(x, length, apart, AT_ONCE, NULL);
     if (2 * apart == length) butterflies(x, length, apart, 2, words);
@@ -150,8 +153,8 @@ HVD_INLINE void rotate_rest(float *x, int64_t length, int64_t apart, const uint3
     else butterflies(x, length, apart, AT_ONCE, words);
 }
 
-/* The Walsh-Hadamard transform of a block, and then times the signs of `words`. In the order of `hadamard` in
- * hvdcomp/arrays/numpy_arrays.py. */
+/* The Walsh-Hadamard transform of a block, which is then multiplied by the signs in `words`. The order of operations is
+ * that of `hadamard` in hvdcomp/arrays/numpy_arrays.py. */
 static void rotate_and_flip(float *x, int64_t length, const uint32_t *words) {
     for (int64_t i = 0; i < length; i += AT_ONCE * HVD_WIDTH) {
         hvd_vector v[AT_ONCE];
@@ -162,9 +165,10 @@ static void rotate_and_flip(float *x, int64_t length, const uint32_t *words) {
     rotate_rest(x, length, AT_ONCE * HVD_WIDTH, words);
 }
 
-/* A block x times the signs of `words`, and then its Walsh-Hadamard transform, to z; returns the sum of squares of x.
+/* Multiplies a block x by the signs in `words`, and writes the Walsh-Hadamard transform of the product to z. Returns
+ * the sum of squares of x.
  *
- * ahead: what is prefetched meanwhile, `step` bytes for each 32 elements.
+ * ahead: memory that is prefetched meanwhile, `step` bytes for every 32 elements.
  */
 static double flip_and_rotate(
     const float *restrict x, int64_t length, const uint32_t *words, float *restrict z, const char *ahead, int64_t step
@@ -211,24 +215,24 @@ HVD_INLINE void store_bytes(uint8_t *codes, places vector) {
 #endif
 }
 
-#define TOGETHER 8 /* vectors of codes, of elements `FAR` apart: those that share bytes when packed (packing.h) */
+#define TOGETHER 8 /* vectors of codes whose elements are `FAR` apart: these codes share packed bytes (packing.h) */
 #define FAR (HVD_GROUP / TOGETHER)
 
-/* Where the codes of `count` bits of a tensor are, of so many elements in whole blocks. */
+/* Describes where a tensor's codes of `count` bits are, and the number of elements in its whole blocks. */
 struct codes {
     uint8_t *packed;
     int64_t size;
     int bits;
 };
 
-/* What comes behind a plane of `width` bits. */
+/* The codes that remain after a plane of `width` bits. */
 HVD_INLINE struct codes next_plane(struct codes codes, int width) {
     codes.packed += codes.size * width / 8;
     return codes;
 }
 
-/* The bytes of a plane that hold the codes of elements start + k * FAR, for k up to TOGETHER: byte b has those with
- * b = k % width. */
+/* The bytes of a plane that hold the codes of the elements start + k * FAR, for k below TOGETHER. Byte b has the codes
+ * for which k % width = b. */
 HVD_INLINE uint8_t *bytes_of(struct codes codes, int64_t start, int width, int b) {
     return codes.packed + start / HVD_GROUP * HVD_GROUP * width / 8 + start % HVD_GROUP + b * FAR;
 }
@@ -246,14 +250,14 @@ HVD_INLINE struct codes put_plane(
     return next_plane(to, width);
 }
 
-/* Writes the codes of elements start, start + FAR, ... */
+/* Writes the codes of the elements start, start + FAR, ... */
 HVD_INLINE void put_codes(struct codes to, int64_t start, const places codes[TOGETHER]) {
     to = put_plane(to, start, codes, 4, 0);
     to = put_plane(to, start, codes, 2, 0);
     put_plane(to, start, codes, 1, to.bits - 1);
 }
 
-/* Adds a plane's bits to codes that are clear from bit `shift` on. */
+/* Adds a plane's bits to codes whose bits from `shift` on are zero. */
 HVD_INLINE struct codes get_plane(struct codes from, int64_t start, places codes[TOGETHER], int width, int shift) {
     if (!(from.bits & width)) return from;
     for (int b = 0; b < width; b++) {
@@ -264,7 +268,7 @@ HVD_INLINE struct codes get_plane(struct codes from, int64_t start, places codes
     return next_plane(from, width);
 }
 
-/* Reads what `put_codes` writes. */
+/* Reads codes that `put_codes` has written. */
 HVD_INLINE void get_codes(struct codes from, int64_t start, places codes[TOGETHER]) {
     for (int k = 0; k < TOGETHER; k++) codes[k] = (places){0};
     from = get_plane(from, start, codes, 4, 0);
@@ -276,7 +280,7 @@ HVD_INLINE hvd_vector choose(places condition, hvd_vector yes, hvd_vector no) {
     return (hvd_vector)(((places)yes & condition) | ((places)no & ~condition));
 }
 
-/* Where a magnitude is above a border: the level becomes `higher`, and the code the next one. */
+/* Where a magnitude is above a border, sets the level to `higher` and goes to the next code. */
 HVD_INLINE void raise_level(hvd_vector magnitude, float border, float higher, hvd_vector *level, places *code) {
 #if defined __AVX512F__
     const __mmask16 above = _mm512_cmp_ps_mask((__m512)magnitude, _mm512_set1_ps(border), _CMP_GT_OQ);
@@ -289,9 +293,9 @@ HVD_INLINE void raise_level(hvd_vector magnitude, float border, float higher, hv
 #endif
 }
 
-/* Codes of a block whose rms is given; returns the product of its magnitudes and their levels. Eight products are added
- * up as floats: to convert all would take longer than the rest. `_dots` in
- * hvdcomp/compressors/quantization_rotated.py does the same. */
+/* Computes the codes of a block whose root mean square is given. Returns the sum of the products of its magnitudes and
+ * their levels. Eight products at a time are added as floats, because converting all of them to double precision would
+ * take longer than the rest. `_dots` in hvdcomp/compressors/quantization_rotated.py does the same. */
 HVD_INLINE double encode_levels(
     const float *restrict z, int64_t length, const float *levels, const float *borders, float rms, struct codes to,
     int64_t start
@@ -319,11 +323,12 @@ HVD_INLINE double encode_levels(
     return sum_of(sums);
 }
 
-/* Codes of a rotated block of which the sum of squares is given as it was before; returns its scale. */
+/* Computes the codes of a rotated block, and returns its scale. The sum of squares is that of the block before the
+ * rotation. */
 static float encode(const struct job *job, const float *z, struct codes to, int64_t start, double squares) {
     const float rms = (float)sqrt(squares), *levels = levels_of(job, to.bits), *borders = borders_of(job, to.bits);
     double product;
-    switch (to.bits) { /* so that the compiler knows the number */
+    switch (to.bits) { /* makes the number of bits a compile-time constant */
     case 1: to.bits = 1, product = encode_levels(z, job->block, levels, borders, rms, to, start); break;
     case 2: to.bits = 2, product = encode_levels(z, job->block, levels, borders, rms, to, start); break;
     case 3: to.bits = 3, product = encode_levels(z, job->block, levels, borders, rms, to, start); break;
@@ -333,10 +338,12 @@ static float encode(const struct job *job, const float *z, struct codes to, int6
     return (float)(squares * (product > 0 ? 1 / product : 0) * (1 + 0 * product)); /* NaN if the product is infinite */
 }
 
-/* Whether a vector has room for the value of each code of some bits. Of eight places, all have it for magnitudes. */
+/* Whether a vector has room for the values of all codes of this number of bits. A vector with eight or more places
+ * always has room for the magnitudes. */
 HVD_INLINE int holds_values(int bits) { return HVD_WIDTH >= LEVELS && HVD_WIDTH >= 1 << bits; }
 
-/* The values of codes or, if a vector does not hold them, the magnitudes of levels; over and over. */
+/* A table of the values of codes or, if a vector has no room for these, of the magnitudes of levels. The table repeats
+ * them to fill the vector. */
 HVD_INLINE hvd_vector table_of(int bits, const float *levels, float scale) {
     const int count = 1 << (bits - 1);
     hvd_vector table;
@@ -356,7 +363,7 @@ HVD_INLINE hvd_vector values_of(places codes, int bits, hvd_vector table, const 
     return (hvd_vector)((places)magnitude ^ codes << 31);
 }
 
-/* Adds the values of a block's codes, or sets them. */
+/* Writes the values of a block's codes, or adds them. */
 HVD_INLINE void put_values(
     float *restrict sum, struct codes from, int64_t start, int64_t length, const float *levels, float scale, int add
 ) {
@@ -394,7 +401,7 @@ static inline struct codes codes_of(const struct job *job, const hvd_segment *s,
     return (struct codes){payload + s->codes, blocks * job->block, (int)s->count};
 }
 
-/* The end of a part of a tensor that begins at `start` and belongs to a piece. */
+/* The end of the part of a tensor that begins at `start` and belongs to a piece. */
 static int64_t end_of(const hvd_task *task, int64_t start) {
     return hvd_shorter(start + HVD_BLOCK, task->start + task->length);
 }

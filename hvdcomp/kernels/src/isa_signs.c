@@ -17,17 +17,17 @@ struct job {
     const hvd_bucket *bucket;
     uint8_t *payload;
     const uint8_t *payloads;
-    int64_t ranks, row; /* bytes of a rank's payload */
+    int64_t ranks, row; /* row: bytes of a rank's payload */
     int64_t rule;
     uint8_t *votes;
     int64_t zero_is_positive;
     int large;
 };
 
-/* Two values. */
+/* Signs with two values. */
 
-/* Adds the magnitudes' shares (1 / size each) of the elements > 0 to `sums[1]` if they are to be `apart`, all others to
- * `sums[0]`: divided before they are added, so that no sum overflows. */
+/* Adds each magnitude divided by the tensor's size to a sum: to `sums[1]` for elements > 0 if `apart`, otherwise to
+ * `sums[0]`. Magnitudes are divided before they are added, so that no sum overflows. */
 HVD_INLINE void add_shares(const float *x, int64_t length, float share, int apart, double sums[2]) {
     hvd_vector vectors[2][HVD_PARTS] = {{{0}}};
     float lanes[2][HVD_LANES];
@@ -150,8 +150,8 @@ int32_t HVD_NAME(two_values_decode)(
     return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
-/* Votes. A tensor is a matrix of `count` columns. The bits of its rows' votes begin at `row_votes` of a payload, and
- * the votes, a byte each, at `votes` of scratch memory. */
+/* Votes. A tensor is a matrix of `count` columns. A payload has one bit for each row, from `row_votes` on, which tells
+ * whether the row votes. The scratch memory has one byte for each row, from `votes` on. */
 
 static void vote_piece(void *context, int64_t number) {
     const struct job *job = context;
@@ -178,7 +178,7 @@ static void vote_piece(void *context, int64_t number) {
         if (s->count > 1)
             for (int64_t row = start / s->count, from = start; from < end; row++) {
                 const int64_t to = hvd_shorter((row + 1) * s->count, end);
-                /* A row may lie in two pieces, whose threads both write the same. */
+                /* A row may be in two pieces; then two threads write the same value. */
                 if (hvd_largest_bits(x + (from - start), to - from, 0))
                     __atomic_store_n(votes + row, 1, __ATOMIC_RELAXED);
                 from = to;
@@ -187,7 +187,7 @@ static void vote_piece(void *context, int64_t number) {
     task->counts[0] = largest >= HVD_INFINITE;
 }
 
-/* Clears the bits of rows that do not vote, whose elements are all zero, and packs the votes. */
+/* Clears the bits of rows that do not vote (their elements are all zero), and packs the votes. */
 static void close_votes(void *context, int64_t number) {
     const struct job *job = context;
     const hvd_segment *s = job->bucket->segments + number;
@@ -213,7 +213,7 @@ int32_t HVD_NAME(votes_encode)(
     return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
-/* Number of ranks whose bit `place` is set. */
+/* The number of ranks whose bit `place` is set. */
 static int32_t count_bits(const struct job *job, int64_t begin, int64_t place) {
     int32_t count = 0;
     for (int64_t rank = 0; rank < job->ranks; rank++)
@@ -234,7 +234,7 @@ static void elect_piece(void *context, int64_t number) {
             const uint8_t *bits = job->payloads + rank * job->row + s->signs + start / 8;
             for (int64_t i = 0; i < length; i += 32) {
                 const uint32_t word = (uint32_t)hvd_load_bits(bits + i / 8, hvd_shorter(length - i, 32));
-                for (int j = 0; j < 32; j++) positive[i + j] += word >> j & 1; /* a block is of whole words */
+                for (int j = 0; j < 32; j++) positive[i + j] += word >> j & 1; /* a block consists of whole words */
             }
         }
         float *result = s->result + start;

@@ -1,8 +1,9 @@
-/* Sparsifiers that choose by magnitude: making x, candidates among its elements, and the choice among these.
+/* Sparsifiers that choose elements by magnitude. Encoding computes x, finds candidates among its elements, and chooses
+ * among the candidates.
  *
- * The pass that makes x collects the few candidates, which are the elements that reach a floor, and the search reads
- * these alone. The floor comes from a sample. If the sample was misleading, all elements are candidates. The choice
- * does not depend on the candidates. */
+ * The candidates are the elements that reach a floor. The pass that computes x collects them, and the search reads only
+ * these few elements. The floor comes from a sample. If the sample was misleading, all elements are candidates. The
+ * chosen elements do not depend on which elements are candidates. */
 #include <math.h>
 
 #include "collect.h"
@@ -11,8 +12,8 @@
 #include "make.h"
 #include "sparse_choice.h"
 
-#define LINE 16        /* elements of a cache line */
-#define EXPECTED 50    /* expected number of sampled elements among those needed */
+#define LINE 16        /* number of elements of a cache line */
+#define EXPECTED 50    /* expected number of needed elements in the sample */
 #define SMALL 512      /* tensors up to this size have no sample */
 #define MOST_SAMPLED 16384
 #define LANES 64
@@ -26,7 +27,7 @@ struct job {
 
 /* The floor. */
 
-/* Number of elements to sample of a tensor; 0 if all elements become candidates. */
+/* The number of elements of a tensor to sample; 0 if all elements become candidates. */
 static int64_t sample_size(int64_t size, int64_t need, int64_t share) {
     if (size <= SMALL) return 0;
     const double wanted = (double)EXPECTED * (double)size / (double)need;
@@ -34,16 +35,16 @@ static int64_t sample_size(int64_t size, int64_t need, int64_t share) {
     return (wanted < (double)most ? (int64_t)wanted : most) / LINE * LINE;
 }
 
-/* Begin of line number `line` of a sample: one line from each of equal parts of the tensor, at a place that is
- * independent of rows and channels. */
+/* The start of line number `line` of a sample. The tensor is divided into equal parts, and the sample has one line from
+ * each part. The line's place does not depend on rows or channels. */
 static int64_t line_start(int64_t size, int64_t lines, int64_t line) {
     const int64_t part = size / LINE / lines;
     const uint64_t place = ((uint64_t)line + 1) * 0x9e3779b97f4a7c15u >> 32;
     return (line * part + (int64_t)(place * (uint64_t)part >> 32)) * LINE;
 }
 
-/* The bits of a magnitude that, judged by a sample, at least `need` of `size` elements reach, and not many more; 0 if
- * nearly all are needed, else above 0, so that zeros never reach it. */
+/* The bits of a magnitude that, as estimated from a sample, at least `need` of `size` elements reach, and not many
+ * more. The result is 0 if nearly all elements are needed. Otherwise it is above 0, so that zeros never reach it. */
 static uint32_t floor_of(const float *sample, int64_t sampled, int64_t need, int64_t size) {
     const double expected = (double)need / (double)size * (double)sampled;
     const int64_t rank = (int64_t)ceil(1.5 * expected + 4 * sqrt(expected) + 4);
@@ -65,7 +66,7 @@ static uint32_t floor_of(const float *sample, int64_t sampled, int64_t need, int
     return low;
 }
 
-/* The floor of a tensor that several tasks share: x of the sampled lines is made first. */
+/* Finds the floor of a tensor that has several tasks. To do so, it computes x of the sampled lines first. */
 static void find_floor(void *context, int64_t number) {
     const struct job *job = context;
     const hvd_segment *s = job->bucket->segments + number;
@@ -81,7 +82,7 @@ static void find_floor(void *context, int64_t number) {
     choice->floor = floor_of(sample, lines * LINE, choice->need, s->size);
 }
 
-/* The floor of a tensor whose x lies in cache. */
+/* The floor of a tensor whose x is in a cache. */
 static uint32_t floor_of_x(const float *x, int64_t size, int64_t need) {
     float sample[MOST_SAMPLED];
     const int64_t lines = sample_size(size, need, 4) / LINE;
@@ -90,7 +91,7 @@ static uint32_t floor_of_x(const float *x, int64_t size, int64_t need) {
     return floor_of(sample, lines * LINE, need, size);
 }
 
-/* The pass that makes x. */
+/* The pass that computes x. */
 
 static double sum_of_magnitudes(const float *restrict x, int64_t length) {
     float lanes[LANES] = {0};
@@ -176,7 +177,7 @@ static void pack(struct packer *to, const float *values, const uint16_t *places,
     const hvd_segment *s = to->s;
     const int64_t first = to->packed, width = s->index_bytes;
     uint8_t *wire = to->job->wire;
-    count = hvd_shorter(count, s->count - first); /* more only if x holds NaN */
+    count = hvd_shorter(count, s->count - first); /* there are more only if x contains NaN */
     if (to->job->sparse->type)
         for (int64_t i = 0; i < count; i++) {
             const uint16_t number = hvd_nearest_finite(values[i], to->job->sparse->type);
@@ -192,7 +193,8 @@ static void pack(struct packer *to, const float *values, const uint16_t *places,
     to->packed += count;
 }
 
-/* Packs the candidates of a task with numbers from `from` up to `end` that reach `least`. */
+/* Packs those candidates of a task that reach `least` and whose numbers are from `from` up to, but not including,
+ * `end`. */
 static void pack_range(struct packer *to, const struct hvd_run *run, int64_t from, int64_t end, uint32_t least) {
     float values[CHUNK + HVD_SLACK];
     uint16_t places[CHUNK + HVD_SLACK];

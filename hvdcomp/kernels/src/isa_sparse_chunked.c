@@ -1,10 +1,10 @@
-/* The largest elements of each chunk of neighbours: encoding of x, and the mean over ranks.
+/* The largest elements of each chunk of neighboring elements: encodes them, and computes their mean over the ranks.
  *
- * A full chunk sends `sent_of_chunk` elements, a tensor `count`. In the payload the tensor's values, or four means of
- * them, or their mean magnitude, begin at `values`. Their packed places in their chunks begin at `indices`: first the
- * low eight bits, then the higher bits. The packed number of each value's mean follows, or its sign. Before they are
- * packed, values and places begin at `found` of arrays for all tensors. Tasks are of whole chunks: start and length
- * count chunks. */
+ * A full chunk sends `sent_of_chunk` elements, and a tensor sends `count` elements. In the payload, `values` is the
+ * start of the tensor's values, or of four means of its values, or of their mean magnitude. The packed places of the
+ * values in their chunks begin at `indices`: first the low eight bits, then the higher bits. For each value, the packed
+ * number of its mean, or its sign, follows. Before values and places are packed, they are in arrays for all tensors, in
+ * which the tensor's part begins at `found`. Tasks consist of whole chunks: their start and length count chunks. */
 #include <math.h>
 
 #include "collect.h"
@@ -15,7 +15,7 @@
 #include "put.h"
 
 #define CANDIDATES 1024
-#define FEW 64 /* elements that are compared one by one to find the largest */
+#define FEW 64 /* up to this number of elements, all are compared to find the largest */
 
 struct job {
     const hvd_bucket *bucket;
@@ -32,7 +32,7 @@ struct job {
 /* Addresses of a tensor's packed codes. */
 struct codes {
     uint8_t *low, *high, *bins;
-    int bits, of_bins; /* of a place; of the number of a mean */
+    int bits, of_bins; /* bits of a place; bits of the number of a mean */
 };
 
 static int64_t packed_bytes(int64_t count, int bits) {
@@ -51,7 +51,7 @@ static struct codes codes_of(const struct job *job, const hvd_segment *s, uint8_
     return found;
 }
 
-/* A group of codes, each with room for packing. */
+/* A group of codes, with the room that packing needs. */
 struct group {
     uint8_t low[HVD_GROUP + 8], high[HVD_GROUP + 8], bins[HVD_GROUP + 8];
 };
@@ -63,20 +63,20 @@ static void pack(struct codes to, struct group *group, int64_t size, int64_t sta
     hvd_pack(group->bins, to.bins, size, start, length, to.of_bins, unpacks);
 }
 
-/* The `count` largest of a chunk in index order, the first among equal ones. Once few elements, but at least `count`,
- * reach a bound, the search reads these alone.
+/* Finds the `count` largest elements of a chunk, in index order. Among equal elements, the first ones are taken. As
+ * soon as only a few elements (at least `count`) reach a bound, the search reads only these.
  *
- * guess: a bound to begin with, 0 for none.
+ * guess: the first bound to try; 0 for none.
  * largest: bits that no magnitude exceeds.
- * Returns: the least bits that are taken. */
+ * Returns: the bits of the smallest magnitude that is taken. */
 static uint32_t choose(
     const float *x, int64_t length, int64_t count, uint32_t guess, uint32_t largest, float *values, uint16_t *places
 ) {
     float candidates[CANDIDATES + HVD_SLACK];
     uint16_t of_candidates[CANDIDATES + HVD_SLACK];
     const float *from = x;
-    uint32_t low = 0, high = largest + 1; /* `count` elements reach low, fewer high */
-    int64_t above = 0;                    /* as many reach high */
+    uint32_t low = 0, high = largest + 1; /* at least `count` elements reach low, fewer reach high */
+    int64_t above = 0;                    /* number of elements that reach high */
     while (high - low > 1) {
         const uint32_t middle = guess ? guess : low + (high - low) / 2;
         const int64_t reaching = hvd_count(from, length, middle);
@@ -103,7 +103,7 @@ static uint32_t choose(
     return low;
 }
 
-/* `choose` of one element. */
+/* `choose` for a single element. */
 static void choose_one(const float *x, int64_t length, float *value, uint16_t *place) {
     uint32_t largest = hvd_magnitude(x[0]);
     int64_t at = 0;
@@ -122,8 +122,8 @@ static void choose_piece(void *context, int64_t number) {
     const hvd_segment *s = job->bucket->segments + task->segment;
     const int64_t chunk = job->chunk, k = s->sent_of_chunk;
     const int64_t end = hvd_shorter((task->start + task->length) * chunk, s->size);
-    const int64_t step = chunk < HVD_BLOCK ? HVD_BLOCK / chunk * chunk : chunk; /* whole chunks in cache */
-    int64_t place = s->found + task->start * k, made = task->start * chunk;     /* made: where x ends so far */
+    const int64_t step = chunk < HVD_BLOCK ? HVD_BLOCK / chunk * chunk : chunk; /* whole chunks that fit in a cache */
+    int64_t place = s->found + task->start * k, made = task->start * chunk;     /* made: end of the part of x so far */
     uint32_t largest = 0, least = 0;
     for (int64_t start = made; start < end; start += chunk) {
         const int64_t length = hvd_shorter(chunk, end - start), count = (k * length + chunk - 1) / chunk;
@@ -137,7 +137,8 @@ static void choose_piece(void *context, int64_t number) {
             place++;
             continue;
         }
-        /* Slightly below the last chunk's least sent magnitude, or half the largest: most chunks have enough above. */
+        /* The guess is slightly below the smallest magnitude that the previous chunk sent, or half the largest
+         * magnitude. In most chunks, enough elements are above it. */
         const uint32_t near = least ? least : largest, less = least ? 1u << 21 : 1u << 23;
         const uint32_t guess = near > less ? near - less : 0;
         least = choose(hvd_made(s, start), length, count, guess, largest, job->values + place, job->places + place);
@@ -146,7 +147,7 @@ static void choose_piece(void *context, int64_t number) {
     task->counts[0] = largest >= HVD_INFINITE;
 }
 
-/* The means that stand for a tensor's values. `_to_bins` and `to_signs` in Python compute the same. */
+/* The means that replace a tensor's values. `_to_bins` and `to_signs` in Python compute the same means. */
 struct means {
     double centre, bounds[3];
     float of[4];
@@ -199,9 +200,9 @@ static struct means four_of(const float *values, int64_t count) {
     return found;
 }
 
-/* The places of a tensor's sent elements, one after the other. */
+/* Walks through the places of a tensor's sent elements. */
 struct walk {
-    int64_t chunk, k, start, left; /* of its chunk; elements of the chunk that follow */
+    int64_t chunk, k, start, left; /* start of the current chunk; number of its elements that remain */
 };
 
 static int64_t next_start(struct walk *walk) {
@@ -265,7 +266,7 @@ int32_t HVD_NAME(chunks_encode)(
     return hvd_any_found(tasks, count);
 }
 
-/* Adds what one rank sent to the elements `result` of a task, times `share`. */
+/* Adds the values that one rank sent, multiplied by `share`, to the elements `result` of a task. */
 static uint32_t add_rank(
     const struct job *job, const hvd_task *task, uint8_t *payload, float share, uint32_t largest, float *result
 ) {
@@ -308,7 +309,7 @@ static void decode_piece(void *context, int64_t number) {
     const hvd_segment *s = job->bucket->segments + task->segment;
     const int64_t start = task->start * job->chunk, length = hvd_shorter(task->length * job->chunk, s->size - start);
     const float share = (float)(1.0 / (double)job->ranks);
-    float room[HVD_CHUNK_PIECE]; /* for means that are rounded to 16 bits */
+    float room[HVD_CHUNK_PIECE]; /* for means that are then rounded to 16 bits */
     float *result = s->narrow ? room : s->result + start;
     uint32_t largest = 0;
     memset(result, 0, (size_t)length * sizeof *result);

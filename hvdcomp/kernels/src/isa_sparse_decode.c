@@ -1,5 +1,5 @@
-/* The mean of the ranks' sent elements, block by block, so that all ranks' parts of a block are added while it lies in
- * cache; and the residual in x. */
+/* Computes the mean of the elements that the ranks sent, and the residual in x. The mean is computed block by block, so
+ * that the elements of all ranks are added while the block is in a cache. */
 #include "half.h"
 #include "isa.h"
 #include "put.h"
@@ -11,7 +11,7 @@ struct job {
     const hvd_bucket *bucket;
     const uint8_t *payloads;
     int64_t ranks, row;
-    int32_t type, masking; /* type: of sent values, as in half.h */
+    int32_t type, masking; /* type: type of sent values, as in half.h */
 };
 
 static int64_t index_at(const uint8_t *indices, int64_t width, int64_t place) {
@@ -41,10 +41,10 @@ static int64_t sum_of_counts(const uint8_t *counts, int64_t blocks) {
     return sum;
 }
 
-/* A rank's elements in a task. */
+/* The elements that a rank sent for a task. */
 struct elements {
     const uint8_t *values, *indices;
-    int64_t from, end; /* of the tensor's elements in the payload */
+    int64_t from, end; /* range among the tensor's elements in the payload */
     int64_t width, start;
     int32_t type;
 };
@@ -55,7 +55,7 @@ static struct elements elements_of(const struct job *job, const hvd_task *task, 
     struct elements found = {
         .values = payload + s->values, .indices = payload + s->indices, .width = s->index_bytes, .type = job->type
     };
-    found.start = found.width == 2 ? 0 : task->start; /* indices of two bytes count from the task's begin */
+    found.start = found.width == 2 ? 0 : task->start; /* indices of two bytes count from the start of the task */
     if (s->block_counts >= 0) {
         const int64_t block = task->start >> BLOCK_BITS;
         found.from = sum_of_counts(payload + s->block_counts, block);
@@ -93,7 +93,7 @@ static void decode_piece(void *context, int64_t number) {
     hvd_task *task = job->bucket->tasks + number;
     const float share = (float)(1.0 / (double)job->ranks);
     const hvd_segment *s = job->bucket->segments + task->segment;
-    float room[1 << BLOCK_BITS]; /* a plain store to memory reads it first */
+    float room[1 << BLOCK_BITS]; /* used because a plain store to memory first reads the cache line */
     float *result = s->narrow ? room : s->result + task->start;
     uint32_t largest = 0;
     memset(result, 0, (size_t)task->length * sizeof *result);

@@ -1,4 +1,5 @@
-/* Elements at random places, which every rank draws alike: `distinct_indices` of hvdcomp/compressors/randomness.py. */
+/* Elements at random places. Every rank draws the same places, like `distinct_indices` in
+ * hvdcomp/compressors/randomness.py. */
 #include "half.h"
 #include "isa.h"
 #include "make.h"
@@ -12,12 +13,12 @@
 
 struct job {
     const hvd_bucket *bucket;
-    void *wire; /* sent values; a tensor's begin at element `values` */
+    void *wire; /* sent values; a tensor's values begin at element `values` */
     float *sent;
     uint64_t *drawn;
     uint16_t *places;
-    int64_t *ends; /* of each task's places */
-    float bound;   /* of values in half precision; 0 for float32 values */
+    int64_t *ends; /* for each task, the end of its places */
+    float bound;   /* bound of values in half precision; 0 for float32 values */
     int32_t unbiased, masking;
 };
 
@@ -51,7 +52,7 @@ static void draw(uint64_t *drawn, int64_t count, uint64_t size, uint64_t key) {
             numbers[i] = (uint64_t)(start + i);
             slots[i] = (uint16_t)i;
         }
-        while (left > 0) { /* permutes again numbers that are too large */
+        while (left > 0) { /* numbers that are too large are permuted again */
             permute(numbers, left, bits, key);
             int64_t again = 0;
             for (int64_t i = 0; i < left; i++) {
@@ -95,7 +96,7 @@ static void draw_places(void *context, int64_t number) {
     for (int64_t i = 0; i < s->count; i++) places[ends[drawn[i] >> BLOCK_BITS]++] = (uint16_t)drawn[i];
 }
 
-/* The first of a tensor's values in a task; `end` gets the end of these. */
+/* The number of the first of a tensor's values in a task. `end` receives the end of the task's values. */
 static int64_t first_of(const struct job *job, const hvd_segment *s, const hvd_task *task, int64_t *end) {
     const int64_t block = task->start >> BLOCK_BITS, *ends = job->ends + s->ends;
     *end = s->values + ends[block];
@@ -116,7 +117,7 @@ static void encode_piece(void *context, int64_t number) {
         float value = x[job->places[i]] * scale;
         largest = hvd_magnitude(value) > largest ? hvd_magnitude(value) : largest;
         if (bound > 0) {
-            /* Clipped, it would be biased, unless the memory keeps the excess. */
+            /* Clipping would bias the value, unless the bucket keeps the excess as a residual. */
             if (job->unbiased && !job->bucket->keeps && __builtin_fabsf(value) > bound) largest = HVD_INFINITE;
             const uint16_t half = hvd_to_half(value > bound ? bound : value < -bound ? -bound : value);
             ((uint16_t *)job->wire)[i] = half;
@@ -142,14 +143,15 @@ static inline float mean_of(const struct job *job, int64_t i) {
     return job->bound > 0 ? hvd_from_half(((const uint16_t *)job->wire)[i]) : ((const float *)job->wire)[i];
 }
 
-/* The means of a task as results of 16 bits: zeros between them are written once, and no x there is read. */
+/* Writes the means of a task as results of 16 bits. Each zero between the means is written only once, and x is not read
+ * there. */
 static uint32_t put_means_rounded(const struct job *job, const hvd_segment *s, const hvd_task *task) {
     const int32_t type = (int32_t)s->narrow;
     uint16_t *results = s->narrowed + task->start, highest = 0;
     int64_t end;
     memset(results, 0, (size_t)task->length * sizeof *results);
     for (int64_t i = first_of(job, s, task, &end); i < end; i++) {
-        const float mean = 0 + mean_of(job, i); /* -0 becomes 0, as in float results */
+        const float mean = 0 + mean_of(job, i); /* -0.0 becomes 0.0, as in float results */
         const uint16_t result = type == HVD_HALF ? hvd_to_half(mean) : hvd_to_bfloat16(mean);
         const uint16_t magnitude = result & 0x7fffu;
         results[job->places[i]] = result;

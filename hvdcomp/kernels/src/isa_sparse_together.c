@@ -1,9 +1,9 @@
 /* Blocks of elements that all ranks send together: scores, the best blocks, and their means.
  *
- * A tensor's blocks begin at `blocks` among those of all tensors. `count` of them are sent. Their numbers, in ascending
- * order, begin at `chosen` in the array `chosen`, and their elements at `taken` on the wire. A block has `length`
- * elements; the last block may have fewer and is padded with zeros. Tasks are of whole blocks: start and length count
- * blocks. */
+ * The number of a tensor's first block, among the blocks of all tensors, is `blocks`. The tensor sends `count` blocks.
+ * The numbers of the sent blocks, in ascending order, begin at `chosen` in the array `chosen`, and their elements begin
+ * at `taken` on the wire. A block has `length` elements; the last block may have fewer and is padded with zeros. Tasks
+ * consist of whole blocks: their start and length count blocks. */
 #include <math.h>
 
 #include "half.h"
@@ -17,10 +17,10 @@ struct job {
     const hvd_bucket *bucket;
     hvd_task *tasks;
     const float *judged;
-    int64_t numbers; /* numbers of a block in `judged` */
+    int64_t numbers; /* number of values of a block in `judged` */
     float *norms, *scores;
     void *wire;
-    int32_t half; /* whether elements on the wire are of half precision */
+    int32_t half; /* whether elements on the wire are in half precision */
     int64_t *chosen;
 };
 
@@ -55,7 +55,7 @@ int32_t HVD_NAME(together_judge)(hvd_bucket *bucket, hvd_task *tasks, int64_t co
     return hvd_any_found(tasks, count);
 }
 
-/* Copies a block to the wire, at `place`, and subtracts what is sent from x. */
+/* Copies a block to the wire, at `place`, and subtracts the sent values from x. */
 static void send(const struct job *job, const hvd_segment *s, int64_t block, int64_t place) {
     const int64_t start = block * s->length, length = hvd_shorter(s->length, s->size - start);
     const int64_t padding = s->length - length;
@@ -87,8 +87,8 @@ static void encode_tensor(void *context, int64_t number) {
             norms[i] = (float)sqrt(hvd_sum_of_squares(judged + i * job->numbers, job->numbers));
         scores = norms;
     }
-    uint32_t low = 0, high = hvd_largest_bits(scores, blocks, 0) + 1; /* `count` scores reach low, fewer high */
-    int64_t above = 0;                                                /* as many reach high */
+    uint32_t low = 0, high = hvd_largest_bits(scores, blocks, 0) + 1; /* `count` scores or more reach low, fewer high */
+    int64_t above = 0;                                                /* number of scores that reach high */
     while (high - low > 1) {
         const uint32_t middle = low + (high - low) / 2;
         const int64_t reaching = hvd_count(scores, blocks, middle);
@@ -125,7 +125,7 @@ static void decode_piece(void *context, int64_t number) {
     uint32_t largest = 0;
     memset(s->result + start, 0, (size_t)(end_of(s, task) - start) * sizeof *s->result);
     int64_t i = 0;
-    for (int64_t high = s->count; i < high;) { /* to the first block of the task */
+    for (int64_t high = s->count; i < high;) { /* finds the first sent block of the task */
         const int64_t middle = (i + high) / 2;
         if (chosen[middle] < task->start) i = middle + 1;
         else high = middle;
@@ -136,7 +136,7 @@ static void decode_piece(void *context, int64_t number) {
         const int64_t elements = hvd_shorter(length, s->size - chosen[i] * length);
         if (job->half) hvd_from_halves((const uint16_t *)job->wire + place, elements, result);
         else memcpy(result, (const float *)job->wire + place, (size_t)elements * sizeof *result);
-        for (int64_t j = 0; j < elements; j++) result[j] += 0.0f; /* 0.0 for -0.0, as in a sum with zeros */
+        for (int64_t j = 0; j < elements; j++) result[j] += 0.0f; /* turns -0.0 into 0.0, as in a sum with zeros */
         largest = hvd_largest_bits(result, elements, largest);
     }
     largest = hvd_put(job->bucket, s, start, end_of(s, task) - start, s->result + start, 0, largest);

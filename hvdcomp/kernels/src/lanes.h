@@ -1,6 +1,7 @@
-/* Vectors of the instruction set's width, for loops that the compiler does not turn into vectors well by itself.
+/* Vectors of the instruction set's width, for loops that the compiler does not vectorize well by itself.
  *
- * Sums are over sixteen lanes: element j goes to lane j % 16, whatever the width, and lanes are added in one order. */
+ * Sums are computed in sixteen lanes: whatever the width, element j is added to lane j % 16, and the lanes are added in
+ * a fixed order. */
 #ifndef HVD_LANES_H
 #define HVD_LANES_H
 
@@ -10,14 +11,14 @@
 #include "stream.h"
 
 #if defined(__AVX512F__)
-#define HVD_WIDTH 16 /* floats of a vector */
+#define HVD_WIDTH 16 /* number of floats in a vector */
 #elif defined(__AVX2__)
 #define HVD_WIDTH 8
 #else
 #define HVD_WIDTH 4
 #endif
 #define HVD_LANES 16
-#define HVD_PARTS (HVD_LANES / HVD_WIDTH) /* vectors that hold all lanes */
+#define HVD_PARTS (HVD_LANES / HVD_WIDTH) /* number of vectors that hold all lanes */
 
 #define HVD_INLINE static inline __attribute__((always_inline))
 
@@ -31,7 +32,7 @@ HVD_INLINE hvd_vector hvd_load(const float *from) { return *(const hvd_vector *)
 
 HVD_INLINE void hvd_store(float *to, hvd_vector vector) { *(hvd_vector *)to = vector; }
 
-/* A store past the caches, to a multiple of a vector's bytes; to be followed by `hvd_fence`. */
+/* Stores a vector past the caches. The address must be a multiple of a vector's bytes. Call `hvd_fence` afterwards. */
 HVD_INLINE void hvd_stream(float *to, hvd_vector vector) {
 #if defined(__AVX512F__)
     _mm512_stream_ps(to, (__m512)vector);

@@ -1,18 +1,21 @@
-/* Products of a matrix with a few columns. Factors lie column by column: element i of column k at k * stride + i. */
+/* Products of a matrix with a few columns. Factors are stored column by column: element i of column k is at k * stride
+ * + i. */
 #ifndef HVD_LOWRANK_H
 #define HVD_LOWRANK_H
 
 #include "isa.h"
 #include "lanes.h"
 
-/* A column with a norm up to this counts as zero, as in hvdcomp/kernels/limits.py. */
+/* A column whose norm is at most this number counts as zero, as in hvdcomp/kernels/limits.py. */
 #define HVD_SMALLEST_NORM 0x1p-110f
 
-/* The products of some rows with some columns, both of `length` elements, to out[row * 4 + column].
+/* Computes the products of some rows with some columns, all of `length` elements, and stores them in out[row * 4 +
+ * column].
  *
- * rows, columns: at most 2 and 4; known when this is compiled, as in every function here that is always inline.
- * ahead: addresses to prefetch: the sources of the next rows, `y_stride` apart, and their destination (NULL: not
- * prefetched); NULL for no prefetch. */
+ * rows, columns: at most 2 and 4. They are known at compile time, as in all functions in this file that are always
+ * inline.
+ * ahead: addresses to prefetch, or NULL: the sources of the next rows, which are `y_stride` apart, and their
+ * destination (NULL if it is not prefetched). */
 HVD_INLINE void hvd_dots(
     int rows, int columns, const float *x, int64_t x_stride, const float *y, int64_t y_stride, int64_t length,
     float *out, const float *const *ahead
@@ -47,9 +50,11 @@ HVD_INLINE void hvd_dots(
         for (int k = 0; k < columns; k++) out[r * 4 + k] = hvd_sum(sums[r][k]) + rest[r][k];
 }
 
-/* Replaces the columns (count, length) by orthonormal ones that span the same, in `unit`: modified Gram-Schmidt.
+/* Computes orthonormal columns with the same span as the columns (count, length), by modified Gram-Schmidt, and writes
+ * them to `unit`.
  *
- * A column that is nearly zero, whose norm overflows, or that depends on the columns before it becomes zero. */
+ * A column becomes zero if it is nearly zero, if its norm overflows, or if it depends linearly on the columns before
+ * it. */
 void HVD_NAME(orthogonalize)(const float *columns, int64_t count, int64_t length, float *unit);
 
 #endif

@@ -1,32 +1,33 @@
-/* x, made of gradients, residuals and momentum. The functions of `isa_make.c` are large and used by most kernels: the
- * compiler makes them once for each instruction set, not once in each file. */
+/* Computes x from gradients, residuals and momentum. The functions in `isa_make.c` are large, and most kernels use
+ * them. They are in a file of their own so that they are compiled once for each instruction set, not once in each
+ * file. */
 #ifndef HVDCOMP_MAKE_H
 #define HVDCOMP_MAKE_H
 
 #include "isa.h"
 
-#define HVD_WIDENED 1024 /* elements of 16 bits that are widened at a time */
+#define HVD_WIDENED 1024 /* number of 16-bit elements that are widened at a time */
 
-/* A block of x: the gradient plus residual and momentum. */
+/* Computes a block of x: the gradient plus residual and momentum. */
 void HVD_NAME(make)(
     const hvd_bucket *b, const hvd_segment *s, int64_t start, int64_t length, float *restrict x
 );
 
-/* The residual of a block: the part of the block `kept` that was not sent, times `decay`. */
+/* Computes the residual of a block: the part of the block `kept` that was not sent, times `decay`. */
 void HVD_NAME(residual)(
     const hvd_segment *s, const float *restrict kept, int64_t start, int64_t length, float decay, float *restrict out
 );
 
-/* A block of numbers of 16 bits, of `type`, as floats. */
+/* Converts a block of 16-bit numbers of `type` to floats. */
 static inline void hvd_widened(const void *numbers, int64_t type, int64_t start, int64_t length, float *restrict out) {
     hvd_widen((const uint16_t *)numbers + start, length, (int32_t)type, out);
 }
 
-/* Makes a block of x where the bucket keeps it.
+/* Computes a block of x at the place where the bucket keeps it.
  *
- * start, length: of the block, at most HVD_BLOCK elements.
- * largest: is raised to the largest magnitude's bits, of which those of inf and NaN are the highest.
- * Returns: the block of x, or of the source that is compressed in its place.
+ * start, length: start and length of the block, which has at most HVD_BLOCK elements.
+ * largest: is raised to the bits of the block's largest magnitude. The bits of inf and NaN are higher than all others.
+ * Returns: the block of x, or of the source that is compressed instead.
  */
 static inline const float *hvd_x(
     const hvd_bucket *b, const hvd_segment *s, int64_t start, int64_t length, uint32_t *largest
@@ -37,12 +38,12 @@ static inline const float *hvd_x(
     return made;
 }
 
-/* Whether `hvd_x_once` writes x nowhere but to its `room`. */
+/* Whether `hvd_x_once` writes x only to its `room`. */
 static inline int hvd_made_once(const hvd_bucket *b, const hvd_segment *s) {
     return s->narrow && !b->keeps && !s->source;
 }
 
-/* `hvd_x` for a block that nobody else reads: if gradients have 16 bits and nothing is kept, x is in `room`. */
+/* `hvd_x` for a block that no other function reads. If gradients have 16 bits and nothing is kept, x is in `room`. */
 static inline const float *hvd_x_once(
     const hvd_bucket *b, const hvd_segment *s, int64_t start, int64_t length, float *room, uint32_t *largest
 ) {

@@ -1,4 +1,4 @@
-/* Comparisons of floats as masks of bits. */
+/* Compares floats; the results are bit masks. */
 #ifndef HVD_MASKS_H
 #define HVD_MASKS_H
 
@@ -9,7 +9,7 @@
 #include <immintrin.h>
 #endif
 
-/* Bit i says whether x[i] >= 0 or, if `strictly`, x[i] > 0; of 64 floats. NaN is neither. */
+/* For 64 floats: bit i is set if x[i] >= 0 or, if `strictly`, x[i] > 0. It is not set for NaN. */
 static inline uint64_t hvd_positive64(const float *x, int strictly) {
     uint64_t mask = 0;
 #if defined(__AVX512F__)
@@ -32,7 +32,7 @@ static inline uint64_t hvd_positive64(const float *x, int strictly) {
     return mask;
 }
 
-/* The mask of `length` floats, at most 64; the other bits are 0. */
+/* The same mask for `length` floats, at most 64. The other bits are 0. */
 static inline uint64_t hvd_positive(const float *x, int64_t length, int strictly) {
     if (length >= 64) return hvd_positive64(x, strictly);
     uint64_t mask = 0;
@@ -40,14 +40,14 @@ static inline uint64_t hvd_positive(const float *x, int64_t length, int strictly
     return mask;
 }
 
-/* Bit i says whether x[i] is not zero; of `length` floats, at most 64. NaN is not zero. */
+/* For `length` floats, at most 64: bit i is set if x[i] is not zero. It is set for NaN. */
 static inline uint64_t hvd_nonzero(const float *x, int64_t length) {
     uint64_t mask = 0;
     for (int64_t i = 0; i < length; i++) mask |= (uint64_t)(x[i] != 0) << i;
     return mask;
 }
 
-/* Bit i says whether the magnitude's bits of x[i] reach `least`; of 64 floats. `least` is below 2**31. */
+/* For 64 floats: bit i is set if the magnitude of x[i], as bits, reaches `least`, which is below 2**31. */
 static inline uint64_t hvd_reaching64(const float *x, uint32_t least) {
     uint64_t mask = 0;
 #if defined(__AVX512F__)
@@ -73,14 +73,14 @@ static inline uint64_t hvd_reaching64(const float *x, uint32_t least) {
     return mask;
 }
 
-/* Writes the low `length` bits of a mask as whole bytes; the mask's other bits are 0. */
+/* Writes the low `length` bits of a mask as whole bytes. The mask's other bits must be 0. */
 static inline void hvd_store_bits(uint8_t *bytes, uint64_t mask, int64_t length) {
     if (length >= 64) memcpy(bytes, &mask, 8);
     else
         for (int64_t i = 0; 8 * i < length; i++) bytes[i] = (uint8_t)(mask >> (8 * i));
 }
 
-/* The next `length` bits, at most 64, of packed bits; the other bits are undefined. */
+/* Reads the next `length` bits, at most 64, of packed bits. The result's other bits are undefined. */
 static inline uint64_t hvd_load_bits(const uint8_t *bytes, int64_t length) {
     uint64_t mask = 0;
     memcpy(&mask, bytes, length >= 64 ? 8 : (size_t)(length + 7) / 8);

@@ -1,14 +1,15 @@
-/* Codes packed as in hvdcomp/compressors/packing.py: in planes, and each plane in groups. */
+/* Packs codes as hvdcomp/compressors/packing.py does: in planes, and each plane in groups. */
 #ifndef HVDCOMP_PACKING_H
 #define HVDCOMP_PACKING_H
 
 #include <stdint.h>
 #include <string.h>
 
-#define HVD_GROUP 512 /* codes */
+#define HVD_GROUP 512 /* number of codes */
 
-/* A plane's bytes of 8 / width codes each: code j + k * bytes goes to byte j, k fields from its lowest bits. `codes`
- * is padded with zeros to whole bytes. Works on eight bytes at a time, with operations that do not cross bytes. */
+/* Packs a plane into bytes of 8 / width codes each. Code j + k * bytes is stored in byte j, k fields above its lowest
+ * bits. `codes` must be padded with zeros to whole bytes. The function works on eight bytes at a time, with operations
+ * that do not cross bytes. */
 static inline __attribute__((always_inline)) void hvd_pack_plane(
     const uint8_t *restrict codes, int64_t bytes, int shift, int width, uint8_t *restrict out
 ) {
@@ -51,10 +52,10 @@ static inline __attribute__((always_inline)) void hvd_unpack_plane(
 
 /* Packs a group, or unpacks it if `unpacking`.
  *
- * packed: all codes of the tensor.
- * size: of the tensor.
- * start, length: of the group; at most HVD_GROUP codes.
- * codes: the group's, and room for 7 more, which are zero if they are packed.
+ * packed: the packed codes of the whole tensor.
+ * size: the tensor's number of codes.
+ * start, length: start and length of the group, which has at most HVD_GROUP codes.
+ * codes: the codes of the group, and room for 7 more, which must be zero when the group is packed.
  */
 static inline void hvd_pack(
     uint8_t *codes, uint8_t *packed, int64_t size, int64_t start, int64_t length, int bits, int unpacking

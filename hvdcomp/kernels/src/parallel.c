@@ -6,7 +6,7 @@
 #include <stddef.h>
 
 #define MOST_WORKERS 255
-/* Number of polls before a thread sleeps: some tens of microseconds, about the time to wake a thread. */
+/* Number of polls before a thread sleeps. They take some tens of microseconds, about as long as waking a thread. */
 #define LOOKS 1000
 
 static inline void pause_briefly(void) {
@@ -17,8 +17,8 @@ static inline void pause_briefly(void) {
 #endif
 }
 
-/* How this thread's processor does float arithmetic: whether denormal numbers count as zero, above all. Frameworks set
- * that for some threads. */
+/* The settings for floating-point arithmetic of this thread's processor; above all, whether denormal numbers count as
+ * zero. Frameworks change these settings for some threads. */
 static inline uint64_t float_mode(void) {
 #if defined(__x86_64__)
     return __builtin_ia32_stmxcsr();
@@ -44,15 +44,15 @@ static inline void set_float_mode(uint64_t mode) {
 /* Held by the thread that owns the current job. */
 static pthread_mutex_t in_use = PTHREAD_MUTEX_INITIALIZER;
 
-/* The job. `lock` guards all of it but the two counters that are atomic. */
+/* The current job. `lock` guards all its variables except the two atomic counters. */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t job_is_there = PTHREAD_COND_INITIALIZER, job_is_done = PTHREAD_COND_INITIALIZER;
 static void (*job_work)(void *context, int64_t task);
 static void *job_context;
 static int64_t job_tasks;
-static uint64_t job_mode; /* the caller's, so that no result depends on the thread */
+static uint64_t job_mode; /* the caller's float mode, so that results do not depend on the thread */
 static _Atomic int64_t next_task;
-static int places; /* workers that may still join */
+static int places; /* number of workers that may still join */
 static _Atomic int taking_part;
 static _Atomic uint64_t job_number;
 static int workers;
@@ -62,7 +62,7 @@ static void take_tasks(void (*work)(void *context, int64_t task), void *context,
     while ((task = atomic_fetch_add_explicit(&next_task, 1, memory_order_relaxed)) < tasks) work(context, task);
 }
 
-/* The loop of a worker. `seen` is the number of its last job. */
+/* The loop of a worker. `seen` is the number of the worker's last job. */
 static void *serve(void *first) {
     uint64_t seen = (uint64_t)(uintptr_t)first;
     for (;;) {
@@ -89,10 +89,10 @@ static void *serve(void *first) {
     return NULL;
 }
 
-#define STACK (2 << 20) /* bytes of a worker's: kernels put a task's elements there, and some systems give 128 KiB */
+#define STACK (2 << 20) /* of a worker: kernels put a task's elements on the stack; some systems give 128 KiB */
 
-/* Starts workers up to a number, with `lock` held. Signals are left to the process's own threads. If the system gives
- * no more threads, the existing ones do the work. */
+/* Starts workers until there are `wanted`. The caller must hold `lock`. Signals are handled by the other threads of the
+ * process. If the system refuses to create more threads, the existing ones do the work. */
 static void have_workers(int wanted) {
     if (workers >= wanted) return;
     sigset_t all, before;
@@ -111,7 +111,7 @@ static void have_workers(int wanted) {
     pthread_attr_destroy(&detached);
 }
 
-/* Fork copies the calling thread alone: the child has no workers, whatever the parent was doing. */
+/* Fork copies only the calling thread, so the child has no workers, whatever the parent was doing. */
 static void start_anew(void) {
     static const pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
     static const pthread_cond_t condition = PTHREAD_COND_INITIALIZER;

@@ -4,12 +4,13 @@
 
 #include "hvdcomp.h"
 
-/* Calls work(context, task) once for each task from 0 to tasks - 1, in up to `threads` threads, this one among them,
- * and returns when all calls have. The assignment and the order of tasks are undefined: the result must not depend
- * on them.
+/* Calls work(context, task) once for each task from 0 to tasks - 1, in up to `threads` threads including this one, and
+ * returns when all calls have returned. The order of tasks, and the thread of each task, are undefined; results must
+ * not depend on them.
  *
- * With one thread or one task, inside a task, and while another thread uses the pool, it calls them in this thread.
- * Threads are made when they are first needed and kept. After fork the child makes its own. */
+ * All calls run in this thread if there is only one thread or one task, if this is called inside a task, or if another
+ * thread is using the pool. Threads are created when they are first needed, and then kept. After a fork, the child
+ * process creates its own threads. */
 HVD_EXPORT void hvd_parallel(int32_t threads, int64_t tasks, void (*work)(void *context, int64_t task),
                              void *context);
 

@@ -1,11 +1,12 @@
-/* The end of decoding: means become results. */
+/* The last part of decoding: writes means to the results. */
 #ifndef HVD_PUT_H
 #define HVD_PUT_H
 
 #include "isa.h"
 #include "stream.h"
 
-/* A copy of the tensor in which x, and what was sent of it, stand in the place of the kept x. */
+/* A copy of the segment in which `kept`, and the values sent from it, are replaced with x and the values sent from
+ * x. */
 static inline hvd_segment hvd_unsent(const hvd_segment *s) {
     hvd_segment left = *s;
     left.kept = s->x;
@@ -16,16 +17,18 @@ static inline hvd_segment hvd_unsent(const hvd_segment *s) {
     return left;
 }
 
-/* `hvd_put` for results of 16 bits (`isa_make.c`). Returns whether any is not finite. */
+/* `hvd_put` for results of 16 bits (`isa_make.c`). Returns whether any result is not finite. */
 int HVD_NAME(put_rounded)(
     const hvd_bucket *b, const hvd_segment *s, int64_t start, int64_t length, const float *mean
 );
 
-/* Writes a block of means to the results; past the caches if `large`, then to be followed by `hvd_fence`. Results of 16
- * bits are rounded; x, if it is kept, becomes its residual plus the rounding error of the means.
+/* Writes a block of means to the results. If `large`, it writes past the caches, and `hvd_fence` must be called
+ * afterwards. Results of 16 bits are rounded; if x is kept, it then becomes its residual plus the rounding error of the
+ * means.
  *
- * mean: may be the place of float results.
- * largest: the bits of the largest magnitude so far. Returns: those, or of inf if a result is not finite. */
+ * mean: may be the same memory as float results.
+ * largest: the bits of the largest magnitude so far. Returns: the same bits, or the bits of inf if a result is not
+ * finite. */
 static inline uint32_t hvd_put(
     const hvd_bucket *b, const hvd_segment *s, int64_t start, int64_t length, const float *mean, int large,
     uint32_t largest

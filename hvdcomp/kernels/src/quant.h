@@ -1,4 +1,4 @@
-/* Functions of the kernels of all quantizers. */
+/* Functions that the kernels of all quantizers share. */
 #ifndef HVDCOMP_QUANT_H
 #define HVDCOMP_QUANT_H
 
@@ -13,25 +13,25 @@
 #include <immintrin.h>
 #endif
 
-/* A scale up to this counts as zero, as in hvdcomp/kernels/limits.py. */
+/* A scale up to this number counts as zero, as in hvdcomp/kernels/limits.py. */
 #define HVD_SMALLEST_SCALE 0x1p-96f
 
-/* `most` / scale, by way of the reciprocal, rounded to a float; 0 if the scale is zero. Of a scale above 2**126 the
- * reciprocal is denormal, which the processor may be set to take for zero. */
+/* `most` / scale, computed from the scale's reciprocal and rounded to a float; 0 if the scale is zero. The reciprocal
+ * of a scale above 2**126 is denormal, and the processor may treat denormal numbers as zero. */
 static inline float hvd_factor(float scale, float most) {
     if (!(scale > 0x1p126f)) return scale > HVD_SMALLEST_SCALE ? 1 / scale * most : 0;
-    const double last = 0x1.8p-97; /* added in double precision, leaves multiples of 2**-149, as of denormal floats */
+    const double last = 0x1.8p-97; /* adding it as a double rounds to multiples of 2**-149, as in denormal floats */
     return (float)((1 / (double)scale + last - last) * (double)most);
 }
 
-/* The sum of lanes, which it overwrites, in the order of `row_dots` in hvdcomp/arrays/numpy_arrays.py. */
+/* The sum of the lanes, in the order of `row_dots` in hvdcomp/arrays/numpy_arrays.py. Overwrites `lanes`. */
 HVD_INLINE double hvd_sum_of_lanes(double lanes[HVD_LANES]) {
     for (int half = HVD_LANES / 2; half; half /= 2)
         for (int lane = 0; lane < half; lane++) lanes[lane] += lanes[lane + half];
     return lanes[0];
 }
 
-/* Squares of floats are exact in double precision, so that a fused operation gives the same. */
+/* Squares of floats are exact in double precision, so a fused operation gives the same result. */
 static inline double hvd_sum_of_squares(const float *x, int64_t length) {
     double lanes[HVD_LANES] = {0};
     int64_t i = 0;
@@ -61,18 +61,18 @@ static inline double hvd_sum_of_squares(const float *x, int64_t length) {
     return hvd_sum_of_lanes(lanes);
 }
 
-/* Bytes of an element of what x is made of. */
+/* Bytes per element of the numbers that x is computed from. */
 static inline int64_t hvd_width_ahead(const hvd_segment *s) {
     return s->narrow && !s->source ? sizeof(uint16_t) : sizeof(float);
 }
 
-/* The address of what is read one block later. */
+/* The address of the numbers that are read one block later. */
 static inline const char *hvd_ahead(const hvd_segment *s, int64_t start) {
     return (const char *)(s->source ? s->source : s->gradient) + (start + HVD_BLOCK) * hvd_width_ahead(s);
 }
 
-/* Prefetches a group of gradients that is read one block later, while numbers are rounded. Always inline: GCC removes
- * calls of a function that only prefetches, as it writes nothing. */
+/* Prefetches a group of gradients that is read one block later, while numbers are rounded. The function is always
+ * inline, because GCC removes calls of a function that only prefetches: such a function has no visible effect. */
 HVD_INLINE void hvd_ask_ahead(const hvd_segment *s, int64_t start) {
     const char *next = hvd_ahead(s, start);
     const int64_t length = hvd_shorter(HVD_GROUP, s->size - start - HVD_BLOCK) * hvd_width_ahead(s);

@@ -1,11 +1,11 @@
-/* Random words by key and index: `random_words` of hvdcomp/compressors/randomness.py, which says why they are
+/* Random words for a key and an index: `random_words` in hvdcomp/compressors/randomness.py, which explains why they are
  * random. */
 #ifndef HVDCOMP_RANDOMNESS_H
 #define HVDCOMP_RANDOMNESS_H
 
 #include <stdint.h>
 
-/* Increment of a word's input from one index to the next. */
+/* The input of a random word increases by this number from one index to the next. */
 #define HVD_WEYL 0x9e3779b9u
 
 static inline uint32_t hvd_weyl(int64_t index, uint64_t key) { return (uint32_t)index * HVD_WEYL + (uint32_t)key; }

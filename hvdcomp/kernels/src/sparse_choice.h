@@ -1,4 +1,4 @@
-/* The choice of exactly k of a tensor's candidates, by the search of each method. */
+/* Chooses exactly k of a tensor's candidates, with the search of each method. */
 #ifndef HVD_SPARSE_CHOICE_H
 #define HVD_SPARSE_CHOICE_H
 
@@ -12,20 +12,20 @@ struct hvd_view {
     const hvd_sparse *sparse;
     const hvd_segment *s;
     hvd_choice *choice;
-    int64_t reached;  /* candidates */
+    int64_t reached;  /* number of candidates */
     uint32_t largest; /* bits of the largest magnitude */
 };
 
 /* A task's candidates. */
 struct hvd_run {
     const float *values;
-    const uint16_t *places; /* in the task; NULL for 0, 1, 2 ... */
+    const uint16_t *places; /* places in the task; NULL stands for 0, 1, 2 ... */
     int64_t length;
-    int64_t start; /* of the task, in the tensor */
+    int64_t start; /* where the task begins in the tensor */
 };
 
-/* The sent elements: an element whose magnitude's bits reach least[0] if its index is below `first`, least[1] if it is
- * below `second`, else least[2]. */
+/* Describes the sent elements. An element is sent if its magnitude, as bits, reaches a bound: least[0] if its index is
+ * below `first`, least[1] if its index is below `second`, otherwise least[2]. */
 struct hvd_chosen {
     int64_t first, second;
     uint32_t least[3];
@@ -56,7 +56,7 @@ static inline struct hvd_run hvd_run_of(const struct hvd_view *view, int64_t num
     return some;
 }
 
-/* Number of a run's candidates with an index below `end`. */
+/* The number of a run's candidates with an index below `end`. */
 static inline int64_t hvd_before(const struct hvd_run *run, int64_t end) {
     const int64_t place = end - run->start;
     if (place <= 0) return 0;
@@ -70,7 +70,7 @@ static inline int64_t hvd_before(const struct hvd_run *run, int64_t end) {
     return low;
 }
 
-/* Number of candidates with an index below `end` that reach `least`, which is at least the floor. */
+/* The number of candidates with an index below `end` that reach `least`. `least` must not be below the floor. */
 static inline int64_t hvd_count_before(const struct hvd_view *view, uint32_t least, int64_t end) {
     int64_t count = 0;
     for (int64_t i = 0; i < view->choice->tasks; i++) {
@@ -80,8 +80,8 @@ static inline int64_t hvd_count_before(const struct hvd_view *view, uint32_t lea
     return count;
 }
 
-/* The index behind element number `number`, counted from 1, of those that reach `low` and not `high`; the tensor's size
- * if there are less. */
+/* Considers the elements that reach `low` but not `high`, counted from 1. Returns the index after element number
+ * `number`, or the tensor's size if there are fewer such elements. */
 static inline int64_t hvd_end_of(const struct hvd_view *view, int64_t number, uint32_t low, uint32_t high) {
     for (int64_t i = 0; number > 0 && i < view->choice->tasks; i++) {
         const struct hvd_run run = hvd_run_of(view, i);
@@ -98,14 +98,15 @@ static inline int64_t hvd_end_of(const struct hvd_view *view, int64_t number, ui
     return number > 0 ? view->s->size : 0;
 }
 
-/* The k largest of the elements with an index below `end`, of equal ones the first, and all that reach `high`.
+/* Chooses the k largest elements with an index below `end` (among equal elements, the first ones), and all elements
+ * that reach `high`.
  *
- * At least k of the former reach `low`, and less than k, or k, reach `high`. */
+ * Of the elements with an index below `end`, at least k must reach `low`, and at most k may reach `high`. */
 static inline struct hvd_chosen hvd_largest_before(
     const struct hvd_view *view, int64_t k, uint32_t low, uint32_t high, int64_t end
 ) {
     struct hvd_chosen chosen = {end, end, {low, low, high}};
-    int64_t above = -1; /* that reach `upper`, once that has changed */
+    int64_t above = -1; /* number of elements that reach `upper`; -1 until `upper` changes */
     uint32_t upper = high;
     while (upper - low > 1) {
         const uint32_t middle = low + (upper - low) / 2;
@@ -141,7 +142,7 @@ static inline struct hvd_chosen hvd_choose_largest(struct hvd_view *view) {
     return hvd_largest_before(view, view->s->count, 0, floor, view->s->size);
 }
 
-/* Thresholds. `hvdcomp/compressors/thresholds.py` has the same search in array functions. */
+/* The search for a threshold. `hvdcomp/compressors/thresholds.py` does the same search with array functions. */
 
 struct hvd_bracket {
     double low, high;
@@ -160,7 +161,7 @@ static inline void hvd_test(const struct hvd_view *view, struct hvd_bracket *bra
     if (!bracket->too_many && threshold < bracket->high) bracket->high = threshold;
 }
 
-/* Mean of the magnitudes. */
+/* The mean of the magnitudes. */
 static inline double hvd_mean_magnitude(const struct hvd_view *view) {
     double sum = 0;
     for (int64_t i = 0; i < view->choice->tasks; i++)
@@ -181,7 +182,7 @@ static inline void hvd_bisect(const struct hvd_view *view, struct hvd_bracket *b
     }
 }
 
-/* The magnitude that `reaching` of a sample reach. */
+/* The magnitude that `reaching` elements of a sample reach. */
 static inline double hvd_sample_threshold(const float *sample, int64_t sampled, int64_t reaching) {
     uint32_t low = 0, high = hvd_largest_bits(sample, sampled, 0) + 1;
     while (high - low > 1) {
@@ -207,7 +208,7 @@ static inline void hvd_step_by_step(const struct hvd_view *view, struct hvd_brac
     }
 }
 
-/* Sum of the excesses of magnitudes over a threshold, and number of those that reach it. */
+/* Considers the magnitudes that reach a threshold: the sum of their excesses over the threshold, and their number. */
 static inline double hvd_excess(const float *restrict x, int64_t length, float threshold, int64_t *reached) {
     double sum = 0;
     for (int64_t start = 0; start < length; start += HVD_BLOCK) {
@@ -243,7 +244,7 @@ static inline double hvd_excess(const float *restrict x, int64_t length, float t
     return sum;
 }
 
-/* Mean excess over a threshold of the magnitudes that reach it; 0 if there are none. */
+/* The mean excess over a threshold of the magnitudes that reach it; 0 if no magnitude reaches it. */
 static inline float hvd_mean_excess(const struct hvd_view *view, float threshold) {
     double sum = 0;
     int64_t reached = 0;
@@ -266,8 +267,8 @@ static inline void hvd_stage_by_stage(const struct hvd_view *view, struct hvd_br
     }
 }
 
-/* The k largest among the first `most` elements, counted in index order from those that reach the upper threshold, and
- * going on to those that reach the lower. */
+/* Chooses the k largest among the first `most` elements. The elements that reach the upper threshold come first, then
+ * those that reach only the lower threshold, each in index order. */
 static inline struct hvd_chosen hvd_pick(struct hvd_view *view, const struct hvd_bracket *bracket) {
     const int64_t k = view->s->count, most = view->choice->most, size = view->s->size;
     const uint32_t low = hvd_threshold_bits(bracket->low), high = hvd_threshold_bits(bracket->high);
@@ -286,7 +287,7 @@ static inline struct hvd_chosen hvd_pick(struct hvd_view *view, const struct hvd
 }
 
 static inline struct hvd_chosen hvd_choose(struct hvd_view *view) {
-    if (view->largest >= HVD_INFINITE) { /* nothing of this step counts */
+    if (view->largest >= HVD_INFINITE) { /* this step does not count */
         struct hvd_chosen any = {view->s->size, view->s->size, {0, 0, 0}};
         hvd_take_all(view);
         return any;

@@ -1,5 +1,5 @@
-/* Copies past the caches, for data too large to stay in a cache until its next reader: a plain store reads the line
- * first. */
+/* Copies past the caches. This is for data that is too large to stay in a cache until it is read again. It saves time
+ * because a plain store first reads the cache line. */
 #ifndef HVD_STREAM_H
 #define HVD_STREAM_H
 
@@ -12,7 +12,8 @@
 #include <immintrin.h>
 #endif
 
-/* Bytes of all tensors from which on their results have left a core's second cache before they are read. */
+/* If all tensors together have at least this number of bytes, their results have left a core's second-level cache
+ * before they are read. */
 #define HVD_LARGE (8 << 20)
 
 static inline int hvd_is_large(const hvd_bucket *bucket) {
@@ -21,12 +22,12 @@ static inline int hvd_is_large(const hvd_bucket *bucket) {
     return elements * (int64_t)sizeof(float) >= HVD_LARGE;
 }
 
-/* Copies `length` floats; past the caches if `large`, then to be followed by `hvd_fence` before another thread
+/* Copies `length` floats. If `large`, it copies past the caches, and `hvd_fence` must be called before another thread
  * reads. */
 static inline void hvd_copy(float *restrict to, const float *restrict from, int64_t length, int large) {
 #if defined(__AVX512F__) || defined(__AVX2__)
     if (large) {
-        const int64_t head = (int64_t)(-((uintptr_t)to / sizeof *to) & 15); /* to the next cache line */
+        const int64_t head = (int64_t)(-((uintptr_t)to / sizeof *to) & 15); /* floats before the next cache line */
         if (head < length) {
             memcpy(to, from, (size_t)head * sizeof *to);
             int64_t i = head;

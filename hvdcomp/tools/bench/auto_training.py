@@ -1,5 +1,4 @@
-"""A training with the policy `auto`. The steps of this training alternate with the steps of trainings with fixed
-methods."""
+"""Training with the policy `auto`. Its steps alternate with the steps of training runs with fixed methods."""
 
 from __future__ import annotations
 
@@ -17,12 +16,12 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 
-_FEWEST = 150  # number of steps before the comparison, in which `auto` tries its best candidates
+_FEWEST = 150  # steps before the comparison, in which `auto` tries its best candidates
 _BLOCK = 5
 
 
 class AutoTraining(Training):
-    """A training with `auto`. The policy's clock stops while other trainings make their steps.
+    """A training run with `auto`. The policy's clock stops while other training runs have their turns.
 
     Args:
         carrier: the library that exchanges the gradients.
@@ -55,7 +54,7 @@ class AutoTraining(Training):
         super().__init__(carrier, AUTO, model_name, batch_size, seed)
 
     def begin(self, seconds: float) -> None:
-        """Trains for `seconds`, and for at least `_FEWEST` steps, without steps of other trainings in between."""
+        """Trains for `seconds`, but for at least `_FEWEST` steps, without steps of other training runs in between."""
         start, steps = time.perf_counter(), 0
         going = True
         while going:
@@ -71,7 +70,7 @@ class AutoTraining(Training):
 
         decided = [line for line in read_decisions(self._settings["decision_log"]) if isinstance(line, Decided)]
         last = decided[-1].state
-        chosen = last["rival"] or last["chosen"]  # if a trial was interrupted by the end, it does not count
+        chosen = last["rival"] or last["chosen"]  # a trial that the end interrupted does not count
         stretches = groupby(decided, key=lambda line: line.state["chosen"])
         changes = [(next(lines).from_step, name) for name, lines in stretches]
         return {

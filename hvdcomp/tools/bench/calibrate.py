@@ -1,5 +1,5 @@
-"""Makes a calibration. The function measures the network and then each model, and lists measurements that are too
-noisy. It needs PyTorch."""
+"""Makes a calibration: measures the network and then each model, and lists measurements that are too noisy. This module
+needs PyTorch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hvdcomp.tools.bench.probe_model import probe_model
 from hvdcomp.tools.bench.probe_network import IN_LEVELS, Kind, NetworkProbe, probe_network
 from hvdcomp.tools.bench.workload import build
 
-NETWORK_SHARE = 0.3  # the share of the time of a calibration
+NETWORK_SHARE = 0.3  # the share of a calibration's time for measuring the network
 Show = Callable[[str], None]
 
 
@@ -64,12 +64,12 @@ def calibrate(
         seed: seed of the weights and the data.
         seconds: approximate duration of the measurements.
         device: device of the model and of the sent tensors.
-        known_network: a calibration. The network of this calibration is used, and the network is not measured. This
-            calibration is required if there is only one rank.
+        known_network: a calibration whose network is used instead of measuring the network. It is required if there is
+            only one rank.
         show: a function that is called with the name of each measurement before it starts.
-        beside: a function that is called on every rank after each round of steps. The function can make measurements to
-            compare with the calibration. Such measurements are made at the same time because the speed of the machine
-            changes. The time of this function is not part of `seconds`.
+        beside: a function that is called on every rank after each round of steps. It can make measurements to compare
+            with the calibration. They must be made at the same time, because the speed of the machine changes. The time
+            that this function takes is not part of `seconds`.
 
     Raises:
         SpecError: if a compressor is two-level but the run does not have two levels.
@@ -97,7 +97,7 @@ def calibrate(
         )
         facts[model] = probe.facts
         readings |= {f"{model}, {part}": reading for part, reading in probe.readings.items()}
-        gc.collect()  # optimizers and their hooks reference each other
+        gc.collect()  # frees optimizers and hooks, which refer to each other
     return put_together(name, "hvdcomp calibrate", network, facts, readings, carrier, device)
 
 
@@ -124,7 +124,7 @@ def network_for(
     show: Show,
     known: Calibration | None = None,
 ) -> NetworkProbe:
-    """Measures the network. Sizes go up to the largest collective that these models have with these compressors.
+    """Measures the network, for sizes up to the largest collective that these models need with these compressors.
 
     Args:
         models: the tensors of each model, by name.
@@ -150,9 +150,9 @@ def put_together(
 
     Args:
         name: name of the calibration.
-        source: the command that measured.
+        source: the command that made the measurements.
         network, models: the measured network, and the measured models by name.
-        readings: for each model, by name, its measurements with their spread.
+        readings: for each model, by name, its measurements and their spread.
         carrier, device: the library and the device of the measurements.
     """
     all_readings = {f"network, {part}": reading for part, reading in network.readings.items()} | dict(readings)
@@ -170,7 +170,7 @@ def put_together(
 
 
 def noise_note(noisy: dict[str, Reading]) -> str:
-    """A text for the calibration that says which measurements are noisy."""
+    """A text for the calibration that lists the noisy measurements."""
     meaning = (
         "the relative difference between the medians of repeated measurements; this number is the median over all "
         "measurements"
@@ -204,8 +204,8 @@ def machine_facts(carrier: Carrier, device: torch.device) -> dict[str, str]:
 def largest_collectives(
     models: Sequence[Sequence[TensorInfo]], compressors: Sequence[Compressor], ranks: int, ranks_per_node: int | None
 ) -> dict[Kind, int]:
-    """The bytes of a rank's largest collective in a step of any model, by kind of collective and group of ranks. All
-    ways to exchange are considered, because `advise` shows all of them.
+    """For each kind of collective and group of ranks, the bytes that a rank sends in the largest collective in a step
+    of any model. All kinds of exchange are considered, because `advise` shows all of them.
 
     Args:
         models: the tensors of each model, by name.

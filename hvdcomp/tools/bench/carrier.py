@@ -1,4 +1,4 @@
-"""The interface through which measurements use a library that exchanges gradients. It needs PyTorch."""
+"""The interface through which measurements use a library that exchanges gradients. This module needs PyTorch."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _LEARNING_RATE = 1e-4
 
 @dataclass(frozen=True)
 class Distributed:
-    """A training, with the functions that run its steps and exchange its gradients.
+    """A training run, with the functions that run its steps and exchange its gradients.
 
     Attributes:
         loss: function that runs the forward pass on a batch, and returns the loss, a scalar.
-        optimizer: function that waits for the end of the gradients' exchange, and then makes the step.
+        optimizer: function that waits until the gradients are exchanged, and then updates the weights.
         exchange: function that waits for the end of the exchange, so that the time of the exchange can be separated
             from the optimizer's step.
         compression: the `hvdcomp.Compression`; None if the training does not use hvdcomp.
@@ -42,28 +42,27 @@ class Distributed:
 
 
 def sgd(workload: Workload) -> torch.optim.SGD:
-    """Creates the optimizer that all measured trainings use."""
+    """Creates the optimizer that all measured training runs use."""
     return torch.optim.SGD(workload.model.parameters(), lr=_LEARNING_RATE, momentum=0.9)
 
 
 def alone(workload: Workload) -> Distributed:
-    """Creates a training without an exchange of gradients."""
+    """Creates a training run without an exchange of gradients."""
     return Distributed(workload.loss, sgd(workload))
 
 
 class Carrier(ABC):
-    """A library that exchanges gradients. `hvdcomp.tools.bench.carriers.carrier_on` makes one.
+    """A library that exchanges gradients. `hvdcomp.tools.bench.carriers.carrier_on` creates instances.
 
     Args:
         ranks: the communicator of all ranks, which this library connects.
 
     Class attributes:
-        title: the name of the library.
-        network: the name of the library that runs the collectives.
-        warm_up: the number of first steps of a training that differ from later steps.
+        title: the name of the library. network: the name of the library that runs the collectives. warm_up: the number
+        of steps at the start of training that differ from later steps.
 
     Attributes:
-        start_s: seconds after which the idle library starts a collective. They do not depend on the number of ranks.
+        start_s: seconds that the idle library takes to start a collective, whatever the number of ranks.
         bucket_bytes: the largest buffer that the library sends at a time. Only a single larger gradient may exceed it.
         early_bytes: the smallest bucket of gradients that hvdcomp sends during the backward pass.
         shares_buckets: whether hvdcomp uses the library's buckets. The size of the buckets is then an option of the
@@ -102,27 +101,28 @@ class Carrier(ABC):
 
     @abstractmethod
     def with_stock(self, workload: Workload, method: str, name: str) -> Distributed:
-        """Creates a training whose gradients the library exchanges with one of its own methods.
+        """Creates a training run in which the library exchanges the gradients with one of its own methods.
 
         Args:
             method: name of one of the library's own methods (`stock`).
-            name: name of the training, unique in this process.
+            name: name of the training run, unique in this process.
         """
 
     @abstractmethod
     def with_one_number(self, workload: Workload, name: str) -> Distributed:
-        """A training that exchanges only the numbers with which hvdcomp controls a step. Such a training does not use
-        the engine or send gradients."""
+        """Creates a training run that exchanges only the numbers with which hvdcomp controls a step. It does not use
+        the engine, and does not send gradients."""
 
     @abstractmethod
     def with_cast(self, workload: Workload, compressor: Compressor, name: str) -> Distributed:
-        """A training with a compressor that only casts. The library itself casts and sends the gradients."""
+        """Creates a training run with a compressor that only casts. The library itself casts and sends the
+        gradients."""
 
     @abstractmethod
     def compressed(
         self, workload: Workload, spec: str, name: str, *, bucket_bytes: int | None = None, **options: Any
     ) -> Distributed:
-        """Creates a training whose gradients hvdcomp compresses.
+        """Creates a training run in which hvdcomp compresses the gradients.
 
         Args:
             spec: spec of a compressor.
@@ -133,12 +133,12 @@ class Carrier(ABC):
 
     @property
     def fused_allreduce(self) -> Callable[[Sequence[torch.Tensor], str], Any] | None:
-        """A function that allreduces several tensors, which the library fuses; None if the library never fuses
-        tensors."""
+        """A function that runs an allreduce of several tensors, which the library fuses; None if the library never
+        fuses tensors."""
         return None
 
     def sent_together(self, ready: Ready, dense_bytes: float) -> Ready:
-        """The times at which each part of the gradients can be sent.
+        """The time at which each part of the gradients can be sent.
 
         Args:
             ready: the times at which each gradient is ready.
@@ -148,6 +148,6 @@ class Carrier(ABC):
 
 
 def named_parameters(workload: Workload, name: str) -> list[tuple[str, torch.nn.Parameter]]:
-    """The parameters, with names that are different for each training. If two trainings shared a name, Horovod would
-    negotiate again because of the different shape."""
+    """The parameters, with names that differ between training runs. If two training runs shared a name, Horovod would
+    negotiate it again whenever the shape changes."""
     return [(f"{name}.{key}", parameter) for key, parameter in workload.model.named_parameters()]

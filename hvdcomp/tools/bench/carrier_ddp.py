@@ -1,4 +1,5 @@
-"""Measured steps in which `DistributedDataParallel` exchanges gradients, within `loss.backward()`."""
+"""A carrier for measuring steps in which `DistributedDataParallel` exchanges the gradients, during
+`loss.backward()`."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ class DDPCarrier(Carrier):
 
 
 class Loss(torch.nn.Module):
-    """A workload as a module, so that any loss can be wrapped in DistributedDataParallel."""
+    """A workload as a PyTorch module, so that any loss can be wrapped in DistributedDataParallel."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
@@ -88,7 +89,7 @@ class Loss(torch.nn.Module):
 
 
 class _OneNumber:
-    """Allreduces one number in each step, like hvdcomp in a step with its engine, but sends no gradients."""
+    """Runs an allreduce of one number in each step, like hvdcomp's engine, but does not send gradients."""
 
     def __init__(self) -> None:
         self._number: Any = None
@@ -108,13 +109,14 @@ class _OneNumber:
 
 
 def _hooked(state, bucket):
-    """The hook. The hook has no annotations, because DistributedDataParallel compares them with types, but they are
-    strings."""
+    """The hook. It has no annotations, because DistributedDataParallel compares annotations with types, and in this
+    module they would be strings."""
     return state.reduce(bucket)
 
 
 def _wrapped(workload: Workload, bucket_bytes: int | None = None) -> Any:
-    """Wraps the loss of a workload in DistributedDataParallel. Default: the bucket sizes of DistributedDataParallel."""
+    """Wraps the loss of a workload in DistributedDataParallel, by default with DistributedDataParallel's own bucket
+    sizes."""
     cap = None if bucket_bytes is None else bucket_bytes / _MIB
     options: dict[str, Any] = {**OWN_BUFFERS, "bucket_cap_mb": cap}
     return DistributedDataParallel(Loss(workload), **options)

@@ -1,4 +1,4 @@
-"""Measured steps in which Horovod's `DistributedOptimizer` exchanges gradients."""
+"""A carrier for measuring steps in which Horovod's `DistributedOptimizer` exchanges the gradients."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class HorovodCarrier(Carrier):
 
 
 class _OneNumber:
-    """Sends one number for each gradient, like hvdcomp in a step with its engine, but no gradients."""
+    """Sends one number for each gradient, like hvdcomp's engine, but does not send the gradients."""
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Called by Horovod for each gradient."""

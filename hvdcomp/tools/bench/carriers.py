@@ -1,4 +1,4 @@
-"""The libraries that exchange gradients in measured steps; only the chosen library is imported."""
+"""Chooses the library that exchanges gradients in measured steps. Only the chosen library is imported."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Calibrates and measures steps on every rank of a run. `hvdcomp demo` starts this program on two ranks of a machine,
-and `python -m benchmarks.steps` starts this program on emulated clusters.
+"""Calibrates and measures steps on every rank of a run. `hvdcomp demo` starts this program on two ranks of one machine,
+and `python -m benchmarks.steps` starts it on emulated clusters.
 
 The measured steps alternate with the steps of the calibration, because the speed of a machine changes from minute to
 minute.
 
 Rank 0 writes a JSON file with the calibration and the measured steps. Without --quiet, rank 0 also prints lines that
 begin with "PROGRESS ". If all calibrations were too noisy, the file has all of them, because the spread of their
-predictions says more than their noise.
+predictions is more informative than their noise.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 PROGRESS = "PROGRESS "
 _FAR = 1.3  # dense is compared with `auto` if its steps take at most this many times as long as the best method's
-_SURE = 0.005  # the comparison ends when the standard error of the ratio to the best static choice is this small
+_SURE = 0.005  # the comparison ends when the ratio to the best static choice has at most this standard error
 _FEWEST_ROUNDS = 20
 _ALONE = 0.5  # `auto` first trains alone for this many times --seconds
 _LONGEST = 3  # the comparison ends at the latest after this many times --seconds
@@ -170,8 +170,8 @@ def main(
 def _measure_auto(
     carrier: Carrier, auto: AutoTraining, trainings: Sequence[Training], seconds: float, show: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The step times of `auto`. The steps of `auto` alternate with steps of its rivals. On rank 0, the result also has
-    its choice."""
+    """Measures the step times of `auto`, whose steps alternate with those of its rivals. On rank 0, the result also has
+    the choice of `auto`."""
     ranks = carrier.ranks
     best, *slower = ranks.broadcast(_rivals(trainings), "rivals")
     show("begins")
@@ -191,8 +191,8 @@ def _measure_auto(
 
 
 def _candidates(specs: Sequence[str], trainings: Sequence[Training], ranks: Ranks) -> list[str]:
-    """The compressors that `auto` may choose. The function returns the compressors that can be combined with faster
-    ones. The result is the same on all ranks."""
+    """The compressors that `auto` may choose: those that can be combined with faster compressors. The result is the
+    same on all ranks."""
     trained = [(training.times.method, training.times.as_json()["median_ms"]) for training in trainings]
     times = {spec: [median for method, median in trained if method == spec] for spec in specs}
     fastest_first = sorted(specs, key=lambda spec: min(times[spec]))
@@ -200,8 +200,8 @@ def _candidates(specs: Sequence[str], trainings: Sequence[Training], ranks: Rank
 
 
 def able_to_take_turns(specs: Sequence[str]) -> list[str]:
-    """The compressors from which a policy may choose: the first one, and each further one that can be combined with
-    those before it.
+    """The compressors from which a policy may choose: the first compressor, and each later compressor that can be
+    combined with all chosen compressors before it.
 
     Example:
         >>> able_to_take_turns(["topk:ratio=0.01", "qsgd:bits=4", "powersgd:rank=4"])

@@ -1,4 +1,4 @@
-"""Computes medians and their spread from noisy times, and fits the cost of a collective to its size. This file needs
+"""Computes medians and their spread from noisy times, and fits the cost of a collective to its size. This module needs
 only NumPy."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 from hvdcomp.perfmodel.network import ALGORITHMS, CollectiveCost
 from hvdcomp.perfmodel.noise import NOISY
 
-_SMALL = 1 << 16  # bytes over a link; below this number, latency is most of the time
+_SMALL = 1 << 16  # bytes over a link; below this number, latency dominates
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ def reading(repetitions: Sequence[Sequence[float]]) -> Reading:
 
 
 def halves(samples: Sequence[float]) -> Reading:
-    """Computes the median and the spread of measured seconds, which are in the order in which they were measured. The
-    first half and the second half count as two repetitions."""
+    """Computes the median and the spread of measured seconds, given in the order of measurement. The first half and the
+    second half count as two repetitions."""
     middle = len(samples) // 2
     return reading([samples[:middle], samples[middle:]])
 

@@ -1,9 +1,9 @@
 """Compiles the kernels for CUDA devices before their first use: `python -m hvdcomp.tools.bench.kernels_ahead 70`.
 
 If you give no compute capability, it compiles for the capabilities for which Horovod was compiled. No device is needed.
-The module makes steps on the CPU. Each launch in these steps compiles a kernel into Triton's cache, but does not run
-it. A training finds the kernels in the cache, under names that depend on their sources, on Triton and on the
-capability.
+The module runs steps on the CPU. Each kernel launch in these steps compiles the kernel into Triton's cache, but does
+not run it. Training later finds the kernels in the cache, under names that depend on their sources, on Triton and on
+the compute capability.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MOST_SHARED = 1 << 20  # bytes of shared memory, more than any device has
 
 
 def compile_for(capability: int) -> int:
-    """Compiles the kernels of the methods' examples, with each memory.
+    """Compiles the kernels of each method's examples, with each kind of error-feedback memory.
 
     Args:
         capability: the compute capability of the device, such as 70 for 7.0.

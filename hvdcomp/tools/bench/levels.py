@@ -37,10 +37,10 @@ class Levels:
 
 
 def find_levels(ranks: Communicator) -> Levels:
-    """Finds the levels of this run, and creates the groups of ranks. Every rank must call it.
+    """Finds the levels of this run, and creates the groups of ranks. Every rank must call this function.
 
     Raises:
-        ConfigurationError: on every rank, if Horovod does not allow process sets, or environment variables differ
+        ConfigurationError: on every rank, if Horovod does not allow process sets, or if environment variables differ
             between ranks.
     """
     try:

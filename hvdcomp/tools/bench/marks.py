@@ -1,4 +1,4 @@
-"""Time marks on the device that does the work of a training. It needs PyTorch."""
+"""Time marks on the device that does the work of training. This module needs PyTorch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HOST = torch.device("cpu")
 
 
 def mark(device: torch.device) -> Any:
-    """A mark for the time at which the device has done all work that is queued so far. On a CPU, this is the current
+    """A mark for the time at which the device finishes all work that is queued so far. On a CPU, this is the current
     time."""
     if device.type != "cuda":
         return time.perf_counter()
@@ -21,7 +21,7 @@ def mark(device: torch.device) -> Any:
 
 
 def seconds_between(start: Any, end: Any) -> float:
-    """The seconds from one mark to a later mark. The method waits for the later mark."""
+    """The seconds from one mark to a later mark. Waits for the later mark."""
     if isinstance(start, float):
         return float(end - start)
     end.synchronize()

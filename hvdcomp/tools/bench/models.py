@@ -1,19 +1,20 @@
-"""The names of models that can be timed on random data. This file does not import a framework."""
+"""The names of models that can be timed on random data. This module does not import a framework."""
 
 from __future__ import annotations
 
 from hvdcomp.tools.train.options import IMAGE_MODELS, TEXT_MODELS, SetupError
 
 TIMED = IMAGE_MODELS + TEXT_MODELS
-"""The models of `hvdcomp train` that take images or text; signals, clicks and numbers to sort have no random data."""
+"""The models of `hvdcomp train` whose inputs are images or text. There are no random data for signals, clicks and
+numbers to sort."""
 
 IMAGES = {"cifar10": (3, 32, 10), "cifar100": (3, 32, 100), "digits": (1, 8, 10)}
 """For each data set, the number of channels, the size in pixels, and the number of classes of its images."""
 
 
 def split_model(model: str) -> tuple[str, str]:
-    """Splits a text into the name of a model and the name of a data set. The random images have the shape of this data
-    set. The second name is empty if the text has none.
+    """Splits a text into the name of a model and the name of a data set, which determines the shape of random images.
+    The second name is empty if the text does not name a data set.
 
     Args:
         model: name of a model, which may contain the name of its data, such as "lstm", "resnet20" or "cnn@digits".

@@ -1,5 +1,5 @@
-"""A communicator for steps without a payload. These steps do all the work of a real step, but do not move the bytes. It
-needs PyTorch."""
+"""A communicator for steps without a payload. Such steps do all the work of a real step, but do not move its bytes.
+This module needs PyTorch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hvdcomp.communicators import Communicator, LoopbackCommunicator
 
 class NoPayload(Communicator):
     """Runs every collective on all ranks, but sends only eight bytes in it (or eight bytes to each rank, if ranks get
-    different bytes). The results are computed from this rank's own data, as if all ranks had sent the same.
+    different bytes). The results are computed from this rank's own data, as if all ranks had sent the same data.
 
     Args:
-        method: beginning of the names of the collectives.
+        method: the beginning of the collectives' names.
         ranks: the communicator that runs the collectives.
     """
 
@@ -64,10 +64,11 @@ def _zeros(size: int, like: torch.Tensor, dtype: torch.dtype = torch.uint8) -> t
 
 
 class _Node(NoPayload):
-    """The ranks of a node. The results are computed as if the other ranks of the node sent zeros.
+    """A communicator for the ranks of a node. The results are computed as if the other ranks of the node sent zeros.
 
-    In two levels, a rank multiplies its residual by the number of ranks of the node, because the mean divides by this
-    number. If the other ranks seemed to send the same residual, residuals would grow without limit.
+    In a two-level exchange, a rank multiplies its residual by the number of ranks of the node, because the mean divides
+    by this number. If the results were computed as if the other ranks sent the same residual, residuals would grow
+    without limit.
     """
 
     def __init__(self, method: str, ranks: Communicator) -> None:

@@ -1,5 +1,5 @@
 """Determines the time that a compressor needs to encode and decode, from a measured step and from an engine without a
-network. It needs PyTorch."""
+network. This module needs PyTorch."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def latency_s(exchange: Exchange, network: Network, ranks: int) -> float:
 def encode_time(
     compressor: Compressor, workload: Workload, exchange: Exchange, measured: float, all_ranks: Ranks
 ) -> EncodeTime:
-    """The time of encoding and decoding with this number of ranks, and the part of it that grows with the number of
-    decoded payloads.
+    """The time of encoding and decoding with this number of ranks, and the part of this time that grows with the number
+    of decoded payloads.
 
-    The time is at least the time of encoding and decoding alone. The time to decode a payload is measured with exchange
-    "gather", because there the number of payloads grows with the number of ranks. With "scatter", the same code decodes
-    the payloads.
+    The result is never below the time of encoding and decoding without an exchange. The time to decode a payload is
+    measured with exchange "gather", in which the number of payloads grows with the number of ranks. With "scatter", the
+    same code decodes the payloads.
 
     Args:
         measured: the measured seconds of encoding and of decoding in a step. They include the time in which ranks wait
@@ -79,24 +79,24 @@ def _gathered(compressor: Compressor) -> Compressor:
 
 
 def _decoding(compressor: Compressor, workload: Workload, all_ranks: Ranks, ranks: int, ranks_per_node: int) -> float:
-    """The seconds of decoding for this number of payloads. The seconds include work that does not grow with the
-    number."""
+    """The seconds of decoding this number of payloads, including work that does not grow with the number."""
     first, then = _alone(compressor, workload, all_ranks, ranks, ranks_per_node)
-    # In two levels, the payloads of other nodes are decoded before the last collective, which is within the node.
+    # In a two-level exchange, payloads from other nodes are decoded before the last collective, which is within the
+    # node.
     return first + then if isinstance(compressor, TwoLevel) else then
 
 
 def _alone(
     compressor: Compressor, workload: Workload, all_ranks: Ranks, ranks: int, ranks_per_node: int
 ) -> tuple[float, float]:
-    """The seconds before and after the last collective of a step with the payloads of `ranks` ranks. The seconds are
-    means over all ranks."""
+    """The seconds before and after the last collective of a step with the payloads of `ranks` ranks, as means over all
+    ranks."""
     engine = Engine(LoopbackCommunicator(ranks, ranks_per_node), workload.tensors(), compressor)
     originals = gradients(workload)
     copies = {name: gradient.clone() for name, gradient in originals.items()}
     times = []
     for _ in range(1 + _DECODES):
-        for name, gradient in originals.items():  # the results overwrite the copies, as in a training
+        for name, gradient in originals.items():  # the results overwrite the copies, as in training
             copies[name].copy_(gradient)
         engine.begin()
         engine.step(copies, in_place=True)

@@ -1,12 +1,11 @@
-"""Measures the time of a training step of one model, on all ranks together. It needs PyTorch.
+"""Measures the time of a training step of one model, on all ranks together. This module needs PyTorch.
 
 The model is trained in several ways, whose steps alternate:
 
 - alone
 - with the library's own exchange, overlapped with the backward pass, once with dense gradients and once with each cast
 - with a stand-in that sends one number instead of the gradients
-- with this stand-in and each compressor, with collectives that have no payload, which is a real step that does not move
-  its bytes
+- with this stand-in and each compressor, in collectives without a payload: a real step that does not move its bytes
 - with a real exchange of one compressor, with and without overlap
 
 The parts of each step are timed.
@@ -72,7 +71,7 @@ def probe_model(
     """Measures the forward and backward pass, the optimizer, gamma, the overhead of the library and of hvdcomp, encode
     times and overlap.
 
-    Every rank must call it, with the same arguments.
+    Every rank must call this function with the same arguments.
 
     Args:
         model: name of the model, as for `hvdcomp.tools.bench.workload.build`.
@@ -83,9 +82,9 @@ def probe_model(
         device: the device on which to train.
         batch_size: the batch size of one rank.
         seed: the seed of the weights and the data.
-        seconds: the approximate duration. A minimum number of steps is always made.
+        seconds: the approximate duration. A minimum number of steps is always run.
         show: function that is called with the name of the next measurement.
-        beside: a function that is called after each round. In a round, each way to train makes some steps.
+        beside: a function that is called after each round. In a round, each way to train runs some steps.
     """
     show("building")
     ranks = carrier.ranks.size
@@ -137,7 +136,7 @@ def probe_model(
             continue
         show(f"decoding of {spec}")
         readings[f"step without payload of {spec}"] = step = halves(slowest(times[spec]))
-        # This includes the time in which ranks wait for each other between the rounds.
+        # This includes the time that ranks wait for each other between the rounds.
         encoding_s = step.seconds - whole - engine - latency_s(exchange, network, ranks)
         encode[spec] = encode_time(compressor, plain, exchange, encoding_s, carrier.ranks)
     compute = replace(compute, encode=encode)
@@ -166,9 +165,9 @@ def unpredicted_time(
 ) -> EncodeTime:
     """The part of a measured step that the model does not predict, if the library itself exchanges gradients or casts.
 
-    Dense gradients and each cast have their own time. Computing and exchanging at the same time slow each other down,
-    and the effect grows with the bytes that are sent. If the time of dense gradients were used for a cast, the cast
-    would seem too slow.
+    Dense gradients and each cast have their own time. Computation and exchange slow each other down if they run at the
+    same time, and the effect grows with the number of bytes. If the time of dense gradients were used for a cast, the
+    cast would seem too slow.
 
     Args:
         exchange: the collectives of the library's own exchange.
@@ -213,7 +212,7 @@ def _ways(
 
 
 def _through(engine: Engine, workload: Workload) -> Callable[[], None]:
-    """Returns a function that makes hvdcomp's exchange in a step."""
+    """Returns a function that runs hvdcomp's exchange in a step."""
 
     def exchange() -> None:
         engine.begin()

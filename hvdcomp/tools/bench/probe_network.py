@@ -1,6 +1,8 @@
-"""Measures the costs of collectives on all ranks together, with the library that exchanges gradients. It needs PyTorch.
+"""Measures the costs of collectives on all ranks together, with the library that exchanges gradients. This module needs
+PyTorch.
 
-In two levels, the groups of ranks of a level exchange at the same time and share links, as they do in a training.
+In a two-level exchange, all groups of ranks on a level exchange at the same time and share links, as they do in
+training.
 
 Two passes measure all sizes. If something disturbs a measurement, the two passes differ. Sizes that differ are measured
 in two more passes, so that the disturbance hardly affects the median.
@@ -37,22 +39,24 @@ IN_LEVELS: tuple[Kind, ...] = (
     *((kind, "node") for kind in ("allreduce", "allgather", "reducescatter")),
     *((kind, "across") for kind in ("allreduce", "allgather", "alltoall")),
 )
-"""The collectives that are measured in two levels; the costs of others are predicted from these."""
+"""The collectives that are measured for two-level exchanges. The costs of other collectives are predicted from
+these."""
 
 _PASSES = 2
 _TINY = 64  # bytes
 _SMALLEST = 1 << 12
 _LEAST = 1 << 18  # every calibration measures sizes up to this number of bytes
 _GROWTH = 4
-_COMPARED = 2  # element types and fusion are compared at this number of the largest sizes
+_COMPARED = 2  # number of largest sizes at which element types and fusion are compared
 _FUSED_PARTS = 16
 _SMALL_SHARE = 0.5  # the share of sizes that are too small to need transfer time
 _IN_WORDS = {"all": "", "node": " within nodes", "across": " between nodes"}
 _FITTED = {"allreduce": "ring", "allgather": "ring", "alltoall": "pairwise", "reducescatter": "ring"}
 _FEWEST, _MOST = 3, 20  # the fewest and the most samples of a size in a pass
-# bounds of the time of a size; the times of larger sizes are computed from the bandwidth
+# Bounds of the time for one size. The times for larger sizes are computed from the bandwidth.
 _SHORTEST_S, _LONGEST_S = 0.05, 1.5
-# The fewest samples of all sizes of a kind together take the time of this number of collectives of the largest size.
+# For one kind of collective, the smallest number of samples of all sizes takes as long as this number of collectives of
+# the largest size.
 _RUNS = (2 + _FEWEST) * _PASSES * _GROWTH / (_GROWTH - 1)
 
 
@@ -63,7 +67,7 @@ class NetworkProbe:
     Attributes:
         network: the costs of collectives, for the performance model.
         readings: all measured times, by name. The costs were computed from these times.
-        source: the source of the numbers if nothing was measured; empty if they were measured.
+        source: the source of the numbers if they were not measured; empty if they were measured.
     """
 
     network: Network
@@ -76,12 +80,12 @@ def probe_network(
 ) -> NetworkProbe:
     """Measures each kind of collective for several sizes, the reduction of float16, and the fusion of several tensors.
 
-    Every rank must call it, with the same arguments.
+    Every rank must call this function with the same arguments.
 
     Args:
         largest: for each kind of collective, in the order of measurement, the bytes that a rank sends in the largest
-            collective that is needed. It has each kind among all ranks and, if a two-level exchange is possible, the
-            kinds `IN_LEVELS`.
+            collective that is needed. The mapping has each kind among all ranks and, if a two-level exchange is
+            possible, the kinds `IN_LEVELS`.
         carrier: the library that exchanges the gradients.
         levels: how the ranks are distributed over nodes.
         device: device of the arrays that the collectives send.
@@ -103,7 +107,7 @@ def probe_network(
         payloads = [_handed(kind, size, ranks) for size in times]
         cost = fit_collective(kind, _FITTED[kind], ranks, payloads, list(times.values()), carrier.start_s)
         costs[kind, among] = cost
-    # Their measurements alternate, because their differences are used.
+    # These measurements alternate, because the differences between them are used.
     plain, half, *fused = (list(times.values()) for times in measuring.by_size(alike, compared).values())
     traffic = [float(ALGORITHMS["allreduce"]["ring"](size, float(carrier.ranks.size)).bytes) for size in compared]
     float16 = extra_per_byte(traffic, half, plain)
@@ -119,7 +123,7 @@ def probe_network(
 
 
 def _sizes(most: int) -> list[int]:
-    """The sizes to measure of a kind of collective, up to about `most` bytes."""
+    """The sizes to measure for a kind of collective, up to about `most` bytes."""
     sizes = [_TINY, _SMALLEST]
     while sizes[-1] < max(most, _LEAST):
         sizes.append(sizes[-1] * _GROWTH)
@@ -144,8 +148,8 @@ class _Measuring:
         levels: how the ranks are distributed over nodes.
         device: device of the arrays that the collectives send.
         seconds: mean duration of the measurements for each kind and size of collective.
-        longest: the longest duration of a collective, in seconds. Sizes that would take longer are left out, except the
-            smallest.
+        longest: the longest duration of a collective, in seconds. Sizes that would take longer are left out, except for
+            the smallest size.
         show: function that is called with the name of the next measurement.
     """
 
@@ -163,7 +167,7 @@ class _Measuring:
     def by_size(
         self, kinds: Sequence[str], sizes: list[int], among: str = "all"
     ) -> dict[str, dict[int, float]]:
-        """The seconds for each size in bytes, for each kind. After a size that takes long, larger sizes are left
+        """For each kind, the seconds for each size in bytes. After a size that takes too long, larger sizes are left
         out."""
 
         def words(kind: str, size: int) -> str:
@@ -196,16 +200,16 @@ class _Measuring:
         return times
 
     def _sample(self, kind: str, size: int, among: str) -> tuple[list[float], float]:
-        """The seconds of several collectives, each as a mean over the ranks; and the seconds of one collective before
-        them."""
+        """The seconds of several collectives, each as a mean over the ranks, and the seconds of one collective before
+        these."""
         carry_out = self._collective(self._ranks.part(among), kind, size)
-        carry_out()  # Horovod negotiates a new name
+        carry_out()  # here Horovod negotiates the new name
         first = self._agreed([self._timed(carry_out)])[0]
         count = int(min(_MOST, max(_FEWEST, self._per_size / max(first, 1e-6))))
         return self._agreed([self._timed(carry_out) for _ in range(count)]), first
 
     def _collective(self, ranks: Communicator, kind: str, size: int) -> Callable[[], Any]:
-        """Returns a function that runs one collective, which has its own name. The collective computes a mean, like the
+        """Returns a function that runs one collective under its own name. The collective computes a mean, like the
         exchange of gradients.
 
         Args:
@@ -237,13 +241,13 @@ class _Measuring:
         return time.perf_counter() - begin
 
     def _agreed(self, seconds: list[float]) -> list[float]:
-        """The means over the ranks. The means are equal on each rank, so that all ranks make the same decisions."""
+        """The means over the ranks. They are equal on all ranks, so that all ranks make the same decisions."""
         return (self._carrier.ranks.sum(np.array(seconds), "agreed") / self._carrier.ranks.size).tolist()
 
 
 def _handed(kind: str, size: int, ranks: int) -> int:
-    """The exact number of bytes that a rank sends. An alltoall and a reduce-scatter need the same number of float32
-    values for each rank."""
+    """The exact number of bytes that a rank sends, because an alltoall and a reduce-scatter need the same number of
+    float32 values for each rank."""
     rows = 4 * ranks if kind in ("alltoall", "reducescatter") else 1
     return max(1, size // rows) * rows
 

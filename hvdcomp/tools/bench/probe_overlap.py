@@ -1,5 +1,5 @@
-"""Measures how much time a training saves by sending during the backward pass, as a share of the largest possible
-saving. The measurement trains with one compressor, with and without overlap."""
+"""Measures how much time training saves by sending during the backward pass, as a share of the largest possible saving.
+The measurement trains with one compressor, with and without overlap."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from hvdcomp.tools.bench.fit import Reading
 from hvdcomp.tools.bench.workload import Workload
 
 EARLY, AT_END = "sent in the backward pass", "sent at its end"
-_FEWEST_BUCKETS = 3  # fewest buckets of a model, so that small models also have buckets that start early
-# smallest possible saving, as a share of a step; a smaller saving, or a saving within the noise, cannot be measured
+_FEWEST_BUCKETS = 3  # a model has at least this number, so that buckets of small models also start early
+# The smallest saving that can be measured, as a share of a step. A saving within the noise cannot be measured either.
 _LEAST_SAVED = 0.02
 
 
 @dataclass(frozen=True)
 class OverlapTrial:
-    """A training that runs in two ways, with and without overlap.
+    """A comparison of training with and without overlap.
 
     Attributes:
-        compressor: spec of the compressor of both trainings, with overlap and without.
+        compressor: spec of the compressor in both training runs.
         early_bytes: the size in bytes of the smallest bucket of gradients that is sent during the backward pass.
         ranks: number of ranks.
     """
@@ -38,7 +38,7 @@ class OverlapTrial:
     ranks: int
 
     def distributed(self, way: str, workload: Workload, carrier: Carrier, seed: int) -> Distributed:
-        """The training in one way. way: `EARLY` or `AT_END`.
+        """The training run with overlap (if `way` is `EARLY`) or without (`AT_END`).
 
         Args:
             seed: seed of the compressor.
@@ -80,8 +80,8 @@ class OverlapTrial:
 
 
 def trial_of(specs: Sequence[Compressor], tensors: Sequence[TensorInfo], carrier: Carrier) -> OverlapTrial | None:
-    """A trial of the compressor that sends most bytes. Two-level compressors, and compressors without buckets, are left
-    out. None if no compressor remains."""
+    """A trial with the compressor that sends the most bytes. Two-level compressors, and compressors without buckets,
+    are left out. None if no compressor remains."""
     ranks = carrier.ranks.size
     sent = {
         spec: exchange.bytes

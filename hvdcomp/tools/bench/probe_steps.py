@@ -1,4 +1,4 @@
-"""Times the parts of the steps of several trainings, whose steps alternate. It needs PyTorch."""
+"""Times the parts of the steps of several training runs, whose steps alternate. This module needs PyTorch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvdcomp.tools.bench.workload import Workload, in_turn, turn_of
 from hvdcomp.tools.train.ranks import Ranks
 
 FORWARD, BACKWARD, EXCHANGE, OPTIMIZER = range(4)
-"""Parts of a step. EXCHANGE is the exchange's time after the last gradient was computed."""
+"""Parts of a step. EXCHANGE is the time of the exchange that remains after the last gradient was computed."""
 
 Show = Callable[[str], None]
 
@@ -24,7 +24,7 @@ _READY_STEPS = 5
 
 
 class Training:
-    """A model trained in one way, step by step.
+    """A model that is trained in one way, step by step.
 
     Args:
         workload: the model and its loss.
@@ -41,7 +41,7 @@ class Training:
         self._skips = getattr(distributed.optimizer, "skip_synchronize", None)
 
     def step(self) -> list[Any]:
-        """Makes a step. Returns the marks before and after its four parts, without waiting for a device."""
+        """Runs a step. Returns the time marks before and after its four parts, without waiting for a device."""
         optimizer, device = self._distributed.optimizer, self.workload.device
         marks = [mark(device)]
         optimizer.zero_grad()
@@ -82,8 +82,8 @@ def _when_computed(loss: torch.Tensor, device: torch.device) -> list[Any]:
 def take_turns(
     ways: dict[str, Training], carrier: Carrier, seconds: float, show: Show, beside: Callable[[], None]
 ) -> dict[str, np.ndarray]:
-    """Makes steps of all trainings, which alternate. Returns the seconds of the parts of the steps of each way, (ranks,
-    steps, 4)."""
+    """Runs steps of all training runs, which alternate. For each way, returns the seconds of the four parts of its
+    steps, (ranks, steps, 4)."""
     ranks = carrier.ranks
     step_s: dict[str, float] = {}
     for name, training in ways.items():
@@ -101,8 +101,8 @@ def take_turns(
         for name in in_turn(list(ways), number):
             settling, block = turn_of(step_s[name])
             ranks.barrier()
-            # There is no barrier between the steps. Ranks that share a core slow each other down, and would wait in a
-            # barrier.
+            # There is no barrier between the steps, because ranks that share a core slow each other down, and would
+            # wait in a barrier.
             for _ in range(settling):
                 ways[name].step()
             samples[name] += map(parts_of, [ways[name].step() for _ in range(block)])
@@ -121,12 +121,12 @@ def slowest(times: np.ndarray) -> list[float]:
 
 
 def mean(times: np.ndarray, part: int) -> list[float]:
-    """The seconds of one part in each step, as means over the ranks."""
+    """The seconds of one part of each step, as means over the ranks."""
     return times[:, :, part].mean(axis=0).tolist()
 
 
 def ready_moments(training: Training, ranks: Ranks) -> Ready:
-    """The time at which each share of the gradients is computed, as a mean over all ranks (`Compute.ready`)."""
+    """When each share of the gradients is computed, as a mean over all ranks (`Compute.ready`)."""
     named = training.workload.model.named_parameters()
     parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
     moments: dict[str, list[Any]] = {name: [] for name in parameters}
@@ -148,7 +148,7 @@ def ready_moments(training: Training, ranks: Ranks) -> Ready:
 
 
 def ready_of(shares: np.ndarray, parameters: Sequence[torch.Tensor], ranks: Ranks) -> Ready:
-    """The time at which each share of the gradients is computed, as a mean over all ranks (`Compute.ready`).
+    """When each share of the gradients is computed, as a mean over all ranks (`Compute.ready`).
 
     Args:
         shares: for each gradient, the share of the backward pass after which it is computed, (steps, parameters).

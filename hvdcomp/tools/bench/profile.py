@@ -1,9 +1,9 @@
-"""Profiles a user's training. The profile measures the time of the training's steps, and predicts their time with each
-method. It needs PyTorch.
+"""Profiles a user's training program: measures the time of its steps, and predicts their time with each method. This
+module needs PyTorch.
 
-The training's own steps show how long it computes, and when each gradient is ready. Then all ranks stop in the same
-step. The ranks measure the network, and the time that each method needs to encode and decode copies of the gradients of
-this step. The training itself does not change.
+The program's own steps show how long it computes, and when each gradient is ready. Then all ranks stop in the same
+step. They measure the network, and the time that each method needs to encode and decode copies of the gradients of this
+step. The training results do not change.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from hvdcomp.tools.bench.watched import BACKWARD, FORWARD, OPTIMIZER, Watched
 from hvdcomp.tools.bench.workload import Workload
 
 MODEL = "training"
-"""The name of the training's model in the calibration."""
+"""The name of the user's model in the calibration."""
 SOURCE = "hvdcomp profile"
-_NETWORK_SHARE = 0.5  # the share of the time of a profile
+_NETWORK_SHARE = 0.5  # the share of a profile's time for measuring the network
 _FEWEST, _MOST = 5, 20  # fewest and most exchanges of a method
-_TRIED = 3  # number of methods whose exchanges are really made
+_TRIED = 3  # number of methods whose exchanges are actually run
 
 
 @dataclass(frozen=True)
 class Profiled:
-    """The results of profiling a user's training.
+    """The results of profiling a user's training program.
 
     Attributes:
         calibrated: the calibration for `hvdcomp advise`, together with the list of measurements that are too noisy.
-        step: times of the parts of a step of the training without hvdcomp, on the slowest rank.
+        step: times of the parts of a training step without hvdcomp, on the slowest rank.
         waits: seconds of a step in which a rank only waits for gradients.
         tried: for each spec, the measured seconds of an exchange of all gradients after the backward pass; empty if
             there is only one rank.
@@ -70,7 +70,7 @@ def profile(
     known_network: Calibration | None = None,
     show: Show = lambda _: None,
 ) -> Profiled:
-    """Measures the network and the methods. Every rank must call it in the same step.
+    """Measures the network and the methods. Every rank must call this function in the same step.
 
     Args:
         watched: the times of the training's steps on this rank.
@@ -78,8 +78,8 @@ def profile(
         compressors: specs of the compressors to measure.
         name: name of the calibration.
         seconds: approximate duration of the measurements.
-        known_network: a calibration. The network of this calibration is used, and the network is not measured. This
-            calibration is required if there is only one rank.
+        known_network: a calibration whose network is used instead of measuring the network. It is required if there is
+            only one rank.
         show: function that is called with the name of the next measurement.
 
     Raises:
@@ -92,7 +92,8 @@ def profile(
     probe = network_for([tensors], compressors, carrier, levels, device, _NETWORK_SHARE * seconds, show, known_network)
     parts = everywhere(watched.parts, ranks)  # (ranks, steps, parts)
     step = halves(slowest(parts))
-    # Ranks wait for the slowest rank in every step, whatever they send. So this waiting does not count as exchange.
+    # In every step, ranks wait for the slowest rank, whatever they send. This waiting therefore does not count as
+    # exchange.
     computing = halves(slowest(parts[:, :, [FORWARD, BACKWARD, OPTIMIZER]]))
     means = [float(np.median(mean(parts, part))) for part in (FORWARD, BACKWARD, OPTIMIZER)]
     forward, backward, optimizer = (computing.seconds * part / sum(means) for part in means)
@@ -114,7 +115,7 @@ def profile(
         spec = str(compressor)
         engine = Engine(NoPayload(spec, levels.ranks), tensors, compressor)
         if engine.passthrough:
-            # the library itself casts and sends; the time of the cast can only be measured in another training
+            # The library itself casts and sends. The time of the cast can be measured only in a separate training run.
             continue
         show(f"encoding and decoding of {spec}")
         reading = _exchanges(engine, workload, carrier, seconds_each)
@@ -147,7 +148,7 @@ def profile(
 
 
 def _exchanges(engine: Engine, workload: Workload, carrier: Carrier, seconds: float) -> Reading:
-    """The seconds that the slowest rank needs for a step of an engine with copies of the training's gradients."""
+    """The seconds that the slowest rank needs for a step of an engine with copies of the program's gradients."""
     originals = gradients(workload)
     copies = {name: gradient.clone() for name, gradient in originals.items()}
 

@@ -1,4 +1,4 @@
-"""Trainings whose steps are compared. Each has one method and a separate model."""
+"""Training runs whose steps are compared. Each run has one method and a separate model."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ COMPUTE = "compute"  # training without communication
 OVERLAPS: dict[str, tuple[int | None, ...]] = {"on": (None,), "off": (0,), "both": (None, 0)}
 """The `overlap_bytes` of `Times` with which compressors are compared, by the value of the option `overlap`."""
 
-# Steps at the beginning of a turn that are not measured. Collectives have the same names in all methods, and Horovod
-# has to negotiate again if the size of a collective has changed.
+# The number of steps at the beginning of a turn that are not measured. Collectives have the same names in all methods,
+# and Horovod must negotiate again if the size of a collective has changed.
 _SETTLING_STEPS = 2
 
 
@@ -62,12 +62,12 @@ class Times:
 
 
 class Training:
-    """A model that is trained with one method, on one batch of random data. A block of steps is made at a time.
+    """A model that is trained with one method, on one batch of random data, one block of steps at a time.
 
     Args:
         carrier: the library that exchanges the gradients.
-        method: one of the library's own methods (`Carrier.stock`), `COMPUTE` for training without communication, or the
-            spec of a compressor.
+        method: a method of the library (`Carrier.stock`), `COMPUTE` for training without communication, or the spec of
+            a compressor.
         model_name, batch_size, seed: the arguments of `hvdcomp.tools.bench.workload.build`.
         overlap_bytes: size of the smallest bucket that is sent during the backward pass, as in `Times`.
         device: name of the model's device.
@@ -110,7 +110,7 @@ class Training:
         return self._compressed(name, seed=seed, bucket_bytes=overlap_bytes or None, **options)
 
     def _compressed(self, name: str, **options: Any) -> Distributed:
-        """A training with hvdcomp. options: as in `Carrier.compressed`."""
+        """A training run with hvdcomp. options: as in `Carrier.compressed`."""
         return self._carrier.compressed(self._workload, self.times.method, name, **options)
 
     def _turn(self) -> AbstractContextManager[None]:
@@ -118,7 +118,7 @@ class Training:
         return nullcontext()
 
     def block(self, steps: int, settling: int = _SETTLING_STEPS) -> None:
-        """Makes the steps of one round, together with all other ranks, and adds their times.
+        """Runs the steps of one round together with all other ranks, and adds their times to the results.
 
         Args:
             steps: number of steps that are measured.
@@ -174,15 +174,15 @@ class Training:
 
 
 class Turns:
-    """Trainings that make their steps in turn.
+    """Training runs that take turns.
 
     Args:
         carrier: the library that exchanges the gradients.
-        trainings: the trainings that take turns. Their earlier results are dropped.
+        trainings: the training runs that take turns. Their earlier results are dropped.
         show: a function that is called on every rank with the name of the next measurement.
 
     Attributes:
-        rounds: number of rounds so far. In a round, each training has one turn.
+        rounds: number of rounds so far. In a round, each training run has one turn.
     """
 
     def __init__(self, carrier: Carrier, trainings: Sequence[Training], show: Callable[[str], None]) -> None:
@@ -200,7 +200,7 @@ class Turns:
         self._turns = [turn_of(seconds) for seconds in carrier.ranks.broadcast(step_s, "turn")]
 
     def round(self) -> None:
-        """Makes a block of steps of each training. Each round begins with another training."""
+        """Runs a block of steps of each training run. Each round begins with a different training run."""
         from hvdcomp.tools.bench.workload import in_turn
 
         self._show(f"steps: round {self.rounds + 1}")
@@ -218,14 +218,14 @@ def trainings_of(
     seed: int,
     device: str = "cpu",
 ) -> list[Training]:
-    """The trainings to compare. The first training has no communication.
+    """The training runs to compare. The first training run has no communication.
 
     Args:
         carrier: the library that exchanges the gradients.
-        overlaps: values of `overlap_bytes` (`Times`). Each compressor has one training with each value; if there are
-            none, one training with hvdcomp's default. If the model is so small that hvdcomp sends all gradients at the
-            end by default, there is only one training for each compressor. There is also one training without
-            communication, and one for each of the library's own methods.
+        overlaps: values of `overlap_bytes` (`Times`). There is one training run for each compressor and each value;
+            without values, one for each compressor with hvdcomp's default. If the model is so small that hvdcomp sends
+            all gradients at the end by default, there is only one training run for each compressor. There is also one
+            training run without communication, and one for each of the library's own methods.
         device: name of the models' device.
     """
     compute = Training(carrier, COMPUTE, model, batch_size, seed, device=device)
@@ -248,6 +248,6 @@ def _may_overlap(method: str) -> bool:
 
 
 def ratio(steps: Sequence[Sequence[float]], reference: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """The ratio of the medians of the steps of each round: its median over the rounds, and its standard error."""
+    """The ratio between the median steps of a round: its median over all rounds, and its standard error."""
     medians, reference_medians = (map(statistics.median, rounds) for rounds in (steps, reference))
     return median_with_error([median / other for median, other in zip(medians, reference_medians, strict=True)])

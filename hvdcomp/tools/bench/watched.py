@@ -1,7 +1,7 @@
-"""Times the parts of the steps of a user's training without changing the training. It needs PyTorch.
+"""Times the parts of the steps of a user's training program without changing the program. This module needs PyTorch.
 
 PyTorch's hooks report the steps of every optimizer, and the time at which the gradient of each parameter is ready. The
-backward pass begins with the call of `torch.autograd.backward` by `loss.backward()`.
+backward pass begins when `loss.backward()` calls `torch.autograd.backward`.
 """
 
 from __future__ import annotations
@@ -22,24 +22,23 @@ from hvdcomp.tools.bench.workload import Workload
 from hvdcomp.tools.train.options import SetupError
 
 FORWARD, BACKWARD, EXCHANGE, OPTIMIZER = range(4)
-"""Parts of a step. FORWARD includes all other work, such as loading data; EXCHANGE is the time from the last computed
+"""Parts of a step. FORWARD includes all other work, such as loading data. EXCHANGE is the time from the last computed
 gradient to the optimizer's step."""
 
 
 @dataclass(frozen=True)
 class Watched:
-    """The times of a training's steps.
+    """The times of a program's training steps.
 
     Attributes:
         workload: the model, with the gradients of the last step.
-        optimizer: kind of the optimizer, as in `hvdcomp.compressors.evidence`; None if hvdcomp's own trainings do not
-            have this kind.
+        optimizer: kind of the optimizer, as in `hvdcomp.compressors.evidence`; None if hvdcomp's own training runs do
+            not include this kind.
         parts: the seconds of the four parts of each step, (steps, 4).
         ready: the time at which the gradient of each parameter was computed, as a share of the backward pass, (steps,
             parameters).
         backward_passes: the number of backward passes in a step. All passes except the last count as FORWARD.
-        more_optimizers: the names of further optimizers that made steps. The parameters of these optimizers were not
-            watched.
+        more_optimizers: the names of further optimizers that were used. Their parameters were not watched.
     """
 
     workload: Workload
@@ -51,10 +50,10 @@ class Watched:
 
 
 class Watch:
-    """Times the steps of the first optimizer that makes a step after a backward pass.
+    """Times the steps of the first optimizer that takes a step after a backward pass.
 
-    A step without a backward pass does not belong to the training. `hvd.broadcast_optimizer_state` makes such a step,
-    with zero gradients, to create the state of an optimizer. This optimizer may not be the one that trains the model.
+    A step without a backward pass is not a training step. `hvd.broadcast_optimizer_state` takes such a step, with zero
+    gradients, to create the state of an optimizer. This optimizer may not be the one that trains the model.
 
     Args:
         steps: the number of timed steps, after `warm_up` steps.
@@ -108,14 +107,14 @@ class Watch:
         self._backward = backward
 
     def stop(self) -> None:
-        """Removes all hooks from the training."""
+        """Removes all hooks from the program."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
         torch.autograd.backward = self._backward
 
     def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
-        """Stores top-level modules, in which the names of parameters are looked up later."""
+        """Stores top-level modules. The names of parameters are later looked up in them."""
         if self._optimizer is None and not any(module is part for model in self._models for part in model.modules()):
             self._models.append(module)
 
@@ -224,7 +223,7 @@ class Watch:
 
 
 class Named(torch.nn.Module):
-    """A module that contains the parameters of the training, with the names that they have in the training's model."""
+    """A module that contains the trained parameters under the names that they have in the user's model."""
 
     def __init__(self, parameters: dict[str, torch.nn.Parameter]) -> None:
         super().__init__()
@@ -238,5 +237,5 @@ class Named(torch.nn.Module):
 
 
 def no_loss() -> torch.Tensor:
-    """Stands for the loss, because only the training itself can compute the loss."""
+    """Stands for the loss, which only the user's program can compute."""
     raise NotImplementedError("the training makes its own steps")

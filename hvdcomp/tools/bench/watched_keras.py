@@ -1,10 +1,10 @@
-"""Times the parts of the steps of a user's training in TensorFlow.
+"""Times the parts of the steps of a user's training program in TensorFlow.
 
-Gradients are the results of `tf.GradientTape.gradient` and the arguments of an optimizer's `apply_gradients`. Gradients
-are also found in Keras `fit`, and with Horovod's tape and optimizer. TensorFlow traces both functions once, and then
-runs a graph. So this module adds operations to the graph. Some of these operations read the clock as soon as certain
-tensors are computed. One operation at the end of a step passes the times to Python. The results of the training do not
-change.
+Gradients are the results of `tf.GradientTape.gradient` and the arguments of an optimizer's `apply_gradients`. This also
+finds the gradients in Keras's `fit`, and with Horovod's tape and optimizer. TensorFlow traces both functions once, and
+then runs a graph. This module therefore adds operations to the graph. Some of these operations read the clock as soon
+as certain tensors are computed. One operation at the end of a step passes the times to Python. The training results do
+not change.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Pass:
 
 
 class KerasWatch:
-    """Times the steps of the first optimizer that makes a step.
+    """Times the steps of the first optimizer that takes a step.
 
     Args:
         steps, warm_up, then: the arguments of `hvdcomp.tools.bench.watched.Watch`. `then` may be called in a thread of
@@ -58,8 +58,8 @@ class KerasWatch:
 
     Attributes:
         seen, done: attributes that `hvdcomp.tools.bench.watched.Watch` describes.
-        ended: the exception that a step has raised; None if there is none. The exception is stored because TensorFlow
-            turns it into an error of its own.
+        ended: the exception that a step raised; None if no step did. It is stored because TensorFlow turns it into an
+            error of its own.
     """
 
     def __init__(self, steps: int, warm_up: int, then: Callable[[Watched], None]) -> None:
@@ -82,7 +82,7 @@ class KerasWatch:
             self._replace(kind, "apply_gradients", self._apply)
 
     def stop(self) -> None:
-        """Restores the original methods, so that later traces contain no operations of this module."""
+        """Restores the original functions, so that later traces contain no operations of this module."""
         for (owner, name), method in self._before.items():
             setattr(owner, name, method)
         self._before = {}
@@ -133,7 +133,7 @@ class KerasWatch:
         return result
 
     def _end_step(self, read: np.ndarray, *gradients: np.ndarray) -> list[np.ndarray]:
-        """Receives the times of each step: its begin, the time at which means are ready, its end, and the time of each
+        """Receives the times of a step: its start, the time at which means are ready, its end, and the time of each
         gradient."""
         if self.done:
             return []
@@ -178,8 +178,8 @@ def _when_computed(tensors: Any) -> tf.Tensor:
     with tf.control_dependencies(inputs), tf.device("CPU:0"):
         moment = tf.timestamp()
     if not tf.executing_eagerly():
-        # A trace puts all stateful operations in the order of the program. But a clock operation must wait only for its
-        # tensors, and no operation may wait for the clock operation.
+        # A trace normally keeps all stateful operations in program order. However, a clock operation must wait only for
+        # its tensors, and no operation may wait for a clock operation.
         order = caller_local("deps_ctx", lambda context: getattr(context, "_graph", None) is moment.graph)
         if order is not None:
             order.run_independently(moment.op)
@@ -197,7 +197,7 @@ def _graphs() -> list[Any]:
 
 
 def _check(backward: _Pass, variables: list[Any]) -> None:
-    """Raises SetupError if the times of such steps would be meaningless."""
+    """Raises SetupError if the times of the program's steps would be meaningless."""
     if backward.graph not in _graphs():
         raise SetupError(
             "the gradients are computed in one tf.function, and the optimizer is called outside of it: to profile the "
@@ -218,8 +218,8 @@ def _check(backward: _Pass, variables: list[Any]) -> None:
 
 
 def _end_program() -> None:
-    """Raises SystemExit in the main thread, as soon as the main thread runs Python code. In a thread of TensorFlow,
-    TensorFlow would log the traceback of a SystemExit as an error."""
+    """Raises SystemExit in the main thread as soon as that thread runs Python code. If SystemExit were raised in one of
+    TensorFlow's threads, TensorFlow would log its traceback as an error."""
     main = ctypes.c_ulong(threading.main_thread().ident or 0)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(SystemExit))
 

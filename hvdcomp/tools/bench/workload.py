@@ -1,4 +1,5 @@
-"""The model of timed steps: a reference model on random data, or a user's own model. It needs PyTorch."""
+"""The model whose steps are timed: a reference model on random data, or a user's own model. This module needs
+PyTorch."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ class Workload:
 
 
 def turn_of(step_s: float) -> tuple[int, int]:
-    """The numbers of steps in a turn of a training: first steps that fill the caches again, and then measured steps.
+    """The numbers of steps in a turn: the first steps, which fill the caches again, and then the measured steps.
 
     Args:
         step_s: the approximate seconds of a step.
@@ -66,7 +67,8 @@ def turn_of(step_s: float) -> tuple[int, int]:
 
 
 def in_turn(trainings: Sequence[T], number: int) -> list[T]:
-    """The order of a round. Each round begins with another training, so the order affects all trainings equally."""
+    """The order of a round. Each round begins with a different training run, so the order affects all training runs
+    equally."""
     first = number % len(trainings)
     return [*trainings[first:], *trainings[:first]]
 
@@ -78,10 +80,10 @@ def build(model: str, batch_size: int, seed: int, rank: int, device: torch.devic
 
     Args:
         model: one of `hvdcomp.tools.bench.models.TIMED`, with random images of the shape of CIFAR-10; "model@data" for
-            random images with the shape of another data set, such as "cnn@digits"; or "package.module:function". The
-            function gets the batch size. The function returns the model, and a function without arguments that computes
-            the model's loss on a batch. The function is called several times, and must create a new model each time.
-            During the call, `device` is the default device.
+            random images with the shape of another data set, such as "cnn@digits"; or "package.module:function". This
+            function gets the batch size. It returns the model, and a function without arguments that computes the
+            model's loss on a batch. It is called several times, and must create a new model each time. During the call,
+            `device` is the default device.
         batch_size: the batch size of one rank.
         seed: seed of the weights and the data.
         rank: number of this rank. The data differ between ranks.
@@ -90,7 +92,7 @@ def build(model: str, batch_size: int, seed: int, rank: int, device: torch.devic
     Raises:
         SetupError: if the model is unknown, or the function does not return what is required.
     """
-    # Timed steps always train on the same batch, so momenta become denormal numbers. A processor is many times slower
+    # Timed steps always train on the same batch, so momenta become denormal numbers. Processors are many times slower
     # with denormal numbers.
     torch.set_flush_denormal(True)
     torch.manual_seed(seed)

@@ -1,5 +1,5 @@
-"""`hvdcomp advise` shows what the performance model (`hvdcomp.perfmodel`) predicts for each compressor, before any
-training."""
+"""`hvdcomp advise` shows, before any training, the predictions of the performance model (`hvdcomp.perfmodel`) for each
+compressor."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _PRESET = "h100x8"
 _OPTIMIZERS = {"sgd": "SGD", "adam": "Adam", "adamw": "Adam", "compressedadam": "CompressedAdam", "muon": "Muon"}
 _LISTED = 4  # number of specs that are listed in a sentence
 _LESS_NEEDED = ("kept", "dense", "latency", "compute", "limited", "network", "encode")
-"""Columns that are left out on a narrow console, in this order."""
+"""Columns that are left out on a narrow console. The first is left out first."""
 _LIBRARIES = {"horovod": "Horovod", "ddp": "DistributedDataParallel", "fsdp": "FSDP2"}
 
 
@@ -203,7 +203,7 @@ def command(
     A table shows, for dense (uncompressed) gradients and for each compressor, the predicted time of a training step,
     its bottleneck, and the bandwidth below which the compressor is faster than dense gradients. A compressor is
     recommended if it is faster than dense and fp16 gradients by more than the model's error. Horovod and PyTorch can
-    send dense and fp16 gradients without hvdcomp. This command runs no training and no measurement.
+    send dense and fp16 gradients without hvdcomp. This command does not train or measure anything.
     """
     kind = None if optimizer is None else _OPTIMIZERS[optimizer.lower()]
     passes: dict[str, Any] = {"micro_batches": accumulate, "recompute": float(recompute)}
@@ -253,7 +253,8 @@ def show_advice(adviser: Adviser, setting: Setting, advice: Advice) -> None:
 
 
 def _set_by_user(context: click.Context, listed: str, allowed: tuple[str, ...]) -> list[str]:
-    """The names of the options that the user has set. Raises UsageError if an option cannot be used with --`listed`."""
+    """The names of the options that the user has set. Raises UsageError if one of them cannot be used with the option
+    --`listed`."""
     given = [name for name in context.params if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
     options = {param.name: param.opts[0] for param in context.command.params}
     if wrong := [options[name] for name in given if name not in ("listed", *allowed)]:
@@ -288,7 +289,7 @@ def _map(
     output: Path | None,
     passes: dict[str, Any],
 ) -> None:
-    """Prints the map of one calibration, and draws and writes it."""
+    """Prints the map of one calibration, and also draws it and writes it to files."""
     allowed = ("calibration", "compressors", "world_size", "optimizer", "output", "accumulate", "recompute")
     given = _set_by_user(context, "map", allowed)
     ranks = (world_size,) if "world_size" in given else MAP_RANKS
@@ -323,7 +324,7 @@ def _in_map(row: dict[str, Any]) -> str:
 
 
 def _narrowed(adviser: Adviser, optimizer: str) -> list[str]:
-    """Notes that a user should read if the optimizer is known."""
+    """Notes for the user that apply if the optimizer is known."""
     lost = f"lost at most {HARMLESS:.0%} of quality with {optimizer} in hvdcomp's own trainings"
     if set(adviser.recommended) <= set(FREE):
         return [f"None of the compressors that can be compared {lost}."]
@@ -389,12 +390,12 @@ def _report(
 
 
 def to_begin_with(adviser: Adviser, advice: Advice) -> list[str]:
-    """Sentences that name the method to use first. This method is the fastest method that lost almost no quality in
-    hvdcomp's own trainings.
+    """Sentences that name the method to try first: the fastest method that lost almost no quality in hvdcomp's own
+    training runs.
 
     Args:
-        adviser: the adviser, which knows the compressors and the optimizer of the training.
-        advice: the advice of this adviser for a training with several ranks.
+        adviser: the adviser, with the compressors and the optimizer of the training.
+        advice: the advice of this adviser for training with several ranks.
     """
     optimizer = None if adviser.facts.optimizer == OTHER else adviser.facts.optimizer
     harmless = [
@@ -460,11 +461,10 @@ def _add_local_steps(report: dict[str, Any], adviser: Adviser, setting: Setting,
 
 
 def _compressed_steps(report: dict[str, Any], adviser: Adviser, setting: Setting, every: int) -> list[str]:
-    """Sentences about the time that `LocalSteps.compressed` would save. The result has no sentences if the time cannot
-    be predicted.
+    """Sentences about the time that `LocalSteps.compressed` would save; empty if the time cannot be predicted.
 
-    The sentences give no recommendation. hvdcomp's own trainings have not compared compressed steps with dense training
-    when both use their best learning rates.
+    The sentences do not recommend anything, because hvdcomp's own training runs have not compared compressed steps with
+    dense training with both at their best learning rates.
     """
     free, world_size = report["free"], report["world_size"]
     if free is None:  # there is only one rank
@@ -494,8 +494,8 @@ def _every(steps: int) -> str:
 
 
 def lines_to_type(spec: str | None, backend: str | None) -> dict[str, str]:
-    """The line of code that makes a training use a compressor, for each library. The line is empty for dense, which
-    needs no line.
+    """For each library, the line of code that makes a program use a compressor. The line is empty for dense gradients,
+    which need no code.
 
     Args:
         spec: spec of the compressor.
@@ -523,7 +523,7 @@ def _method(method: Method, dense: Method, linear: float) -> dict[str, Any]:
     return {
         "step_ms": 1e3 * method.step_s,
         "at_end_ms": None if method.at_end_s is None else 1e3 * method.at_end_s,
-        # Hidden times are differences, so rounding may give a value below 0.
+        # Hidden times are differences, so rounding may make them negative.
         **{f"{name}_ms": 1e3 * max(0.0, float(seconds)) for name, seconds in times.items()},
         "limited_by": method.limited_by,
         "speedup_over_dense": dense.step_s / method.step_s,
@@ -592,8 +592,8 @@ def _not_recommended(advice: Advice) -> list[str]:
 
 
 def _listed(specs: Sequence[str]) -> str:
-    """A list of specs for a sentence. If there are many specs, the list has only the first few specs, and the number of
-    the others."""
+    """Joins specs into a list for use in a sentence. If there are many specs, only the first few are listed, followed
+    by the number of the remaining ones."""
     if len(specs) <= _LISTED:
         return ", ".join(specs)
     return f"{', '.join(specs[: _LISTED - 1])} and {len(specs) - _LISTED + 1} others"
@@ -619,7 +619,7 @@ def _title(report: dict[str, Any]) -> str:
 
 
 def _print(report: dict[str, Any], shows_all: bool, answers: Sequence[str]) -> None:
-    """Prints the verdict, and then either a few lines for the most important methods, or everything.
+    """Prints the verdict, and then either a few lines about the most important methods, or everything.
 
     Args:
         report: the advice, as in the JSON output of the command.
@@ -642,8 +642,8 @@ def _print(report: dict[str, Any], shows_all: bool, answers: Sequence[str]) -> N
 
 
 def _print_few(console: Console, report: dict[str, Any]) -> None:
-    """Prints three lines for each of dense, fp16 and the methods that the advice names. Then says what --all would
-    add."""
+    """Prints three lines each for dense gradients, for fp16, and for the methods that the advice names. Then describes
+    what --all would add."""
     methods = report["methods"]
     named = dict.fromkeys([report["winner"], report["take"], *FREE])
     for spec in named:
@@ -669,7 +669,7 @@ def _print_table(console: Console, report: dict[str, Any]) -> None:
 
 
 def _table(report: dict[str, Any], left_out: Sequence[str] = ()) -> Table:
-    """The table of the methods, the fastest first. left_out: columns to leave out."""
+    """The table of the methods, fastest first. `left_out` are the columns to omit."""
     methods, every = report["methods"], report.get("local_steps")
     times = {part: f"{part}\nms" for part in ("step", "compute", "encode", "network", "latency")}
     if any(row["at_end_ms"] is not None for row in methods.values()):
@@ -694,7 +694,7 @@ def _table(report: dict[str, Any], left_out: Sequence[str] = ()) -> Table:
 
 
 def _marked(spec: str, row: dict[str, Any]) -> str:
-    """A method with an asterisk if it is not recommended."""
+    """The name of a method, with an asterisk if the method is not recommended."""
     return spec if row["why_not"] is None else f"{spec} *"
 
 
@@ -789,7 +789,7 @@ def _kept(compressor: Compressor, kept: float) -> str:
 
 
 def _draw(work: Callable[[Any], None], file: Path) -> None:
-    """Calls `work` with the module that draws plots, which needs matplotlib."""
+    """Calls `work` with the module that draws plots. That module needs matplotlib."""
     try:
         from hvdcomp.perfmodel import plot
     except ModuleNotFoundError as error:

@@ -143,9 +143,10 @@ def encode(
 ) -> None:
     """Measure encode and decode times, and compare them with a copy of the gradients and PyTorch's own hooks.
 
-    The copy and each method are measured in turns. If the time of the copy differs between methods by more than 15
-    percent, the machine was not equally fast for all methods. The command then refuses the comparison, and --output
-    writes nothing. Rows that other programs disturbed are marked as unsteady, also in the file that --json writes.
+    The measurements of the copy and of each method alternate. If the time of the copy differs between methods by more
+    than 15 percent, the machine was not equally fast for all methods. The command then refuses the comparison, and
+    --output does not write anything. Rows that other programs disturbed are marked as unsteady, also in the file that
+    --json writes.
     """
     _check(options["framework"], options["device"], options["memory"], methods, output)
     before = None if earlier_file is None else _earlier(earlier_file)
@@ -186,7 +187,7 @@ def encode(
 
 
 def _requests(methods: Sequence[str], peers: bool, threads: Sequence[int], options: Mapping[str, Any]) -> list[Request]:
-    """The measurements to make: first each method with each number of threads, and then PyTorch's hooks."""
+    """The measurements to make: each method with each number of threads, followed by PyTorch's hooks."""
     requests = [Request(method, threads=count, **options) for method in methods or EXAMPLES for count in threads]
     if peers and not _is_there(PEER_FRAMEWORK):
         click.echo("PyTorch is not installed, so its hooks are not measured.", err=True)
@@ -245,7 +246,7 @@ def _is_there(framework: str) -> bool:
 
 
 def _check(framework: str, device: str, memory: str | None, methods: Sequence[str], output: Path | None) -> None:
-    """Raises an error for options that cannot work, before anything is measured."""
+    """Before anything is measured, raises an error for options that cannot work."""
     if not _is_there(framework):
         raise click.ClickException(
             f"--framework {framework} needs {_EXTRAS[framework]}: pip install 'hvdcomp[{framework}]'"

@@ -120,7 +120,7 @@ def _provide(console: Console, plan: Plan, notes: list[str], jobs: int, force: b
         if check:
             _run_ranks(console, plan)
     except BuildError:
-        uninstall()  # otherwise the next call would assume that the build works
+        uninstall()  # otherwise, the next call would assume that the build works
         raise
     console.print(f"Horovod {HOROVOD_VERSION} is ready.")
 
@@ -133,15 +133,15 @@ def _run_ranks(console: Console, plan: Plan) -> None:
         run_two_ranks(*check)
         return time.monotonic() - started
 
-    # Two checks at a time, because horovodrun itself imports the frameworks, on one core.
+    # Two checks run in parallel, because horovodrun itself imports the frameworks, on a single core.
     with ThreadPoolExecutor(max_workers=2) as pool:
         for (framework, controller), seconds in zip(checks, pool.map(run, checks), strict=True):
             console.print(f"Two ranks ran: {framework} under {controller} ({seconds:.0f} s)")
 
 
 class _BuildProgress:
-    """Shows progress. On a terminal the progress is a progress bar. Elsewhere (a CI log) the progress is one line for
-    every tenth of the build."""
+    """Shows progress: a progress bar on a terminal, and elsewhere, such as in a CI log, a line after every tenth of the
+    build."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -45,7 +45,7 @@ _WELL_KNOWN = (
     "eden:bits=1",
 )
 COMPRESSORS = tuple(dict.fromkeys(("fp16", *RECOMMENDED, *_WELL_KNOWN)))
-"""The methods that are measured by default: all recommended methods, and others to compare with them."""
+"""The methods that are measured by default: all recommended methods, and well-known methods to compare them with."""
 DEVICES = ("auto", "cpu", "cuda")
 TWO_LEVELS = ("two_level(qsgd:bits=4)", "two_level(topk:ratio=0.01)")
 _START = (
@@ -131,10 +131,10 @@ def command(
 ) -> None:
     """Measure the network, a model's passes and compressors for `hvdcomp advise`.
 
-    The command runs on all ranks at once, and uses Horovod or torch.distributed. The command measures collectives of
-    several sizes, the model's forward and backward passes (alone and during an exchange), encoding and decoding with
-    each compressor, and the part of the exchange that the backward pass hides. If several hosts have several ranks
-    each, it also measures collectives within hosts and between hosts. It needs PyTorch.
+    The command runs on all ranks at once, and uses Horovod or torch.distributed. It measures collectives of several
+    sizes, the model's forward and backward passes (alone and during an exchange), encoding and decoding with each
+    compressor, and the part of the exchange that the backward pass hides. If several hosts have several ranks each, it
+    also measures collectives within hosts and between hosts. The command needs PyTorch.
     """
     environment.prepare_mpi()
     allow_process_sets()
@@ -214,7 +214,7 @@ def check_network(size: int, known: Calibration | None, start: str) -> None:
         start: the commands that start several ranks, for the message.
 
     Raises:
-        SetupError: if there is neither.
+        SetupError: if there is neither a network to measure nor a known network.
     """
     if size < 2 and known is None:
         raise SetupError(
@@ -232,10 +232,10 @@ def _checked(
     levels: Levels,
     device: Any = "cpu",
 ) -> list[Any]:
-    """The compressors. First checks everything that could fail later.
+    """Checks everything that could fail later, and returns the compressors.
 
     Raises:
-        SetupError, SpecError: if a model, a compressor or the output file does not work.
+        SetupError, SpecError: if a model, a compressor or the output file cannot be used.
     """
     import torch
 

@@ -70,7 +70,7 @@ def command(names: tuple[str, ...], as_json: bool, markdown: Path | None) -> Non
 
 
 def describe(kind: type[Compressor]) -> dict[str, Any]:
-    """The description of a compressor, as JSON-serialisable values."""
+    """The description of a compressor, as JSON-serializable values."""
     types = typing.get_type_hints(kind)
     fields = fields_of(kind)
     required = {field.name for field in fields if field.default is dataclasses.MISSING}
@@ -103,8 +103,7 @@ def describe(kind: type[Compressor]) -> dict[str, Any]:
 
 
 def _allowed(example: Compressor, setting: str, kind: type) -> str:
-    """The allowed values of a setting. The values are read from the error message for NaN, because every setting
-    refuses NaN."""
+    """The allowed values of a setting. They are read from the error message for NaN, which every setting refuses."""
     try:
         dataclasses.replace(example, **{setting: math.nan})
     except SpecError as error:
@@ -128,8 +127,8 @@ def _meanings(kind: type) -> dict[str, str]:
 
 
 def _biased_when(example: Compressor) -> dict[str, bool]:
-    """The settings that change whether the compressor is biased. The keys are "name=value", and the values say whether
-    it is biased."""
+    """The settings that determine whether the compressor is biased. For each key "name=value", the value is whether the
+    compressor is biased with this setting."""
     changes = {}
     for variant in map(parse_compressor, example.examples):
         if variant.biased != example.biased:
@@ -179,7 +178,7 @@ def _parameters(entry: dict[str, Any]) -> list[str]:
 
 
 def _print_list(entries: list[dict[str, Any]]) -> None:
-    """Prints only the columns of each compressor that fit into 80 characters."""
+    """Prints the list of compressors, with only as many columns as fit into 80 characters."""
     console = make_console()
     table = make_table("name", "parameters", "sends", "by", "biased")
     for entry in entries:

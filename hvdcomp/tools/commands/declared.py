@@ -18,7 +18,7 @@ def declared_options(kind: Any, unset: str) -> Callable[[Any], Any]:
 
     Args:
         kind: the dataclass that declares the options.
-        unset: the text that the help shows for a default of None, unless the option has its own text.
+        unset: the text that the help shows if the default is None and the option has no text of its own.
     """
     return _decorator(kind, lambda option, hint, default: _attributes(option, hint, default, unset))
 
@@ -75,7 +75,7 @@ def _without_none(kind: Any) -> Any:
 
 
 class _Numbers(click.ParamType):
-    """Numbers that are separated by commas. items: a text that says what the numbers mean, with an example."""
+    """Numbers that are separated by commas. `items` explains the meaning of the numbers, with an example."""
 
     name = "numbers"
 

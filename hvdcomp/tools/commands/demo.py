@@ -1,4 +1,4 @@
-"""`hvdcomp demo` trains with several compressors on two ranks, times their steps, which alternate, and compares the
+"""`hvdcomp demo` trains with several compressors on two ranks, times their alternating steps, and compares the
 results."""
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _IN_TENSORFLOW = "topk:ratio=0.01"
 _TRAINING = {"model": "cnn", "data": "digits", "batch_size": 16, "epochs": 5, "seed": 1}
 _TIMING = ("--model", "cnn@digits", "--batch-size", "16", "--no-auto", "--quiet")
 _RATE = "100mbit"
-_MARK = ".demo"  # this file marks the folder of a demo, so that the next demo may replace the folder
+_MARK = ".demo"  # marks a folder that a demo wrote, so that the next demo may replace it
 _PYTHON = (sys.executable, "-m")
 _IN_TURN = "hvdcomp.tools.train.in_turn"
 _COMPARE = "hvdcomp.tools.bench.compare_worker"
 _CLUSTER = (*_PYTHON, "hvdcomp.tools.bench.cluster", "run", "--hosts", "2", "--rate", _RATE)
 _STARTS = {
     "torch": (*_PYTHON, "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"),
-    # horovodrun would put [1,0]<stdout>: before each line, and it has no option to leave this out.
+    # horovodrun would put [1,0]<stdout>: before each line, and has no option to prevent this.
     "horovod": (
         *("mpirun", "-np", "2", "-H", "localhost:2", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"),
         *_PYTHON,
@@ -44,7 +44,7 @@ _ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "TF_ENABLE_ONEDNN_OPTS": "0",
     **HOROVOD_ON_GPUS,  # on a CPU, this variable is not read
-    # In a container, root may be the only user. Without this variable, mpirun would refuse root.
+    # In a container, root may be the only user. Without this variable, mpirun would refuse to run as root.
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
 }
@@ -109,7 +109,7 @@ def command(backend: str, seconds: float, output: Path) -> None:
         _run(f"Training on two ranks ({framework})", [*start, _IN_TURN, *map(json.dumps, options)])
     runs = [folder for compressions in trainings.values() for folder in compressions]
 
-    # Methods that libraries themselves send are always timed.
+    # The methods that the libraries themselves provide are always timed.
     compressors = [word for spec in specs if spec not in FREE for word in ("--compressor", spec)]
     timing = [*_TIMING, "--seconds", seconds, *compressors]
     here, slow = output / "turns.json", output / f"turns-{_RATE}.json"
@@ -133,8 +133,8 @@ def command(backend: str, seconds: float, output: Path) -> None:
 
 
 def _run(title: str, words: Sequence[object], needed: bool = True) -> bool:
-    """Runs a program, and returns whether it succeeded. If `needed` and it fails, this program ends with the same
-    status."""
+    """Runs a program, and returns whether it succeeded. If the program fails and `needed` is True, this process exits
+    with the same status."""
     click.secho(f"==> {title}", bold=True)
     sys.stdout.flush()  # so that earlier output comes before the output of the program
     code = subprocess.run([*map(str, words)], env={**_ENVIRONMENT, **os.environ}).returncode

@@ -34,7 +34,7 @@ def command(context: click.Context, as_json: bool, report: bool) -> None:
     console = make_console()
     with make_console(stderr=True).status("Looking at the environment"):
         facts = gather()
-        if not (facts.by_torch and any(check_torch_variables(facts))):  # otherwise the ranks would wait for each other
+        if not (facts.by_torch and any(check_torch_variables(facts))):  # otherwise, the ranks would wait for each other
             facts = replace(facts, started=start_ranks(facts))
     problems = find_problems(facts)
     if facts.launched_rank == 0 or any(problem.stops for problem in problems):
@@ -94,8 +94,8 @@ def describe(facts: Facts) -> list[tuple[str, str]]:
 
 
 def as_markdown(facts: Facts, problems: list[Problem]) -> str:
-    """Facts and problems for a bug report. The home folder is written as ~, because it often contains a person's
-    name."""
+    """Facts and problems for a bug report. The home folder is replaced with ~, because its path often contains a
+    person's name."""
     home = str(Path.home())
     rows = describe(facts)
     width = max(len(name) for name, _ in rows)

@@ -1,4 +1,5 @@
-"""`hvdcomp launch` runs a training on a cluster. The commands of a scheduler are imported when they run."""
+"""`hvdcomp launch` runs a training program on a cluster. The commands of a scheduler are imported only when they
+run."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _SCHEDULERS = {
 
 
 class NotLaunchedError(click.ClickException):
-    """A failure of `hvdcomp launch` itself. The exit code of this failure is one that programs seldom return.
+    """A failure of `hvdcomp launch` itself. Its exit code is one that programs rarely return.
 
     If the command line or the settings are wrong, the command raises click.UsageError instead, with exit code 2.
     """
@@ -47,8 +48,8 @@ def refusals() -> Iterator[None]:
 
 
 def _with_flag(error: ConfigurationError, context: click.Context) -> str:
-    """The message of an error, which begins with the name of a setting. The command's flag for this setting is
-    added."""
+    """The message of an error, which begins with the name of a setting, together with the command's flag for this
+    setting."""
     flags = {param.name: param.opts[0] for param in context.command.params if isinstance(param, click.Option)}
     if isinstance(context.command, ProgramGroup):
         flags["command"] = "-- PROGRAM"
@@ -63,11 +64,10 @@ def _with_flag(error: ConfigurationError, context: click.Context) -> str:
 
 
 class ProgramGroup(Group):
-    """A group of commands. If the group is called as `group [OPTIONS] -- PROGRAM [ARGUMENT]...`, the group runs the
-    program.
+    """A group of commands that runs a program if it is called as `group [OPTIONS] -- PROGRAM [ARGUMENT]...`.
 
-    All words after the first `--` are the program. These words are a tuple in `ctx.meta[PROGRAM]`, which is None if
-    there is no `--`. The group needs `invoke_without_command=True`.
+    All words after the first `--` are the program and its arguments. They are a tuple in `ctx.meta[PROGRAM]`, which is
+    None if there is no `--`. The group must be created with `invoke_without_command=True`.
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -116,7 +116,8 @@ environment_option = click.option(
     callback=_variables,
     help="Environment variable of the ranks; repeatable.",
 )
-"""The option of every scheduler for environment variables: a mapping, or None if it is not given."""
+"""The option for environment variables, which every scheduler has. Its value is a mapping, or None if the option is not
+given."""
 
 backend_option = click.option(
     "--backend",

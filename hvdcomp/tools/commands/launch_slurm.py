@@ -32,8 +32,8 @@ from hvdcomp.tools.terminal import make_console, make_table, print_table
 
 
 class _JobNumber(click.ParamType):
-    """The number of a job, as Slurm prints it. `int` cannot be used: it reads 12_3, a task of an array, as 123, which
-    is another job."""
+    """The number of a job, as Slurm prints it. `int` cannot be used, because it would read 12_3 (a task of an array) as
+    123, which is a different job."""
 
     name = "job id"
 
@@ -62,7 +62,7 @@ def _refuse_array(context: click.Context, _option: click.Parameter, value: str |
 
 
 _SHOWN = ("ranks", "nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task", "time")
-"""Settings that are printed when a job is submitted, because some of them may be defaults."""
+"""Settings that are printed when a job is submitted, because the user may not have set all of them."""
 
 
 _poll_option = click.option(

@@ -96,11 +96,11 @@ def command(
 
     PROGRAM is your unchanged training program. You may write the word python before PROGRAM. The program may use
     PyTorch, with DistributedDataParallel or Horovod, or TensorFlow, with Horovod's tape or optimizer. The command times
-    the program's steps. The command measures the network, and each compressor on copies of the program's own gradients,
-    and carries out the exchanges of the best compressors. Then the command prints the advice of `hvdcomp advise`, and
-    the lines to add to the program. The training's weights do not change.
+    the program's steps. It measures the network, and each compressor on copies of the program's own gradients, and runs
+    the exchanges of the best compressors. Then it prints the advice of `hvdcomp advise`, and the lines to add to the
+    program. The trained weights do not change.
     """
-    # the user has also written the command that starts the program
+    # the user also typed the command that starts the program
     if re.fullmatch(r"python[\d.]*", Path(program).name):
         as_module = arguments[:1] == ("-m",)
         own = arguments[1:] if as_module else arguments
@@ -170,8 +170,8 @@ def command(
 
 
 class _BeforeImport(MetaPathFinder):
-    """Calls a function before a module is imported for the first time. The object is a finder on sys.meta_path that
-    never finds anything."""
+    """Calls a function before a module is imported for the first time. It is a finder on sys.meta_path that never finds
+    anything."""
 
     def __init__(self, module: str, call: Callable[[], None]) -> None:
         self._module, self._call = module, call
@@ -196,7 +196,7 @@ def _run(program: str, arguments: tuple[str, ...], as_module: bool) -> None:
 def _measure(
     watched: Watched, compressors: list[Any], known: Calibration | None, seconds: float, output: Path, go_on: bool
 ) -> None:
-    """Measures, prints and saves. The method is called in a step of the training, on every rank."""
+    """Measures, and prints and saves the results. This is called within a training step, on every rank."""
     from hvdcomp.perfmodel import Adviser, Setting, save
     from hvdcomp.tools.bench.carriers import carrier_on
     from hvdcomp.tools.bench.profile import profile
@@ -248,7 +248,7 @@ def _with_progress(ranks: Ranks, work: Callable[[Callable[[str], None]], Profile
 
 
 def print_profile(watched: Watched, profiled: Profiled, console: Console) -> None:
-    """Prints the parts of a step of the training, and the exchanges that were really made."""
+    """Prints the parts of a training step, and the exchanges that were actually run."""
     facts = next(iter(profiled.calibrated.calibration.models.values()))
     compute = facts.compute
     forward = 1e3 * (compute.forward_s or 0.0)
@@ -278,7 +278,7 @@ def print_profile(watched: Watched, profiled: Profiled, console: Console) -> Non
 
 
 def _tried(profiled: Profiled) -> Table:
-    """A table of the exchanges that were really made."""
+    """A table of the exchanges that were actually run."""
     from hvdcomp.perfmodel import UNCOMPRESSED
 
     numbers = ["ms", "times faster\nthan dense"]

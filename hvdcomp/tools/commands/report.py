@@ -50,8 +50,8 @@ def command(
     """Make a table and a web page from training runs.
 
     Each RUN is the folder of one run of `hvdcomp train`, or a folder that contains such folders. Runs that differ only
-    in their seed form one series. For each series, a table shows the mean and the spread over the seeds, and figures
-    show a band over bytes and seconds. A run may still be training.
+    in their seed form one series. For each series, a table shows the mean and the spread over the seeds. Figures plot
+    the mean and a band against bytes and against seconds. A run may still be training.
     """
     console = make_console()
     try:
@@ -109,8 +109,8 @@ def _spread_below(text: str) -> str:
 
 
 def _terminal_table(section: Section, wide: bool) -> Table:
-    """The table of a section. Spec and policy are below the name of the run. The phases are shown only if the terminal
-    is wide enough."""
+    """The table of a section. Spec and policy are shown below the name of the run. The phases of steps are shown only
+    if the terminal is wide enough."""
     narrow = ("Ranks", section.headings[-1]) if section.in_turns else section.headings[-1:]
     places = [place for place, heading in enumerate(section.headings) if wide or heading not in narrow]
     shown = [section.headings[place] for place in places[2:]]

@@ -1,4 +1,4 @@
-"""`hvdcomp train` reads the options of a training run. `hvdcomp.tools.train` runs the training."""
+"""`hvdcomp train` reads the options of a training run, which `hvdcomp.tools.train` then carries out."""
 
 from __future__ import annotations
 

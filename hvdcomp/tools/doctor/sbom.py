@@ -1,8 +1,8 @@
 """Lists all installed Python and Debian packages. `python -m hvdcomp.tools.doctor.sbom` prints the list.
 
-The list is a software bill of materials in the JSON format of CycloneDX, for scanners of vulnerabilities and licences.
-docker/Dockerfile stores the list of the image in the image. The list has no time stamp, so the same installation always
-gives the same text.
+The list is a software bill of materials in the JSON format of CycloneDX, for scanners that check vulnerabilities and
+licenses. docker/Dockerfile stores the image's list in the image itself. The list has no time stamp, so the same
+installation always gives the same text.
 
 References:
     CycloneDX 1.6: https://cyclonedx.org/docs/1.6/json/; package URLs: https://github.com/package-url/purl-spec
@@ -40,13 +40,13 @@ def _python_packages() -> list[dict[str, Any]]:
     components: dict[str, dict[str, Any]] = {}
     for distribution in distributions():
         name = re.sub(r"[-_.]+", "-", distribution.name).lower()
-        # If two distributions have the same name, `import` finds the first.
+        # If two distributions have the same name, `import` finds the first one.
         components.setdefault(name, _component("pypi", name, distribution.version) | _licence_of(distribution))
     return [components[name] for name in sorted(components)]
 
 
 def _licence_of(package: Distribution) -> dict[str, Any]:
-    """The licence in the metadata of the package, if it is a single line."""
+    """The license in the package's metadata, if it is a single line."""
     for expression in package.metadata.get_all("License-Expression", []):
         return {"licenses": [{"expression": expression}]}
     classifiers = package.metadata.get_all("Classifier", [])

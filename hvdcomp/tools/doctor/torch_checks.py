@@ -48,8 +48,8 @@ def check_torch_variables(facts: Facts) -> Iterator[Problem]:
 
 
 def check_interfaces(facts: Facts) -> Iterator[Problem]:
-    """Checks the variables that name network interfaces. Gloo's variable has names. NCCL's variable has prefixes of
-    names, or names after "=", or interfaces to exclude after "^"."""
+    """Checks the variables that name network interfaces. Gloo's variable contains names. NCCL's variable contains
+    prefixes of names, or names after "=", or interfaces to exclude after "^"."""
     remedy = f"Name one of {', '.join(facts.interfaces)}, or unset the variable."
     gloo = facts.variables.get("GLOO_SOCKET_IFNAME", "")
     for name in _names(gloo):
@@ -82,6 +82,6 @@ def _names(text: str) -> list[str]:
 
 
 def _stops(facts: Facts) -> bool:
-    """Whether a failure of torch.distributed prevents training. The failure does not prevent training if Horovod is
-    installed and the launcher's variables do not name torch.distributed."""
+    """Whether a failure of torch.distributed prevents training. It does not if Horovod is installed and the launcher's
+    variables are not those of torch.distributed."""
     return facts.horovod is None or facts.by_torch

@@ -1,4 +1,4 @@
-"""Checks an installed Horovod. The extensions of Horovod must load, and two real ranks must run on this machine."""
+"""Checks an installed Horovod: its extensions must load, and two real ranks must run on this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TIMEOUT = 180.0  # seconds; a check takes 3 to 15 s
 
 
 def load_extension(framework: str) -> None:
-    """Imports Horovod for a framework, and resolves all symbols of its extension. This check needs no GPU.
+    """Imports Horovod for a framework, and resolves all symbols of its extension. This check does not need a GPU.
 
     Args:
         framework: name of the framework: "torch" or "tensorflow".
@@ -25,7 +25,7 @@ def load_extension(framework: str) -> None:
         BuildError: if the import failed. The message has the C++ name of a missing symbol.
     """
     command = [sys.executable, "-c", f"import horovod.{framework}"]
-    # Without LD_BIND_NOW, a missing function would only be noticed in the middle of a training.
+    # Without LD_BIND_NOW, a missing function would be noticed only in the middle of training.
     variables = {**scripts_first(), "TF_CPP_MIN_LOG_LEVEL": "3", "LD_BIND_NOW": "1"}
     try:
         process = run_logged(command, variables, _TIMEOUT)

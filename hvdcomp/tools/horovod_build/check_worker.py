@@ -1,5 +1,5 @@
-"""The program that each rank runs in the check of a new Horovod. The program makes an allreduce and an all-gather, and
-compares the results with the expected results.
+"""The program that each rank runs to check a newly built Horovod. It runs an allreduce and an all-gather, and compares
+the results with the expected ones.
 
 `hvdcomp.tools.horovod_build.check` starts it with horovodrun and the argument `torch` or `tensorflow`.
 """

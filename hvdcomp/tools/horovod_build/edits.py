@@ -1,7 +1,7 @@
 """The edits that the sources of Horovod 0.28.1 need to work with current frameworks. Each edit has a condition and a
 reason.
 
-The edits do not change Horovod's behaviour. The edits set the C++ standard, replace functions that newer frameworks and
+The edits do not change Horovod's behavior. They set the C++ standard, replace functions that newer frameworks and
 Python versions no longer have, make the Keras callbacks use tf_keras, and disable the search for CUDA in a build for
 CPU.
 """
@@ -20,7 +20,7 @@ from hvdcomp.tools.horovod_build.environment import Environment, release
 
 @dataclass(frozen=True)
 class Edit:
-    """Replaces the only occurrence of `old` by `new`. file: a path below the root of the sources."""
+    """Replaces the only occurrence of `old` with `new` in the file `file`, a path below the root of the sources."""
 
     file: str
     old: str
@@ -49,7 +49,8 @@ def _for_cpu_with_cuda_torch(environment: Environment, gpu: bool) -> bool:
     return not gpu and environment.torch_cuda is not None
 
 
-# Pairs of a condition and an edit. The condition gets the environment, and whether it is a build for GPU.
+# Pairs of a condition and an edit. The arguments of the condition are the environment, and whether it is a build for
+# GPUs.
 EDITS: tuple[tuple[Callable[[Environment, bool], bool], Edit], ...] = (
     (
         _torch_needs_newer_standard,
@@ -86,7 +87,7 @@ EDITS: tuple[tuple[Callable[[Environment, bool], bool], Edit], ...] = (
         Edit(
             file="horovod/tensorflow/mpi_ops.cc",
             old="GpuStreamHandle AsGpuStreamValue(Stream* stream);",
-            # A template, because Stream is only defined further below.
+            # This is a template because Stream is defined only further below.
             new="template <typename S> GpuStreamHandle AsGpuStreamValue(S* stream) {\n"
             "  return static_cast<GpuStreamHandle>(stream->platform_specific_handle().stream);\n"
             "}",
@@ -154,18 +155,18 @@ EDITS: tuple[tuple[Callable[[Environment, bool], bool], Edit], ...] = (
 
 
 def applicable_edits(environment: Environment, gpu: bool) -> list[Edit]:
-    """The edits, in order, that a build needs in this environment. gpu: whether it is a build for GPU."""
+    """The edits that a build needs in this environment, in order. `gpu` is whether it is a build for GPUs."""
     return [edit for needed, edit in EDITS if needed(environment, gpu)]
 
 
 def digest(edits: Sequence[Edit]) -> str:
-    """A short hash of the edits. The hash is part of the wheel's key in the cache."""
+    """A short hash of the edits, which is part of the wheel's key in the cache."""
     changes = json.dumps([astuple(edit)[:3] for edit in edits])
     return hashlib.sha256(changes.encode()).hexdigest()[:12]
 
 
 def apply_edits(root: Path, edits: Sequence[Edit]) -> None:
-    """Apply the edits to the unpacked source in `root`.
+    """Applies the edits to the unpacked source in `root`.
 
     Raises:
         BuildError: if a file is missing, or does not contain the expected text exactly once. In this case nothing is

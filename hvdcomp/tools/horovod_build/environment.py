@@ -1,7 +1,7 @@
-"""Finds out about the machine and the Python environment of a Horovod build: frameworks, MPI, compiler, CUDA.
+"""Examines the machine and the Python environment of a Horovod build: frameworks, MPI, compiler and CUDA.
 
-No framework is imported, because this would take seconds. Versions are read from the metadata of the installed
-packages, and from the tools themselves. The `find_*` functions collect an `Environment`.
+Frameworks are not imported, because this would take seconds. Versions are read from the metadata of installed packages,
+and from the output of tools. The `find_*` functions collect the parts of an `Environment`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 # Distributions that provide `import tensorflow`.
 TENSORFLOW_DISTRIBUTIONS = ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly", "tf-nightly-cpu")
-# Instruction sets that Horovod's build uses if this CPU has them. The wheel then only works on CPUs that have them.
+# Instruction sets that Horovod's build uses if this CPU has them. The wheel then works only on CPUs that have them.
 _CPU_FLAGS = ("avx", "f16c", "fma")
 
 
@@ -38,7 +38,7 @@ class Mpi:
 
 @dataclass(frozen=True)
 class CudaToolkit:
-    """A CUDA toolkit, with which Horovod is built for GPU."""
+    """A CUDA toolkit, with which Horovod can be built for GPUs."""
 
     nvcc: str  # the compiler's path
     version: str  # as the compiler reports it, such as "12.6"
@@ -47,8 +47,8 @@ class CudaToolkit:
 
 @dataclass(frozen=True)
 class Environment:
-    """The environment on which a build depends. Versions are given as reported. None means that something is not
-    installed."""
+    """The environment on which a build depends. Versions are as reported by tools and packages. None means that
+    something is not installed."""
 
     python: str
     machine: str
@@ -139,7 +139,7 @@ def parse_mpi_version(text: str) -> tuple[str, str]:
 
 
 def find_mpi() -> Mpi | None:
-    """The MPI of the first `mpirun`. The MPI of this environment comes before the MPI of the system."""
+    """The MPI of the first `mpirun` that is found. The MPI of this environment comes before the MPI of the system."""
     path = scripts_first()["PATH"]
     mpirun = shutil.which("mpirun", path=path)
     output = tool_output([mpirun, "--version"]) if mpirun else None
@@ -174,8 +174,7 @@ def find_torch_cuda() -> str | None:
 
 
 def find_cuda_toolkit() -> CudaToolkit | None:
-    """The CUDA toolkit. The toolkit is searched in $HOROVOD_CUDA_HOME, $CUDA_HOME, $CUDA_PATH, PATH and
-    /usr/local/cuda."""
+    """Finds the CUDA toolkit. Searches $HOROVOD_CUDA_HOME, $CUDA_HOME, $CUDA_PATH, PATH and /usr/local/cuda."""
     homes = [os.environ.get(name) for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")]
     named = [f"{home}/bin/nvcc" for home in homes if home]
     for nvcc in (*named, shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"):
@@ -209,7 +208,7 @@ def _find_cpu_flags() -> tuple[str, ...]:
 
 
 def find_environment() -> Environment:
-    """Collects the environment. The function takes a fraction of a second."""
+    """Collects the environment. This takes a fraction of a second."""
     toolkit = find_cuda_toolkit()
     return Environment(
         python=platform.python_version(),

@@ -1,8 +1,8 @@
-"""Runs a command, and kills it with all its children when the process that started it ends.
+"""Runs a command, and kills the command and all its children when the process that started it ends.
 
-A long build runs in its own session, so that all its processes can be killed together. If the parent process is itself
-killed, the parent can no longer do this. But then the parent's end of a pipe closes. This program has the other end of
-the pipe, notices that it is closed, and kills the build.
+A long build runs in its own session, so that all its processes can be killed together. If the parent process itself is
+killed, it can no longer do this. However, its end of a pipe then closes. This program holds the other end of the pipe,
+notices that the pipe is closed, and kills the build.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def end_with_make() -> None:
 
 
 def _end_with(pipe: int) -> None:
-    os.read(pipe, 1)  # returns only when the pipe closes, because nobody writes to it
+    os.read(pipe, 1)  # returns only when the pipe closes, because nothing is written to it
     os.killpg(0, signal.SIGKILL)
 
 

@@ -1,5 +1,4 @@
-"""Reads the output of a build. This module finds the progress and, after a failure, the first relevant error and a
-hint."""
+"""Reads the output of a build: finds the progress and, after a failure, the first relevant error and a hint."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 _PROGRESS = re.compile(r"^\s*\[\s*(\d+)%\]\s+(.*)")
-# The first match is the cause. Later errors ("make: *** ...", Python tracebacks) only repeat it.
+# The first match is the cause. Later errors ("make: *** ...", Python tracebacks) only repeat this error.
 _ERROR = re.compile(
     r"""
     :\s(?:fatal\s)?error:\s              # compiler: file:line:column: error: ...
@@ -58,14 +57,15 @@ _HINTS: tuple[tuple[str, str], ...] = (
 
 @dataclass(frozen=True)
 class Progress:
-    """A step of the build: the percentage that CMake reports (of files, not of time), and the file that is compiled."""
+    """A step of the build: the file that is being compiled, and the percentage that CMake reports (of files, not of
+    time)."""
 
     percent: int
     step: str
 
 
 def parse_progress(line: str) -> Progress | None:
-    """Parse a line such as `[ 12%] Building CXX object .../operations.cc.o`."""
+    """Parses a line such as `[ 12%] Building CXX object .../operations.cc.o`."""
     match = _PROGRESS.match(line)
     if match is None:
         return None
@@ -74,7 +74,7 @@ def parse_progress(line: str) -> Progress | None:
 
 
 def first_error(log: str) -> str | None:
-    """The first error in the output of a build, with a few lines of context; None if no error is recognised."""
+    """The first error in the output of a build, with a few lines of context; None if no error is recognized."""
     lines = log.splitlines()
     for index, line in enumerate(lines):
         if _ERROR.search(line):

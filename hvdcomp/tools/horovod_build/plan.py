@@ -1,5 +1,5 @@
-"""Plans the build of Horovod. The plan refuses unsuitable environments, and determines the variables of the build and
-the name of the cache entry.
+"""Plans the build of Horovod: refuses unsuitable environments, and determines the variables of the build and the name
+of the cache entry.
 
 The plan depends only on an `Environment` and `Options`. Nothing is run or written, so `--dry-run` can print the plan,
 and tests can check it.
@@ -24,7 +24,7 @@ from hvdcomp.tools.horovod_build.environment import Environment, library_path_fr
 HOROVOD_VERSION = "0.28.1"
 # Hash of the published source distribution.
 HOROVOD_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-# The user's variables that affect the build. This command sets all other HOROVOD_* variables itself.
+# The user's variables that affect the build. The command sets all other HOROVOD_* variables itself.
 _USER_VARIABLES = (
     "HOROVOD_BUILD_ARCH_FLAGS",
     "HOROVOD_CMAKE",
@@ -44,7 +44,7 @@ class Options:
     """The options with which a user builds Horovod."""
 
     gpu: bool = False
-    cuda_arch: tuple[int, ...] = ()  # compute capabilities as 70, 80, ...; empty for Horovod's default
+    cuda_arch: tuple[int, ...] = ()  # compute capabilities such as 70 or 80; empty for Horovod's default
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Plan:
         return ["mpi", "gloo"] if self.variables.get("HOROVOD_WITH_MPI") == "1" else ["gloo"]
 
     def record(self) -> dict[str, object]:
-        """The record of the build. The record is stored next to the wheel, and in the wheel."""
+        """The record of the build, which is stored next to the wheel and in the wheel."""
         return {
             "key": self.key,
             "horovod": HOROVOD_VERSION,
@@ -85,7 +85,7 @@ def wheel_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def missing_build_requirements() -> list[str]:
-    """Requirements of the `build` extra that this environment does not meet, in pip's form."""
+    """The requirements of the `build` extra that this environment does not meet, in pip's notation."""
     if importlib.util.find_spec("packaging") is None:
         return ["packaging"]
     from packaging.requirements import Requirement
@@ -106,7 +106,7 @@ def missing_build_requirements() -> list[str]:
 
 
 def check_environment(environment: Environment, options: Options, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Checks the environment before anything is downloaded. Returns notes that say which parts will be left out.
+    """Checks the environment before anything is downloaded. Returns notes about the parts that will be left out.
 
     Raises:
         BuildError: if something is missing or unsuitable. The message names the remedy.
@@ -192,16 +192,16 @@ def build_variables(environment: Environment, options: Options, environ: Mapping
     else:
         variables["HOROVOD_WITHOUT_NVTX"] = "1"  # NVTX is a library of the CUDA toolkit
     if environment.mpi is not None and with_mpi and environment.mpi.inside:
-        # CMake would store the absolute path of this environment in the extensions. A relative path is still correct if
-        # the cached wheel is installed into another environment.
+        # CMake would store the absolute path of this environment in the extensions. A relative path is also correct if
+        # the cached wheel is installed in a different environment.
         relative = f"-Wl,-rpath,'$ORIGIN/{library_path_from_extension()}'"
         variables["LDFLAGS"] = " ".join(filter(None, [environ.get("LDFLAGS"), relative]))
     return variables
 
 
 def process_variables(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables of the build process: the user's variables, without those that are ignored, and the
-    variables of the plan."""
+    """The environment variables of the build process: the user's variables, except for ignored ones, and the variables
+    of the plan."""
     followed = _followed(plan.options)
     return {n: value for n, value in environ.items() if not n.startswith("HOROVOD_") or n in followed} | plan.variables
 

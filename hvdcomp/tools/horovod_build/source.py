@@ -21,7 +21,7 @@ def sha256(path: Path) -> str:
 
 
 def fetch_source(cache: Path) -> Path:
-    """The verified source archive. If the archive is not in the cache folder, it is downloaded to this folder.
+    """The verified source archive. If the archive is not in the cache folder, it is first downloaded to this folder.
 
     Raises:
         BuildError: if pip could not download the archive, or a file with this name has different content.
@@ -34,7 +34,7 @@ def fetch_source(cache: Path) -> Path:
             )
         return archive
     with tempfile.TemporaryDirectory(dir=cache, prefix="download-") as folder:
-        # If a requirements file contains the hash, pip verifies the archive before it runs code from the archive.
+        # If a requirements file contains the hash, pip verifies the archive before it runs any code from it.
         requirements = Path(folder) / "requirements.txt"
         pinned = f"horovod=={HOROVOD_VERSION} --hash=sha256:{HOROVOD_SHA256}\n"
         requirements.write_text(pinned, encoding="utf-8")
@@ -53,7 +53,7 @@ def fetch_source(cache: Path) -> Path:
 
 
 def unpack(archive: Path, folder: Path) -> Path:
-    """Unpack the archive below `folder` and return the source's root."""
+    """Unpacks the archive below `folder`, and returns the root of the source."""
     with tarfile.open(archive) as tar:
         if hasattr(tarfile, "data_filter"):  # from Python 3.10.12 and 3.11.4
             tar.extraction_filter = tarfile.data_filter

@@ -25,8 +25,8 @@ from hvdcomp.tools.horovod_build.log import Progress, first_error, hint, parse_p
 from hvdcomp.tools.horovod_build.plan import HOROVOD_VERSION, Plan, process_variables
 from hvdcomp.tools.horovod_build.source import fetch_source, unpack
 
-# A module with this name in the installed `horovod` package contains the record of the build. It is part of the wheel,
-# so it is removed together with Horovod.
+# The module with this name in the installed `horovod` package contains the record of the build. It is part of the
+# wheel, so it is removed together with Horovod.
 _RECORD_MODULE = "hvdcomp_build.py"
 _MEMORY_PER_JOB = 2e9  # bytes; the compiler's peak memory when it compiles TensorFlow's headers
 
@@ -103,8 +103,7 @@ def _run_pip_wheel(
     root: Path, result: Path, plan: Plan, jobs: int, failed_log: Path, report: Callable[[Progress], None]
 ) -> None:
     variables = process_variables(plan, scripts_first())
-    # Under make, these variables describe the job server of the outer make. The make of the build must not use this
-    # server.
+    # Under make, these variables describe the job server of the outer make, which the build's own make must not use.
     for name in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "CMAKE_GENERATOR"):
         variables.pop(name, None)
     variables.update(MAKEFLAGS=f"-j{jobs}", TF_CPP_MIN_LOG_LEVEL="3")
@@ -148,7 +147,7 @@ def _run_pip_wheel(
 
 
 def installed_record() -> dict[str, object] | None:
-    """The build record of the installed Horovod, if this command has built it. Horovod is not imported."""
+    """The build record of the installed Horovod; None if this command did not build it. Horovod is not imported."""
     spec = importlib.util.find_spec("horovod")
     if spec is None or spec.origin is None:
         return None
@@ -162,7 +161,7 @@ def installed_record() -> dict[str, object] | None:
 
 
 def install_wheel(wheel: Path) -> None:
-    """Installs the wheel in place of any other Horovod. The `build` extra contains the requirements."""
+    """Installs the wheel, which replaces any other Horovod. The `build` extra contains the wheel's requirements."""
     command = [sys.executable, "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--quiet"]
     command += ["--no-index", "--no-deps", "--force-reinstall", str(wheel)]
     process = run_logged(command)

@@ -1,7 +1,7 @@
 """Runs a training program on a cluster through the cluster's scheduler. `hvdcomp launch` reads settings, submits a job,
 and follows the job.
 
-`job` has the settings that all schedulers share, and reads the settings file. `scheduler` is the protocol of a
+`job` has the settings that all schedulers share, and reads the settings file. `scheduler` defines the interface of a
 scheduler. Kubernetes and Slurm each have their own package. `promise` is the agreement between a launcher and a
 training program about the number of ranks and the exit code of a saved run. `rank` and `torch_rank` are the programs
 with which ranks start.

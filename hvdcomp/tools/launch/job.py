@@ -1,7 +1,7 @@
 """The settings of a job that all schedulers share, and the TOML file that contains settings.
 
 A settings file has a table `[job]` and a table for each scheduler. Flags of the command line override the file. All
-settings are checked before anything is submitted. An error message names the setting and the way out.
+settings are checked before anything is submitted. An error message names the setting and how to fix it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ else:
 T = TypeVar("T")
 
 NAME_LENGTH = 40
-"""Characters of a job's name. Schedulers append to it (`-worker-12`), and a host's name has at most 63."""
+"""Largest number of characters in a job's name. Schedulers append to this name (`-worker-12`), and a host name may have
+at most 63 characters."""
 
 HOROVOD_ON_GPUS = {"HOROVOD_ENABLE_ASYNC_COMPLETION": "1"}
-"""Variables for Horovod's ranks with GPUs; a job's environment overrides them. Without this variable, Horovod's thread
+"""Variables for Horovod's ranks with GPUs. A job's environment overrides them. Without this variable, Horovod's thread
 waits on the host for the GPU in each of its rounds."""
 
 _NAME = re.compile(r"[A-Za-z0-9_]([-.A-Za-z0-9_]*[A-Za-z0-9_])?")
@@ -41,9 +42,9 @@ class Job:
     """A program that runs on many ranks.
 
     Attributes:
-        name: a name that `check_name` allows. A scheduler may allow fewer names.
+        name: a name that `check_name` allows. A scheduler may have stricter rules for names.
         command: the program of each rank, and its arguments. No shell interprets the program and its arguments.
-        ranks: number of ranks. It is also the result of `hvd.size()` or `torch.distributed.get_world_size()`.
+        ranks: number of ranks, as in `hvd.size()` or `torch.distributed.get_world_size()`.
         environment: the environment variables of every rank.
         backend: the library that averages gradients: Horovod, or PyTorch's torch.distributed.
 
@@ -86,7 +87,7 @@ class Job:
 
 
 def check_name(name: str) -> None:
-    """Checks the name of a job. File names begin with this name.
+    """Checks the name of a job, which is also the beginning of file names.
 
     Raises:
         ConfigurationError: if the name is too long, or has characters that a file name or a scheduler does not allow.
@@ -114,7 +115,7 @@ class MissingSettingsError(ConfigurationError):
 
     Attributes:
         names: names of the settings that are missing.
-        way_out: words that say how to give these settings.
+        way_out: a text that explains how to give these settings.
     """
 
     def __init__(self, names: Sequence[str], way_out: str) -> None:
@@ -138,11 +139,11 @@ def read_settings(
     Args:
         path: path of the settings file; None if the flags give all settings.
         section: name of the scheduler's table in the file.
-        kind: the class of the settings. The types of the fields of this class must be types that `typed` knows.
+        kind: the class of the settings. The fields of this class must have types that `typed` supports.
         flags: the values of command-line flags by field name, for fields of Job or of `kind`. None means "not given".
             Flags override the file. For a mapping, flags override single entries.
         ranks_of: a function that computes the number of ranks from the given fields of `kind`, if `ranks` is not given.
-            The function returns None if these fields do not determine the number.
+            It returns None if these fields do not determine the number.
 
     Raises:
         MissingSettingsError: if required settings are not given. The message names all missing settings.
@@ -208,7 +209,7 @@ def _missing(values: Mapping[str, Any], owner: type, settable: Iterable[str]) ->
 
 
 def _refuse_missing(missing: Mapping[str, Sequence[str]]) -> None:
-    """Raises a single error for all missing settings. missing: the names of the settings, by table."""
+    """Raises a single error for all missing settings. `missing` has the names of the settings, by table."""
     places = [f"{', '.join(names)} in the table [{table}]" for table, names in missing.items() if names]
     if places:
         names = [name for names in missing.values() for name in names]

@@ -1,9 +1,9 @@
 """The program that starts each rank of a launched job: `python3 -m hvdcomp.tools.launch.rank`.
 
-The training program and its arguments are a JSON list in HVDCOMP_COMMAND. The program and its arguments are not on the
-command line of `mpirun`, because `mpirun` interprets arguments of the program as its own options. `mpirun` splits
-arguments at ":", and puts `--mca NAME VALUE` on a command line that a shell interprets on every host. Environment
-variables reach the ranks unchanged.
+The training program and its arguments are a JSON list in HVDCOMP_COMMAND. They are not on the command line of `mpirun`,
+because `mpirun` interprets some arguments of the program as its own options: it splits arguments at ":", and puts
+`--mca NAME VALUE` on a command line that a shell interprets on every host. Environment variables reach the ranks
+unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COMMAND = "HVDCOMP_COMMAND"
 
 
 def to_variable(command: Sequence[str]) -> str:
-    """The command as a value of HVDCOMP_COMMAND. The value is in ASCII, so that it does not depend on the locale."""
+    """The command as a value for HVDCOMP_COMMAND. It is in ASCII, so that it does not depend on the locale."""
     return json.dumps(list(command))
 
 
@@ -43,8 +43,8 @@ def from_variable(value: str) -> list[str]:
 
 
 def _check_started() -> None:
-    """Checks the number of ranks that mpirun has started. The training program itself checks the size of Horovod or
-    torch.distributed, because only the program initializes them."""
+    """Checks the number of ranks that mpirun started. The size of Horovod or torch.distributed is checked by the
+    training program, which initializes them."""
     started, expected = os.environ.get("OMPI_COMM_WORLD_SIZE"), os.environ.get(EXPECTED_SIZE)
     if expected and started != expected:
         raise ConfigurationError(
@@ -54,7 +54,7 @@ def _check_started() -> None:
 
 
 def become(choose: Callable[[], list[str]]) -> NoReturn:
-    """Replaces this process by the command that `choose` returns.
+    """Replaces this process with the command that `choose` returns.
 
     If `choose` raises ConfigurationError, the exit status is 125. If the program cannot be run, it is 126 or 127, as in
     a shell.

@@ -1,7 +1,7 @@
-"""The protocol of a scheduler. Slurm and Kubernetes implement this protocol.
+"""The interface of a scheduler (a Protocol class), which Slurm and Kubernetes implement.
 
-To add a scheduler, write a package next to the existing ones. The package has settings, which `job.read_settings` reads
-from the table with the name of the scheduler, a `Scheduler`, and commands.
+To add a scheduler, write a package next to the existing ones. It needs three parts: settings, which `job.read_settings`
+reads from the table with the scheduler's name; a `Scheduler`; and commands.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Job = TypeVar("Job")
 
 
 class SchedulerError(RuntimeError):
-    """The scheduler refused a request, does not answer, or does not exist on this machine. The message names the
+    """The scheduler refused a request, does not answer, or is not installed on this machine. The message names the
     remedy."""
 
 
@@ -28,11 +28,11 @@ class JobState(Protocol):
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code of a job that has ended, as in a shell. Before the end of the job, the value has no meaning."""
+        """The exit code of a job that has ended, as in a shell. The value is meaningless before the job ends."""
 
 
 class Scheduler(Protocol[Settings, Job]):
-    """A scheduler. The class is generic in the type of the settings, and in the type of a reference to a submitted job.
+    """A scheduler. The type parameters are the type of the settings, and the type of a reference to a submitted job.
 
     Every method may raise SchedulerError.
     """

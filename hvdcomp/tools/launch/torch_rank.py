@@ -1,9 +1,9 @@
 """Starts a rank of torch.distributed: `python3 -m hvdcomp.tools.launch.torch_rank PROGRAM [ARGUMENT]...`.
 
-srun or mpirun starts the ranks. This program translates the variables of srun or mpirun to the variables of torchrun,
-and then replaces itself by PROGRAM. Unlike with torchrun, there is no agent process. So ranks receive signals directly,
-and srun or mpirun gets the exit codes of the ranks. The exit code of a run that has saved a checkpoint is kept.
-torchrun would return 1.
+srun or mpirun starts the ranks. This program translates the variables of srun or mpirun to those of torchrun, and then
+replaces itself with PROGRAM. Unlike with torchrun, there is no agent process. Ranks therefore receive signals directly,
+and srun or mpirun gets the exit codes of the ranks. The exit code of a run that has saved a checkpoint is preserved,
+whereas torchrun would return 1.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from hvdcomp.tools.launch.rank import become
 PROGRAM = ("python3", "-m", "hvdcomp.tools.launch.torch_rank")
 
 OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-"""The variables that are set here for each rank. The launcher sets those that all ranks share: the address of rank 0
-(MASTER_ADDR, MASTER_PORT) and the job's name (TORCHELASTIC_RUN_ID)."""
+"""The variables that are set here for each rank. The launcher sets the variables that all ranks share: the address of
+rank 0 (MASTER_ADDR, MASTER_PORT) and the job's name (TORCHELASTIC_RUN_ID)."""
 
 DEFAULT_PORT = "29500"
 """PyTorch's default port."""
@@ -31,14 +31,14 @@ _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID
 
 
 def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of torchrun for a rank that mpirun or srun has started.
+    """The variables that torchrun would set, for a rank that mpirun or srun started.
 
-    TORCHELASTIC_RUN_ID is also set. Programs recognise torchrun by this variable, and everything that they then expect
-    is true here, too.
+    TORCHELASTIC_RUN_ID is also set. Programs recognize torchrun by this variable, and everything that they then expect
+    is also true here.
 
     Args:
-        environment: environment of the rank. mpirun's variables come before srun's, which under Slurm belong to
-            mpirun's daemons.
+        environment: environment of the rank. mpirun's variables take precedence over srun's, because under Slurm srun's
+            variables belong to mpirun's daemons.
 
     Raises:
         ConfigurationError: if neither mpirun nor srun started this process, if the number of ranks is wrong, or if the

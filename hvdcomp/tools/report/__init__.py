@@ -1,4 +1,4 @@
-"""Compares training runs. `runs` reads the folders of runs, `table` makes tables, `curves` draws figures, and `page`
+"""Compares training runs. `runs` reads the folders of runs, `table` creates tables, `curves` draws figures, and `page`
 writes the report.
 
 `replay` repeats the decisions of a run.

@@ -1,4 +1,4 @@
-"""Computes the mean curve and the band of a series of runs, for the steps that all runs have."""
+"""Computes the mean curve and the band of a series of runs, at the steps that all runs have."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve of a run. Each of its steps has a place on the x axis and a value."""
+    """A curve of a run. For each of its steps, it has a position on the x axis and a value."""
 
     steps: np.ndarray
     x: np.ndarray
     y: np.ndarray
 
     def at(self, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """x and y at these steps. All these steps must be steps of the curve."""
+        """The x and y values at these steps, which must all be steps of the curve."""
         places = {step: place for place, step in enumerate(self.steps.tolist())}
         chosen = [places[step] for step in steps.tolist()]
         return self.x[chosen], self.y[chosen]

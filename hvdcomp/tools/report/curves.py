@@ -20,9 +20,9 @@ from hvdcomp.tools.train.target import Target
 
 LEGEND: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "labelcolor": INK}
 _PHASE_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#b9b9b9")
-HALF_WIDTH = 5.4  # width in inches of a figure that takes half of the page, or fills a phone
-_LEGEND_WIDTH = 64  # number of characters that fit into a line of the legend of such a figure
-_PERCENT = "accuracy"  # the only metric that is a percentage, and cannot diverge
+HALF_WIDTH = 5.4  # width in inches of a figure that fills half of the page, or a phone
+_LEGEND_WIDTH = 64  # number of characters that fit into a line of such a figure's legend
+_PERCENT = "accuracy"  # the only metric that is a percentage and cannot diverge
 _SEVERAL = " Line: mean over the seeds, at the steps that all finished runs have. Band: lowest to highest value."
 
 
@@ -43,8 +43,8 @@ _STEPS = Against("steps", "step", "the number of steps")
 def draw_section(section: Section) -> Iterator[tuple[str, str, Figure]]:
     """Yields (short name, caption, figure) for each kind of curve for which the section has data.
 
-    Quality over bytes and quality over seconds come first. If step times were measured in alternating steps, these
-    times are shown, because times of separate trainings cannot be compared.
+    Quality over bytes and quality over seconds come first. If step times were measured in alternating steps, only these
+    times are shown, because times of separate training runs cannot be compared.
     """
     yield from _draw_quality(section, _BYTES)
     yield from _draw_quality(section, _SECONDS)
@@ -74,7 +74,7 @@ def _simulated(section: Section) -> str:
 
 
 def _draw_loss(section: Section, against: Against) -> Iterator[tuple[str, str, Figure]]:
-    """Draws the training loss as a running mean. For a series of one run, the loss of each step is in the
+    """Draws the training loss as a running mean. If a series has only one run, the loss of each step is drawn in the
     background."""
     if not _drawn(section):
         return
@@ -99,7 +99,7 @@ def _loss_curve(run: Run, against: Against) -> Curve:
 
 
 def _draw_quality(section: Section, against: Against) -> Iterator[tuple[str, str, Figure]]:
-    """Draws the metric of the evaluations, and the targets. Also draws the loss if it is a target."""
+    """Draws the metric of the evaluations, and the targets. The loss is also drawn if it is a target."""
     targets = dict.fromkeys(group.target for group in section.groups if group.target is not None)
     metrics = dict.fromkeys((section.metric, *(target.metric for target in targets)))
     for metric in filter(None, metrics):
@@ -150,8 +150,8 @@ def _with_data(runs: list[Run], of: str) -> list[Run]:
 
 
 def _draw_band(axes: Axes, curves: list[Curve], style: dict[str, Any]) -> None:
-    """Draws the mean and the band. If the runs have no step in common (policies may change the number of steps), draws
-    a line for each run."""
+    """Draws the mean and the band. If the runs have no step in common, because policies may change the number of steps,
+    draws a line for each run."""
     if not curves:
         return
     band = band_of(curves)
@@ -185,7 +185,7 @@ def _styled(section: Section) -> Iterator[tuple[Group, dict[str, Any]]]:
 
 
 def _figure(section: Section) -> tuple[Figure, Axes]:
-    """A figure with the legend of all series below it. The figure is not wider than a phone can show."""
+    """Creates a figure with the legend of all series below it. The figure is no wider than a phone can show."""
     labels = [_legend_label(group) for group in section.groups]
     columns = max(1, min(3, _LEGEND_WIDTH // (max(map(len, labels)) + 8)))
     figure = Figure(figsize=(HALF_WIDTH, 3.8 + 0.22 * (len(labels) // columns)), layout="constrained")
@@ -208,7 +208,8 @@ def _finish(axes: Axes, section: Section, against: Against, y_label: str, limite
 
 
 def _draw_turns(section: Section) -> Figure:
-    """Draws bars for each method that was measured in alternating steps: its measured time, and each prediction."""
+    """Draws bars for each method that was measured in alternating steps: one for its measured time, and one for each
+    prediction."""
     # reversed, because the first bar is at the bottom
     groups = [group for group in section.groups if group.turns_ms is not None][::-1]
     kinds = {"turns_ms": "measured here"}
@@ -272,8 +273,8 @@ def _draw_times(section: Section) -> Figure:
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """The centred running mean over a fiftieth of the steps (fewer at both ends). The mean is NaN at steps with a
-    missing value."""
+    """The centered running mean over a fiftieth of the steps (over fewer steps at both ends). The mean is NaN at steps
+    with a missing value."""
     is_finite = np.isfinite(values)
     sums = np.cumsum(np.concatenate([[0.0], np.where(is_finite, values, 0.0)]))
     counts = np.cumsum(np.concatenate([[0], is_finite]))
@@ -301,7 +302,7 @@ def _legend_label(group: Group, width: int = 100) -> str:
 
 
 def tidy(axes: Axes) -> None:
-    """Gives the axes colours that are legible on light and dark pages, a faint grid, and no frame."""
+    """Gives the axes colors that are legible on light and dark pages, adds a faint grid, and removes the frame."""
     axes.grid(True, color=INK, alpha=0.25, linewidth=0.6)
     axes.set_facecolor("none")
     axes.tick_params(colors=INK, which="both")

@@ -1,5 +1,5 @@
 """Draws the decisions of a run's policy over the steps, together with the training loss. If a policy chooses a factor
-for the whole model, also draws the gains and throughputs from which it chose."""
+for the whole model, also draws the gains and throughputs on which the choice was based."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from hvdcomp.tools.report.decisions import Decisions
 from hvdcomp.tools.report.runs import Run, printable
 
 _WIDTH = 11.0  # the width of every figure in inches
-_COLUMNS = 1500  # at this width, more points in time cannot be distinguished
+_COLUMNS = 1500  # at this width, more ranges of steps cannot be distinguished
 _LABELS = 40  # largest number of tensor names next to a heat map
-_MOST_COLOURS = 12  # largest number of colours that can be distinguished
+_MOST_COLOURS = 12  # largest number of colors that can be distinguished
 _MOST_FALLS = 20  # largest number of falls of the learning rate that are marked
 _BINS = 60  # number of ranges of steps for which the shares of factors are drawn
 _CRITICAL = "#d55e00"
@@ -138,7 +138,7 @@ def _draw_loss(figure: Figure, axes: Axes, *, run: Run, decisions: Decisions, en
 def _draw_heat_map(
     figure: Figure, axes: Axes, *, decisions: Decisions, table: dict[str, np.ndarray], label: str, end: int
 ) -> None:
-    """Draws a row for each tensor over the steps, in the order of the log. Colours show levels or factors."""
+    """Draws a row for each tensor over the steps, in the order of the log. Colors show levels or factors."""
     edges, place = _grid(decisions, end)
     values = np.array([column[place] for column in table.values()])
     colours, norm, shown = _colours(values, label == "compression factor")
@@ -173,10 +173,9 @@ def _heat_map_height(table: dict[str, np.ndarray]) -> float:
 
 
 def _colours(values: np.ndarray, reverse: bool) -> tuple[Colormap, Normalize, list[str]]:
-    """A colour map, its scale, and the labels of its colours. There are no labels if there are more values than
-    colours.
+    """A color map, its scale, and the labels of its colors. There are no labels if there are more values than colors.
 
-    If there are labels, each value in `values` is replaced by its rank among the different values.
+    If there are labels, each value in `values` is replaced with its rank among the different values.
     """
     viridis = colormaps["viridis_r" if reverse else "viridis"]
     known = np.isfinite(values)
@@ -186,7 +185,7 @@ def _colours(values: np.ndarray, reverse: bool) -> tuple[Colormap, Normalize, li
         limits = {"vmin": present[0], "vmax": present[-1]}
         return viridis, LogNorm(**limits) if positive else Normalize(**limits), []
     values[known] = np.searchsorted(present, values[known])
-    # A single colour is the middle of the map. The darkest and the lightest colours are not used, because they would be
+    # A single color is the middle of the map. The darkest and the lightest colors are not used, because they would be
     # invisible on a dark or a light page.
     places = np.linspace(0.12, 0.92, len(present)) if len(present) > 1 else [0.5]
     norm = BoundaryNorm(np.arange(len(present) + 1) - 0.5, len(present))
@@ -194,7 +193,7 @@ def _colours(values: np.ndarray, reverse: bool) -> tuple[Colormap, Normalize, li
 
 
 def _draw_chosen(figure: Figure, axes: Axes, *, decisions: Decisions, end: int) -> None:
-    """Draws when each candidate was used. Candidates are labelled with their step times."""
+    """Draws when each candidate was used. Candidates are labeled with their step times."""
     starts = decisions.steps
     widths = np.diff(np.append(starts, max(end, starts[-1])))
     labels = []
@@ -213,7 +212,7 @@ def _draw_chosen(figure: Figure, axes: Axes, *, decisions: Decisions, end: int) 
 
 
 def _draw_factors(figure: Figure, axes: Axes, *, decisions: Decisions, end: int) -> None:
-    """Draws the factors that the policy considered, and the sent factor, over the steps."""
+    """Draws the factors that the policy considered, and the factor that was sent, over the steps."""
     edges, place = _grid(decisions, end)
     sent = decisions.sent[place]
     marks: dict[str, Any] = {"color": COLOURS[5], "markersize": 11, "markeredgewidth": 1.5}
@@ -255,7 +254,7 @@ def _draw_gains(run: Run, decisions: Decisions, end: int) -> Figure:
         if factor in decisions.gains:
             gain.plot(edges[:-1], decisions.gains[factor][place], linewidth=1.8, color=colours[factor])
     highest = [gains[np.isfinite(gains)].max(initial=0) for gains in decisions.gains.values()]
-    gain.set_ylim(0, 1.05 * max(1, *highest) if highest else 1.05)  # gains are above 1 only if they are not normalised
+    gain.set_ylim(0, 1.05 * max(1, *highest) if highest else 1.05)  # gains are above 1 only if they are not normalized
     gain.set_ylabel("smoothed gain")
     shares = _draw_shares(share, decisions, end, factors, colours)
     for axes in (gain, share):
@@ -318,7 +317,7 @@ def _draw_throughput(axes: Axes, decisions: Decisions, colours: Mapping[float, A
 
 
 def _end(run: Run, decisions: Decisions) -> int:
-    """The number of completed steps, as far as it is known."""
+    """The number of completed steps, as far as known."""
     steps = run.steps["step"]
     return max(decisions.end, int(np.nanmax(steps)) if np.isfinite(steps).any() else 0)
 
@@ -350,10 +349,10 @@ def _percent(share: float) -> str:
 
 
 def _epsilon(decisions: Decisions) -> float | None:
-    """The least gain for which a factor may be sent; None if the policy has no such setting."""
+    """The smallest gain with which a factor may be sent; None if the policy has no such setting."""
     try:
         return getattr(parse_policy(decisions.policy), "epsilon", None)
-    except SpecError:  # the policy belongs to another version
+    except SpecError:  # the policy belongs to a different version
         return None
 
 
@@ -362,7 +361,7 @@ def _has_values(*columns: np.ndarray) -> bool:
 
 
 def _short_name(name: str, width: int = 34) -> str:
-    """The name of a tensor. A long name is cut to its end, because the end distinguishes it from others."""
+    """The name of a tensor. Only the end of a long name is kept, because it distinguishes the tensor from others."""
     name = printable(name)
     return name if len(name) <= width else "…" + name[1 - width :]
 
@@ -374,7 +373,7 @@ def _title(figure: Figure, run: Run, decisions: Decisions) -> None:
 
 
 def _draw_bar(figure: Figure, axes: Axes, image: AxesImage, label: str, height: float, **options: Any) -> Colorbar:
-    """Draws a colour bar next to a panel of `height` inches. All colour bars have the same width."""
+    """Draws a color bar next to a panel of `height` inches. All color bars have the same width."""
     bar = figure.colorbar(image, ax=axes, aspect=8 * height, **options)
     bar.set_label(label, color=INK, fontsize=9)
     bar.ax.tick_params(colors=INK, which="both", labelsize=8)

@@ -1,7 +1,7 @@
-"""Reads the decisions of a run's policy into arrays over time. `hvdcomp train` writes the decisions to decisions.jsonl.
+"""Reads the decisions of a run's policy, which `hvdcomp train` writes to decisions.jsonl, into arrays over time.
 
-A decision begins with the first step that uses it. A resumed run may have made some decisions twice. In this case, the
-later decisions count.
+A decision begins with the first step that uses it. A resumed run may have made some decisions twice. The later
+decisions then count.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TABLES = ("levels", "factors", "gains", "throughput", "chosen", "predicted", "m
 
 @dataclass(frozen=True, eq=False)
 class Decisions:
-    """The decisions of a run. There are n decisions, and each is used until the next.
+    """The decisions of a run. There are n decisions, and each is in force until the next one.
 
     Every array has n elements. An element is NaN if the decision does not have this value. Arrays for other kinds of
     policies contain only NaN.
@@ -41,14 +41,14 @@ class Decisions:
         steps: for each decision, the first step, counted from 0, that uses it.
         end: the number of completed steps at the last line.
         levels, factors: for each tensor, by name, its level or its compression factor after each decision.
-        minimum, candidate, sent: GraVAC's two compression factors and the factor of the result that is sent, after each
-            decision, for the whole model. 1 means dense.
+        minimum, candidate, sent: for the whole model and after each decision, GraVAC's two compression factors, and the
+            factor of the result that is sent. 1 means dense.
         accumulation: after each decision, the number of batches that are accumulated for one update.
         critical: after each decision, the share of tensors whose regime is critical, 0 to 1.
-        gains, throughput: by compression factor, the smoothed gain, and the samples per second times the gain, after
-            each decision.
-        chosen, predicted, measured: by candidate of `auto`, and after each decision: whether the candidate is used (1
-            or 0), and the predicted and the measured seconds of a step.
+        gains, throughput: by compression factor and after each decision, the smoothed gain, and the number of samples
+            per second multiplied by the gain.
+        chosen, predicted, measured: by candidate of `auto` and after each decision, whether the candidate is used (1 or
+            0), and the predicted and the measured seconds of a step.
         left_out: the reason why the decisions are unknown (for example, the policy was removed); empty if they are
             known.
     """
@@ -74,13 +74,13 @@ class Decisions:
     left_out: str = ""
 
     def in_force(self, steps: np.ndarray) -> np.ndarray:
-        """The index of the decision that each of the steps uses; at least 0. Steps are counted from 0."""
+        """The index of the decision that is in force in each of these steps; at least 0. Steps are counted from 0."""
         return np.maximum(np.searchsorted(self.steps, steps, side="right") - 1, 0)
 
 
 def load_decisions(path: Path) -> Decisions | None:
     """Reads a decision log with its older parts. Returns None if the log has no line yet. An incomplete last line is
-    left out. If hvdcomp no longer has one of the policies in the log, no decisions are returned.
+    left out. If hvdcomp no longer has one of the policies in the log, the result has no decisions.
 
     Raises:
         DecisionLogError: if the file is damaged, or contains decisions that cannot be shown. The message names the

@@ -18,7 +18,7 @@ _WORK_OPTIONS = (
 
 @dataclass(eq=False)
 class Group:
-    """Runs of an experiment, one for each seed. `label` names the group in legends."""
+    """The runs of an experiment, one for each seed. `label` is the name of the group in legends."""
 
     runs: list[Run]
     label: str = ""
@@ -62,7 +62,8 @@ class Group:
 
     @property
     def is_plain(self) -> bool:
-        """Whether only the compressor of the spec compresses."""
+        """Whether the spec alone determines the compression: there is no policy, and the optimizer does not
+        compress."""
         return self.runs[0].policy is None and self.runs[0].options.get("optimizer") != "compressed-adam"
 
     @property
@@ -71,7 +72,7 @@ class Group:
 
     @property
     def finished(self) -> list[Run]:
-        """The runs that have trained to their end, or to their target."""
+        """The runs that have trained until their end, or until their target."""
         return [run for run in self.runs if run.status == "finished"]
 
     @property
@@ -81,7 +82,7 @@ class Group:
 
     @property
     def always_reached(self) -> bool:
-        """Whether each of the runs reached its target."""
+        """Whether every run reached its target."""
         return all(run.reached is not None for run in self.runs)
 
     @property
@@ -106,6 +107,7 @@ class Group:
         return float(np.mean(factors)) if factors else None
 
     def phase(self, phase: str) -> float | None:
-        """The milliseconds of one of PHASES: the mean over the runs of their medians; None if it was not measured."""
+        """The milliseconds of one of PHASES: the mean over the runs of each run's median; None if it was not
+        measured."""
         times = [ms for run in self.runs if (ms := run.median(f"{phase}_ms")) is not None]
         return float(np.mean(times)) if times else None

@@ -15,7 +15,7 @@ from hvdcomp.tools.report.turns import RATES
 _AS_GOOD = {"accuracy": "within one point of", "perplexity": "within 10% of", "rmse": "within 10% of"}
 _ENDED_AT = {"accuracy": "{}% accuracy", "perplexity": "a perplexity of {}", "rmse": "an RMSE of {}"}
 _POINT, _TIMES = 0.01, 1.1  # the limits for "as good as dense training", as in docs/convergence.md
-_MORE = 1.1  # a sentence is written only if the bytes differ by at least this factor
+_MORE = 1.1  # a sentence is written only if bytes differ by at least this factor
 
 
 def headline(section: Section) -> list[str]:
@@ -131,7 +131,8 @@ def _best(section: Section, groups: list[Group]) -> Group:
 
 
 def _fewest_bytes(section: Section, groups: list[Group]) -> Group:
-    """The group that sends the fewest bytes. If there are several, the one with the best quality."""
+    """The group that sends the fewest bytes. If several groups do, the result is the group with the best quality among
+    them."""
     least = max(map(_saved, groups))
     return _best(section, [group for group in groups if _saved(group) >= least])
 

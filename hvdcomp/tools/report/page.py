@@ -1,4 +1,4 @@
-"""Writes a report to a folder. A report consists of report.html, which needs no other files and no network, of
+"""Writes a report to a folder. A report consists of report.html, which does not need other files or a network, of
 report.json, report.csv and series.csv, and of each figure as PNG and SVG."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def write_report(folder: Path, sections: list[Section]) -> Path:
     """Writes the report into `folder`, and returns the path of report.html. The folder is created if it does not exist.
 
     Raises:
-        OSError: if a file cannot be written. An earlier report then does not change.
+        OSError: if a file cannot be written. An earlier report is then unchanged.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = [row for section in sections for row in section.rows]
@@ -48,7 +48,7 @@ def write_report(folder: Path, sections: list[Section]) -> Path:
 def _render(files: dict[str, bytes], section: Section, number: int) -> dict[str, Any]:
     """The content of the page for a section. The figures of the section are added to `files`.
 
-    For each group, the figures show the decisions of the policy in one run. The figures of its other runs are in the
+    For each group, the main figures show the policy's decisions in one run. The figures for its other runs are in the
     details.
     """
     figures = _add_figures(files, f"{number}", draw_section(section))
@@ -87,7 +87,7 @@ def _add_figures(
         svg = _image(figure, "svg", transparent=True)
         files[f"{stem}-{name}.png"] = _image(figure, "png", facecolor="white")
         files[f"{stem}-{name}.svg"] = svg
-        # Unlike inline SVG, an image runs no scripts, and its ids do not clash with those of other figures.
+        # Unlike inline SVG, an image cannot run scripts, and its ids do not clash with those of other figures.
         source = "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
         half = figure.get_figwidth() <= HALF_WIDTH
         figures.append({"caption": caption, "source": source, "half": half})
@@ -101,7 +101,7 @@ def _image(figure: Figure, kind: str, **options: Any) -> bytes:
 
 
 def _details(run: Run) -> dict[str, Any]:
-    """All values of the summary. Each nested value (options, versions) has its own table."""
+    """All values of the summary. Each nested value (such as options or versions) has its own table."""
     nested = {key: value for key, value in run.summary.items() if isinstance(value, dict)}
     plain = {key: value for key, value in run.summary.items() if key not in nested}
     plain = {"folder": run.folder, "status": run.status, "steps recorded": run.steps["step"].size, **plain}

@@ -1,4 +1,4 @@
-"""Repeats the decisions of a decision log with the logged statistics, and compares the results.
+"""Repeats the decisions in a decision log with the logged statistics, and compares the results.
 
 Policies do not read clocks or files, so the same state and statistics give the same decision on any machine.
 """
@@ -14,10 +14,10 @@ from hvdcomp.adaptation.decision_log import Decided, DecisionLogError, Start, re
 from hvdcomp.policies import Policy, parse_policy
 
 ABSENT = object()
-"""Marks a value that only the other side has."""
+"""Stands for a missing value, which only the other side has."""
 
 _REFUSALS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
-"""Errors that a policy may raise for a state with wrong values, as of a damaged log."""
+"""Errors that a policy may raise if a state has wrong values, for example because the log is damaged."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first line whose decision or state differs from the result of the policy.
+    """The first line whose decision or state differs from the policy's result.
 
     Attributes:
         file, line: the file and the number of the line, counted from 1.
         step: the logged number of the step.
-        parts: the values that differ; empty if the policy raised an error for the statistics.
+        parts: the values that differ; empty if the policy raised an error.
         refusal: the error of the policy, if it raised one for the logged statistics.
     """
 
@@ -58,11 +58,11 @@ class Replay:
     """The result of a replay.
 
     Attributes:
-        policies: spec strings of the policies in the start lines, each once.
-        starts: the number of start lines. Start lines that only begin a further file are not counted.
+        policies: spec strings of the policies in the start lines, without duplicates.
+        starts: the number of start lines. Start lines that only begin another file of the log are not counted.
         decisions: the number of repeated decisions. A decision that differs is not counted.
         first_step, last_step: the first and the last step of these decisions; None if there are no decisions.
-        difference: the first difference, after which the replay stopped; None if log and policy agree.
+        difference: the first difference, at which the replay stopped; None if log and policy agree.
     """
 
     policies: list[str] = field(default_factory=list)

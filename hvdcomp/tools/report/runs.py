@@ -1,5 +1,5 @@
-"""Reads the folders of `hvdcomp train`: steps.jsonl, evaluations.jsonl, epochs.jsonl, with a policy decisions.jsonl,
-and after the end of a run summary.json.
+"""Reads the folders that `hvdcomp train` writes: steps.jsonl, evaluations.jsonl, epochs.jsonl, decisions.jsonl if there
+is a policy, and summary.json after the end of a run.
 
 An unfinished or killed run has no summary, and its last line may be incomplete. Everything else is read.
 """
@@ -24,10 +24,10 @@ from hvdcomp.tools.train.options import SIMULATED
 from hvdcomp.tools.train.target import METRICS, Target
 
 RUN_FILES = ("steps.jsonl", "evaluations.jsonl", "epochs.jsonl", "decisions.jsonl", "summary.json")
-REPORT_FILES = ("report.html", "report.json", "report.csv")  # `page` writes these files; they are never read as runs
-SERIES_FILE = "series.csv"  # this file is next to them, except in reports of earlier versions
+REPORT_FILES = ("report.html", "report.json", "report.csv")  # written by `page`; never read as runs
+SERIES_FILE = "series.csv"  # next to these files, except in reports of earlier versions
 HEADINGS = {"accuracy": "Accuracy %", "perplexity": "Perplexity", "rmse": "RMSE", None: "Quality"}
-"""The heading of the column of each metric. None means a run without an evaluation so far."""
+"""The heading of the column of each metric. None stands for a run that has not been evaluated yet."""
 PARTS = ("test", "validation")  # the parts of the data for evaluations
 PHASES = ("encode", "communicate", "decode")
 _HINT = "remove the file to read the run as unfinished"
@@ -38,7 +38,7 @@ _NUMBERS = (
 )  # fmt: skip
 _TARGET_NUMBERS = ("step", "bytes_sent", "trained_seconds")
 _LONGEST = 60  # most characters of a value in a message
-# Options that name the place and the seed of a run. All other options, and the spec, define the training.
+# Options for the place and the seed of a run. All other options, together with the spec, define the experiment.
 _NOT_COMPARED = {
     "checkpoint_folder", "compression", "data_dir", "elastic", "metrics_address", "metrics_port", "output", "overwrite",
     "progress", "residuals", "seed", "tensorboard",
@@ -95,7 +95,7 @@ class Run:
 
     @property
     def spec(self) -> str | None:
-        """The spec of the compressor. An unfinished run has the spec only in its decisions."""
+        """The spec of the compressor. In an unfinished run, only the decisions contain the spec."""
         if not self.summary and self.decisions is not None:
             return printable(self.decisions.compressor)
         return self.text("spec")
@@ -110,7 +110,7 @@ class Run:
 
     @property
     def compared_options(self) -> dict[str, str]:
-        """The options that are the same in all runs of an experiment. Only seeds and places differ."""
+        """The options that are the same in all runs of an experiment: all options except seeds and places."""
         return {key: printable(value) for key, value in self.options.items() if key not in _NOT_COMPARED}
 
     @property
@@ -150,7 +150,8 @@ class Run:
 
     @property
     def simulated_link(self) -> str | None:
-        """A text that names the link for which the exchanges of simulated ranks were predicted; None for real ranks."""
+        """A text with the name of the link for which exchanges between simulated ranks were predicted; None for real
+        ranks."""
         if self.text("backend") != SIMULATED:
             return None
         link = self.options.get("link")
@@ -174,7 +175,7 @@ class Run:
 
     @property
     def compression_factor(self) -> float | None:
-        """Dense bytes divided by the sent bytes that may leave the node, over all steps."""
+        """The bytes of dense gradients divided by the sent bytes that may leave the node, over all steps."""
         reported = self.number("compression_factor")
         if reported is not None:
             return reported
@@ -193,10 +194,10 @@ class Run:
         return value if isinstance(value, bool) else None
 
     def times(self, key: str) -> np.ndarray:
-        """The finite values of a field of steps.jsonl, in milliseconds. If there are several epochs, the first is left
-        out.
+        """The finite values of a field of steps.jsonl, in milliseconds. If there are several epochs, the first epoch is
+        left out.
 
-        The first steps are slower, and `hvdcomp train` also leaves them out.
+        This is because the first steps are slower. `hvdcomp train` also leaves them out.
         """
         settled = self.steps["epoch"] > 1
         values = self.steps[key][settled] if settled.any() else self.steps[key]
@@ -242,7 +243,8 @@ def shown_quality(metric: str | None, value: float) -> str:
 
 
 def three_digits(value: float) -> str:
-    """A number with three significant digits, but at most two decimals. Numbers below a million have no exponent."""
+    """Formats a number with three significant digits, but at most two decimals. Numbers below a million have no
+    exponent."""
     if value == 0:
         return "0"
     decimals = max(0, 2 - int(np.floor(np.log10(abs(value)))))
@@ -262,8 +264,8 @@ def find_runs(paths: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
     """Reads every run in `paths`. A path is the folder of a run, or a folder that contains such folders.
 
     Returns:
-        The runs in the given order, without duplicates; and notes about paths that were left out (because they belong
-        to an earlier report).
+        The runs in the given order, without duplicates, and notes about paths that were left out because they belong to
+        an earlier report.
 
     Raises:
         RunError: if a path does not exist, is not a run and contains no runs, or a file of a run cannot be read.
@@ -318,8 +320,8 @@ def _read_run(folder: Path, name: str) -> Run:
 
 
 def _read_evaluations(folder: Path) -> dict[str, np.ndarray]:
-    """The evaluations of a run. In files of earlier versions, there are only evaluations at the ends of epochs, all on
-    the test part."""
+    """The evaluations of a run. Files of earlier versions have only evaluations at the ends of epochs, all on the test
+    part."""
     fields = ("step", "part", "loss", "bytes_sent", "trained_seconds", *METRICS)
     if (folder / "evaluations.jsonl").exists():
         return _read_columns(folder / "evaluations.jsonl", fields)

@@ -14,7 +14,7 @@ from hvdcomp.tools.report.runs import HEADINGS, Run, finite, printable, shown_qu
 from hvdcomp.tools.train.spread import Estimate, estimate
 
 REFERENCES = ("none", "fp16")
-"""Specs of the series with whose time to a target the others are compared."""
+"""The specs of reference series. The times that other series need to reach a target are compared with theirs."""
 
 _FINAL: dict[str, Callable[[Run], float | None]] = {
     "loss": lambda run: run.number("loss"),
@@ -28,7 +28,7 @@ _TO_TARGET = {"steps_to_target": "step", "bytes_to_target": "bytes_sent", "secon
 
 
 def series_rows(groups: Iterable[Group]) -> list[dict[str, Any]]:
-    """A table row of numbers for each series of runs. Means are over the finished runs."""
+    """Creates a table row of numbers for each series of runs. Means are taken over the finished runs."""
     groups = list(groups)
     return [_row(group, groups) for group in groups]
 
@@ -67,7 +67,7 @@ def _columns(key: str, estimated: Estimate | None) -> dict[str, float | None]:
 
 
 def _by_seed(runs: Iterable[Run], get: Callable[[Run], float | None]) -> list[float]:
-    """A value for each seed. If a seed has several runs, their mean is used, because they are not independent
+    """One value for each seed. If a seed has several runs, the value is their mean, because they are not independent
     samples."""
     values: dict[Any, list[float]] = {}
     for run in runs:
@@ -93,13 +93,13 @@ def mean_to_target(group: Group, name: str) -> float | None:
 
 
 def _to_target(group: Group, name: str) -> Estimate | None:
-    """The cost of the target, over the runs that reached it."""
+    """The cost of reaching the target, over the runs that reached it."""
     return estimate(_by_seed(group.runs, lambda run: None if run.reached is None else finite(run.reached[name])))
 
 
 def _speed(group: Group, spec: str, groups: Iterable[Group]) -> dict[str, Any]:
-    """The speedup to the target over the series of `spec` that does the same work, and the runs from which it is
-    computed.
+    """The speedup with which the target is reached, compared with the series of `spec` that does the same work, and the
+    runs from which the speedup is computed.
 
     If there are several such series, those that always reached the target are preferred, and among them the fastest.
     """

@@ -1,5 +1,5 @@
-"""Turns runs into the rows of the report. Runs that differ only in their seed form a group, for which mean and spread
-are shown. Groups with the same model and data set form a section, which has its own table and curves."""
+"""Turns runs into the rows of the report. Runs that differ only in their seed form a group, for which the mean and the
+spread are shown. Groups with the same model and data set form a section, which has its own table and curves."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _AVERAGED = (
 
 @dataclass(eq=False)
 class Section:
-    """The groups with the same model and data. The groups of a section share a table and curves. The speed of each
-    group is compared with the group `reference`. Default: dense training."""
+    """The groups with the same model and data, which share a table and curves. The speed of each group is compared with
+    the group `reference`, by default dense training."""
 
     model: str | None
     data: str | None
@@ -61,7 +61,7 @@ class Section:
 
     @property
     def has_series(self) -> bool:
-        """Whether a series has several runs or a target. Such a series has its own row."""
+        """Whether any series has several runs or a target. Such a series has its own row."""
         return self.has_targets or any(len(group.runs) > 1 for group in self.groups)
 
     @property
@@ -79,7 +79,7 @@ class Section:
 
     @property
     def simulated(self) -> str | None:
-        """A text that says where the times of simulated ranks come from; None if there are no simulated ranks."""
+        """A text that explains where the times of simulated ranks come from; None if there are no simulated ranks."""
         links = [run.simulated_link for run in self.runs if run.simulated_link is not None]
         if not links:
             return None
@@ -100,8 +100,8 @@ class Section:
 
     @property
     def on_links(self) -> dict[str, list[str]]:
-        """The keys of RATES for which steps were measured ("measured"), and the other keys for which predictions are
-        reliable ("predicted")."""
+        """The keys of RATES for which steps were measured ("measured"), and the other keys for which there are reliable
+        predictions ("predicted")."""
         if self.turns is None:
             return {}
         measured = [rate for rate in RATES if rate in self.turns.measured_ms]
@@ -109,7 +109,7 @@ class Section:
         return {kind: rates for kind, rates in (("measured", measured), ("predicted", predicted)) if rates}
 
     def notes(self) -> list[str]:
-        """Notes that explain the times in the table, and say which data could not be shown."""
+        """Notes that explain the times in the table, and list the data that could not be shown."""
         notes = []
         real = [run for run in self.runs if run.summary and run.simulated_link is None]
         if real and all(run.shares_one_machine for run in real):
@@ -145,7 +145,7 @@ class Section:
 
 
 def _predicted_note(turns: Turns) -> str:
-    """A note that says on what the predictions are based, or why there are none."""
+    """A note that explains what the predictions are based on, or why there are none."""
     links = " or ".join(words for rate, words in RATES.items() if rate not in turns.measured_ms)
     worst = next(iter(turns.noisy), None)
     cause = ""
@@ -177,7 +177,7 @@ def make_sections(runs: Iterable[Run], baseline: str | None = None, turns: Turns
 
     Args:
         runs: the runs to compare, of any models and data.
-        baseline: the name or the spec of the run with which the speed of the others is compared. Default: the spec
+        baseline: the name or the spec of the run with which the speed of other runs is compared; None for the spec
             "none".
         turns: steps that were measured alternately. These steps replace the step times of matching runs.
 
@@ -198,7 +198,7 @@ def make_sections(runs: Iterable[Run], baseline: str | None = None, turns: Turns
     sections: dict[Any, Section] = {}
     for group in groups:
         model, data, _ = group.setting
-        # A model and its data have one metric, but a run may have ended before its first evaluation.
+        # For a model and its data, there is only one metric, but a run may have ended before its first evaluation.
         key = (model, data) if model else (None, group.metric)
         section = sections.setdefault(key, Section(model, data, [], "dense" if baseline is None else "baseline"))
         section.groups.append(group)
@@ -228,8 +228,8 @@ def _set_labels(groups: list[Group]) -> None:
 
 
 def _described(group: Group) -> dict[str, str | None]:
-    """The values of a group for labels: its options, and its number of ranks. (The number is an option only for
-    simulated ranks.)"""
+    """The values of a group for labels: its options, and its number of ranks, which is an option only for simulated
+    ranks."""
     options = {key: value for key, value in group.runs[0].compared_options.items() if key != "simulate_ranks"}
     ranks = group.setting[2]
     return {**options, "ranks": ranks if group.runs[0].simulated_link is None else f"{ranks} simulated"}
@@ -265,7 +265,7 @@ def _set_baselines(groups: list[Group], name: str | None) -> list[Group]:
 
 
 def _rows(group: Group) -> list[dict[str, Any]]:
-    """A row of numbers for the group. If the group has several runs, also a row for each run."""
+    """A row of numbers for the group. If the group has several runs, there is also a row for each run."""
     if len(group.runs) == 1:
         return [_row("run", group.runs[0].name, group.runs, group)]
     average = _row("mean", f"mean of {len(group.runs)} runs", group.runs, group)
@@ -273,7 +273,8 @@ def _rows(group: Group) -> list[dict[str, Any]]:
 
 
 def _row(kind: str, name: str, runs: list[Run], group: Group) -> dict[str, Any]:
-    """The numbers of `runs` of a group; `kind` is "run" for a single run, "mean" for several, "seed" for a seed."""
+    """The numbers for `runs` of a group. `kind` is "run" for a single run, "mean" for several runs, and "seed" for one
+    seed."""
     first = runs[0]
 
     def agreed(get: Callable[[Run], Any]) -> Any:
@@ -319,9 +320,9 @@ def cells(row: dict[str, Any], in_turns: bool = False, on_links: Mapping[str, li
 
     Args:
         row: a row of the section, an element of `Section.rows`.
-        in_turns: whether the section has steps that were measured in turns. If True, times of separate trainings are
-            marked.
-        on_links: whether the section has times on several links. Each kind of times has a cell.
+        in_turns: whether the section has steps that were measured alternately. If True, the times of separate training
+            runs are marked.
+        on_links: the kinds of times on links in the section, as in `Section.on_links`. Each kind has a cell.
     """
 
     def number(key: str, show: Callable[[float], str]) -> str:

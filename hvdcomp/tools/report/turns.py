@@ -1,8 +1,8 @@
 """Step times that were measured in alternating steps, and the predictions of the performance model for other networks.
 
-`python -m hvdcomp.tools.bench.compare_worker` writes the file. The file has a calibration of a model, and real steps of
-this model with several compressors. The compressors alternate after a few steps, so other programs on the machine
-disturb all of them equally. Step times of trainings that ran one after the other cannot be compared.
+`python -m hvdcomp.tools.bench.compare_worker` writes the file. The file contains a calibration of a model, and measured
+steps of this model with several compressors. The compressors alternate every few steps, so other programs on the
+machine disturb all of them equally. Step times of training runs that ran one after the other cannot be compared.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Turns:
     """Steps that were measured alternately, for one model, data set, number of ranks and batch size.
 
     Attributes:
-        model, data, world_size, batch_size: the training to which the steps belong.
+        model, data, world_size, batch_size: the training run to which the steps belong.
         ms: the measured median step time of each method, in milliseconds, by spec.
         predicted_ms: the reliable predictions of step times, in milliseconds, by spec and then by key of RATES. The
             predictions are medians over all calibrations.
@@ -83,8 +83,8 @@ class Turns:
 
 
 def load_all_turns(files: Sequence[Path]) -> Turns:
-    """Reads files of steps that were measured alternately: one file of steps on this machine, and other files of the
-    same steps on emulated links.
+    """Reads files of steps that were measured alternately: one file with steps on this machine, and other files with
+    the same steps on emulated links.
 
     Raises:
         RunError: if the files do not belong together, or if `load_turns` raises this error.
@@ -105,7 +105,7 @@ def load_turns(file: Path) -> Turns:
     """Reads a file of steps that were measured alternately.
 
     Raises:
-        RunError: if the file has another form, or names a model without its data, such as "cnn" instead of
+        RunError: if the file has a different format, or names a model without its data, such as "cnn" instead of
             "cnn@digits".
     """
     try:
@@ -117,7 +117,7 @@ def load_turns(file: Path) -> Turns:
         if not at:
             raise RunError(f"{file} has the model {name!r} without its data: measure it as {name}@digits")
         left_out = (content["alone"], content["auto"])
-        # In trainings, the exchange overlaps with the backward pass if the method supports this.
+        # In training, the exchange overlaps with the backward pass if the method supports this.
         methods = [
             name for name, step in content["steps"].items() if name not in left_out and step.get("overlap_bytes") != 0
         ]
@@ -167,7 +167,7 @@ def load_turns(file: Path) -> Turns:
 
 
 def _doubt(steps_s: Sequence[float], noise: float, noisy: Mapping[str, Mapping[str, float]]) -> float:
-    """The relative error of a prediction: the spread of several calibrations, or the noise of a single calibration.
+    """The relative error of a prediction: the spread over several calibrations, or the noise of a single calibration.
 
     Args:
         steps_s: the step time that each calibration predicts, in seconds.
@@ -188,10 +188,10 @@ def _noisy(content: Any) -> dict[str, dict[str, float]]:
 
 
 def _with_links(calibration: Calibration, bytes_per_s: float) -> Calibration:
-    """The calibration, changed to links of this bandwidth between all ranks.
+    """The calibration, with links of this bandwidth between all ranks instead of the measured links.
 
-    The measured table of transfers is dropped. Between ranks of one machine, its times include copying and waiting for
-    a core, which do not take longer on a slower link.
+    The measured table of transfer times is dropped. Between ranks on one machine, these times include copying and
+    waiting for a core, which do not take longer on a slower link.
     """
     network = calibration.network
     costs: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The reference training program, `hvdcomp train`. The program trains known models on known data with compressed
+"""The reference training program, `hvdcomp train`, which trains well-known models on well-known data with compressed
 gradients.
 
 `options` describes a run. `frameworks` and `data` create the model and the data, `trainer` prepares the run on all

@@ -20,13 +20,13 @@ def choose(
     elastic: bool = False,
     timeout: float | None = None,
 ) -> str:
-    """Chooses the backend. "auto" chooses the backend that fits the launcher.
+    """Chooses the backend. "auto" stands for the backend that fits the launcher.
 
     Args:
         backend: name of the library that connects the ranks, one of `options.BACKENDS`.
         framework: name of the framework, one of `options.FRAMEWORKS`.
         environment: the environment variables of the process.
-        elastic: whether the number of ranks may change during the training.
+        elastic: whether the number of ranks may change during training.
         timeout: the seconds that a rank waits for another rank; None for PyTorch's default.
 
     Returns:
@@ -65,7 +65,7 @@ def choose(
 
 
 def reach(backend: str, framework: str, timeout: float | None = None) -> Ranks:
-    """Connects to all ranks. Every rank must call it.
+    """Connects all ranks. Every rank must call this function.
 
     Args:
         backend, framework, timeout: the arguments of `choose`.

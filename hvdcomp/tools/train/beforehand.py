@@ -1,7 +1,7 @@
 """Checks a run before its framework is imported and its ranks are connected, because both take long.
 
-If an error does not depend on the rank, each rank raises it. Only rank 0 uses the files. Rank 0 checks the files here
-only if the launcher ends the other ranks after an error. Otherwise the files are checked after the ranks are connected.
+An error that does not depend on the rank is raised on each rank. Only rank 0 uses files. It checks them here only if
+the launcher ends the other ranks after an error. Otherwise, the files are checked after the ranks are connected.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from hvdcomp.tools.train import environment, outputs
 from hvdcomp.tools.train.options import TrainingOptions
 
 _ELASTIC = "HOROVOD_ELASTIC"
-# variables of horovodrun, torchrun and mpirun, which end all ranks when one fails
+# Variables of horovodrun, torchrun and mpirun. These launchers end all ranks when one rank fails.
 _END_ALL = ("HOROVOD_RANK", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK")
-_STEPS = 2**31 - 1  # stands for the number of steps of an epoch, which is not yet known; more than any policy needs
+_STEPS = 2**31 - 1  # stands for the unknown number of steps of an epoch; more than any policy needs
 _SECONDS = 10.0  # how long other ranks wait for rank 0 to start
 
 
 def check(options: TrainingOptions) -> None:
     """Checks the options with their specs, and on rank 0 the output and the policy's calibration.
 
-    The function does nothing if the ranks are already connected, because the ranks then check everything together.
+    Does nothing if the ranks are already connected, because they then check everything together.
 
     Raises:
         SetupError, SpecError, ConfigurationError: if an option, a spec or a file is wrong.
@@ -45,17 +45,17 @@ def check(options: TrainingOptions) -> None:
 
 
 def uses_files() -> bool:
-    """Whether this is rank 0, and the launcher ends the other ranks (if there are any) when rank 0 ends."""
+    """Whether this is rank 0 and, if there are other ranks, the launcher ends them when rank 0 ends."""
     ended_by_launcher = any(name in os.environ for name in _END_ALL) and _ELASTIC not in os.environ
     return rank_so_far() == 0 and (ended_by_launcher or not environment.launched())
 
 
 def let_rank_0_speak() -> None:
-    """Makes sure that only rank 0 prints an error that all ranks have found. Call it before the error is raised.
+    """Makes sure that only rank 0 prints an error that all ranks have found. Call this before the error is raised.
 
-    Most launchers end all ranks when the first rank ends. So the other ranks wait some seconds until rank 0 ends. If
-    the launcher does not end them, they also print the error. Elastic Horovod does not end ranks. Elastic Horovod waits
-    for all ranks.
+    Most launchers end all ranks when the first rank ends. The other ranks therefore wait some seconds until rank 0
+    ends. If the launcher does not end them, they also print the error. Elastic Horovod does not end ranks; it waits for
+    all of them.
     """
     if rank_so_far() == 0:
         return

@@ -1,12 +1,12 @@
-"""Saves a run, and resumes it in the same state.
+"""Saves a run, and resumes the run in the same state.
 
 A checkpoint is a folder `step-N` with files from all ranks. The files contain the model, the optimizer, the
-compression, and the position of the run. The folder is first written with another name. When all ranks have written
-their part, it is renamed, so a folder `step-N` is always complete. Only then are older checkpoints removed, except the
-previous one. The file SHA256SUMS, in the format of `sha256sum`, contains the digests of all other files. The digests
-are checked before a run resumes. If the newest checkpoint is damaged, all ranks use the previous one.
+compression, and the position of the run. The folder is first written under a different name. It is renamed when all
+ranks have written their parts, so a folder `step-N` is always complete. Only after that are older checkpoints removed,
+except for the previous one. The file SHA256SUMS, in the format of `sha256sum`, contains the digests of all other files.
+The digests are checked before a run resumes. If the newest checkpoint is damaged, all ranks use the previous one.
 
-A run may resume with another number of ranks. Each rank then uses the files of several old ranks (`sources`).
+A run may resume with a different number of ranks. Each rank then uses the files of several old ranks (`sources`).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _FORMATS = (1, _FORMAT)  # format 1 had no digests
 _COMPLETE = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
 _PART = ".part"  # the suffix of an incomplete checkpoint
 _DIGESTS = "SHA256SUMS"
-_RANKS = "ranks"  # one of the facts; a resumed run may change it, too
+_RANKS = "ranks"  # one of the facts; a resumed run may also change it
 
 KEPT = ("step", "epoch", "taken", "losses", "times", "epochs")
-"""Fields of a run that a checkpoint stores unchanged."""
+"""The fields of a run that a checkpoint stores unchanged."""
 
 # all fields of the position of a run
 _POSITION = {*KEPT, "augmenting", "resumed_at", "seconds", "epoch_seconds", "sizes"}
@@ -49,7 +49,8 @@ Result = TypeVar("Result")
 
 
 class Warnings:
-    """A context manager that records signals to stop. Inside it, SIGUSR1, SIGTERM and SIGUSR2 do not end this process.
+    """A context manager that records signals to stop. In its block, SIGUSR1, SIGTERM and SIGUSR2 do not end this
+    process.
 
     Attributes:
         warned: whether a signal was received.
@@ -88,9 +89,8 @@ class Checkpoints:
         ranks: the ranks of the run.
 
     Attributes:
-        damaged: the errors of checkpoints that are newer than the one that was found. The errors are the same on all
-            ranks.
-        old_ranks: the number of ranks that have saved the checkpoint that was found.
+        damaged: the errors of the checkpoints that are newer than the checkpoint that was found, the same on all ranks.
+        old_ranks: the number of ranks that saved the checkpoint that was found.
     """
 
     def __init__(self, options: TrainingOptions, facts: Mapping[str, Any], ranks: Ranks) -> None:
@@ -118,10 +118,11 @@ class Checkpoints:
     def find(self) -> dict[str, Any] | None:
         """The position that was saved in the newest undamaged checkpoint; None if there is no checkpoint.
 
-        If the saved run did not have this rank, the rank gets the position of another rank. Call it on every rank.
+        If the saved run did not have this rank, the rank gets the position of a different rank. Call this on every
+        rank.
 
         Raises:
-            RunRefused: on every rank, if the checkpoint belongs to another run, all checkpoints are damaged, or the
+            RunRefused: on every rank, if the checkpoint belongs to a different run, all checkpoints are damaged, or the
                 folder is not writable.
         """
         ranks = self._ranks
@@ -141,7 +142,7 @@ class Checkpoints:
         return None
 
     def _steps(self) -> list[int]:
-        """The steps of all checkpoints, the newest first."""
+        """The steps of all checkpoints, newest first."""
         try:
             if self._ranks.rank == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -154,7 +155,7 @@ class Checkpoints:
         return sorted((int(match[1]) for match in map(_COMPLETE.fullmatch, names) if match), reverse=True)
 
     def _check_writable(self) -> None:
-        """Checks that this rank can write to the folder, which rank 0 has created."""
+        """Checks that this rank can write to the folder that rank 0 has created."""
         if self.folder.is_dir():
             try:
                 tempfile.TemporaryFile(dir=self.folder).close()
@@ -196,7 +197,7 @@ class Checkpoints:
         """The record that `save` wrote for this rank, or for rank 0 if the run had fewer ranks.
 
         Raises:
-            OSError, ValueError: if the file cannot be read, or has another form.
+            OSError, ValueError: if the file cannot be read, or has a different format.
         """
         file = place / self._run_file(self._ranks.rank)
         if not file.exists():
@@ -225,7 +226,8 @@ class Checkpoints:
         older = {name: value for name, value in of_older_runs(TrainingOptions).items() if name in self._facts}
         facts = json.loads(json.dumps(older)) | record["facts"]
         names = sorted({*facts, *self._facts} - {_RANKS})
-        # All differences are listed: another model, for example, also has another default learning rate.
+        # All differences are listed, because they may be related: for example, a different model has a different
+        # default learning rate.
         if differing := [name for name in names if facts.get(name) != self._facts.get(name)]:
             then = " and ".join(f"{name}={facts.get(name)!r}" for name in differing)
             now = " and ".join(repr(self._facts.get(name)) for name in differing)
@@ -237,13 +239,14 @@ class Checkpoints:
 
     @property
     def sources(self) -> Sequence[int]:
-        """The old ranks whose files this rank uses. The first is this rank itself, if the saved run had this rank."""
+        """The old ranks whose files this rank uses. The first one is this rank itself, if the saved run had this
+        rank."""
         rank = self._ranks.rank
         return range(rank, self.old_ranks, self._ranks.size) or [rank % self.old_ranks]
 
     @property
     def change(self) -> str | None:
-        """A message that says what happens to the saved residuals; None if each rank keeps its own residuals."""
+        """A message that explains what happens to the saved residuals; None if each rank keeps its own residuals."""
         then, now = self.old_ranks, self._ranks.size
         if self._residuals == "drop":
             fate = "are dropped, because of --residuals drop"
@@ -262,10 +265,10 @@ class Checkpoints:
         return f"the checkpoint has {_counted(then)}, and this run has {_counted(now)}: the residuals {fate}"
 
     def restore(self, learner: Learner) -> None:
-        """Loads the checkpoint that was found into the learner. Call it on every rank.
+        """Loads the checkpoint that was found into the learner. Call this on every rank.
 
         Raises:
-            RunRefused: on every rank, if any rank cannot read or load it.
+            RunRefused: on every rank, if any rank cannot read or load the checkpoint.
         """
         place = self._place(self._saved)
 
@@ -288,15 +291,16 @@ class Checkpoints:
         self._ranks.together(restored)
 
     def save(self, step: int, learner: Learner, run: Callable[[], dict[str, Any]]) -> None:
-        """Saves the state of all ranks after this step. Returns when the checkpoint is complete. Call it on every rank.
+        """Saves the state of all ranks after this step. Returns when the checkpoint is complete. Call this on every
+        rank.
 
         If this step is already saved, it is not saved again.
 
         Args:
             step: number of completed steps.
             learner: the learner of this rank.
-            run: a function that returns this rank's position, as JSON data. `find` returns this position later. The
-                function is called after the learner was saved.
+            run: a function that returns this rank's position as JSON data, which `find` returns later. It is called
+                after the learner was saved.
 
         Raises:
             ConfigurationError: on every rank, if any rank could not write. The previous checkpoint still exists.
@@ -323,7 +327,7 @@ class Checkpoints:
                 self._complete(part, place, {name: text for of_rank in digests for name, text in of_rank.items()})
 
         try:
-            # if one rank failed alone here, the other ranks would wait in the learner's collectives
+            # If a single rank failed here, the other ranks would wait in the learner's collectives.
             self._on_all(begin)
             digests = self._on_all(write)
             self._on_all(complete)
@@ -341,7 +345,7 @@ class Checkpoints:
         write_file(part / _DIGESTS, "".join(lines).encode())
         for file in (*part.iterdir(), part):
             _to_disk(file)
-        # an existing checkpoint of this step is damaged; otherwise the run would have resumed from it
+        # If a checkpoint of this step exists, it is damaged; otherwise, the run would have resumed from it.
         if os.path.lexists(place):
             _remove(place)
         part.rename(place)
@@ -352,7 +356,7 @@ class Checkpoints:
                 _remove(self.folder / name)
 
     def _on_all(self, do: Callable[[], Result]) -> list[Result]:
-        """Raises an error of one rank on all ranks, as `Ranks.together` does, for errors in the middle of a run.
+        """Raises an error of one rank on all ranks, like `Ranks.together`, but for errors in the middle of a run.
         Returns the results of all ranks."""
         result: Any = None
         problem = None
@@ -406,7 +410,7 @@ def _sha256(file: Path) -> str:
 
 
 def _read_digests(place: Path) -> dict[str, str]:
-    """The digests of the files of a checkpoint, by name. Empty if a version without digests has written the checkpoint.
+    """The digests of a checkpoint's files, by name; empty if the checkpoint was written by a version without digests.
 
     Raises:
         OSError, ValueError: if the digests cannot be read.

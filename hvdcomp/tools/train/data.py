@@ -1,7 +1,7 @@
-"""Loads the data of the reference training program into memory, and distributes them to the ranks in each epoch.
+"""Loads the data for the reference training program into memory, and distributes them to the ranks in each epoch.
 
-Everything uses NumPy, so every framework trains on the same batches in the same order. The split into training and test
-samples does not depend on the seed.
+All of this uses NumPy, so that every framework trains on the same batches in the same order. The split into training
+and test samples does not depend on the seed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hvdcomp.tools.train import (
 from hvdcomp.tools.train.dataset import DataSet, Part, labelled_data
 from hvdcomp.tools.train.options import SetupError, TrainingOptions
 
-# The numbers of the random streams of a seed. The shuffles of the epochs use the numbers from _SHUFFLES on.
+# The numbers of a seed's random streams. The shuffles of the epochs use the numbers from _SHUFFLES on.
 _PATTERNS, _IMAGES, _NOISE, _SHUFFLES = 0, 1, 2, 3
 
 
@@ -31,7 +31,7 @@ def load_data(options: TrainingOptions) -> DataSet:
     """Loads the data of `options`, limits them to `samples`, splits off the validation part, and adds label noise.
 
     Raises:
-        SetupError: if a file is missing or damaged, or there are fewer samples than `samples`.
+        SetupError: if a file is missing or damaged, or if there are fewer samples than `samples`.
     """
     loaders = {
         "digits": lambda: digits(),
@@ -86,10 +86,10 @@ def digits() -> DataSet:
 
 
 def synthetic(size: int, seed: int, train: int = 2000, test: int = 500, classes: int = 10) -> DataSet:
-    """RGB images of noise. Each image also has the smooth pattern of its class, which is too weak to be seen in a
+    """RGB images of noise. Each image also contains the smooth pattern of its class, which is too weak to be seen in a
     single pixel.
 
-    The patterns are the same for every seed. The seed determines the images.
+    The patterns are the same for every seed; the seed only determines the images.
     """
     coarse = np.random.default_rng([0, _PATTERNS]).standard_normal((classes, 3, 4, 4))
     along = _interpolation(4, size)
@@ -102,14 +102,15 @@ def synthetic(size: int, seed: int, train: int = 2000, test: int = 500, classes:
 
 
 def _interpolation(coarse: int, fine: int) -> np.ndarray:
-    """Weights (fine, coarse) that interpolate between the centres of pixels, constant beyond the outer centres."""
+    """Weights (fine, coarse) that interpolate between the centers of pixels. They are constant beyond the outer
+    centers."""
     centres = (np.arange(fine) + 0.5) * coarse / fine - 0.5
     distances = np.abs(np.clip(centres, 0, coarse - 1)[:, None] - np.arange(coarse))
     return np.maximum(0, 1 - distances)
 
 
 def _held_back(data: DataSet, count: int) -> DataSet:
-    """The data, in which the last `count` training samples become the validation part."""
+    """A copy of the data in which the last `count` training samples have become the validation part."""
     if count >= len(data.train_x):
         raise SetupError(f"--validation-samples {count} must be fewer than the {len(data.train_x)} training samples")
     return dataclasses.replace(
@@ -128,8 +129,7 @@ def _noisy(data: DataSet, fraction: float, seed: int) -> np.ndarray:
 
 
 def steps_per_epoch(samples: int, world_size: int, batch_size: int, passes: int) -> int:
-    """The number of optimizer steps of an epoch. The number is the same on every rank. An incomplete last step is left
-    out.
+    """The number of optimizer steps in an epoch, which is the same on every rank. An incomplete last step is left out.
 
     Raises:
         SetupError: if there are not enough samples for a step.
@@ -146,8 +146,8 @@ def steps_per_epoch(samples: int, world_size: int, batch_size: int, passes: int)
 def epoch_shard(samples: int, world_size: int, rank: int, batch: int, seed: int, epoch: int) -> np.ndarray:
     """The samples on which `rank` trains in `epoch`: indices of shape (steps, batch).
 
-    All samples are shuffled together and dealt to the ranks in turn. So the shards of the ranks do not overlap, and
-    with another number of ranks the same samples come in nearly the same order.
+    All samples are shuffled together and dealt to the ranks like cards. The shards of the ranks therefore do not
+    overlap, and with a different number of ranks the same samples come in nearly the same order.
     """
     shard = _shuffle(samples, seed, _SHUFFLES + epoch)[rank::world_size]
     steps = samples // world_size // batch
@@ -160,8 +160,8 @@ def evaluation_shard(samples: int, world_size: int, rank: int) -> np.ndarray:
 
 
 def _shuffle(count: int, seed: int, stream: int) -> np.ndarray:
-    """The numbers below `count` in a random order. The order is the order of `torch.randperm`, which the published
-    results used.
+    """The numbers below `count` in a random order. It is the order of `torch.randperm`, which was used for the
+    published results.
 
     References: Durstenfeld, Algorithm 235: Random permutation, 1964, with the 32-bit numbers of a Mersenne twister.
     """

@@ -1,7 +1,7 @@
 """Reads CIFAR-10 and CIFAR-100 from a folder, in the published Python or binary form.
 
-The Python form is a set of pickles. The pickles are read with an unpickler that only accepts NumPy arrays and bytes, so
-a malicious file cannot run code.
+The Python form is a set of pickles. They are read with an unpickler that accepts only NumPy arrays and bytes, so a
+malicious file cannot run code.
 
 References: Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009.
 """
@@ -29,8 +29,8 @@ except ImportError:  # NumPy 1
 
 @dataclass(frozen=True)
 class _Archive:
-    """The files of an archive. In the binary form, `label_bytes` bytes precede each image, and the last of them is the
-    label."""
+    """The files of an archive. In the binary form, each image is preceded by `label_bytes` bytes, of which the last is
+    the label."""
 
     title: str
     classes: int
@@ -67,7 +67,7 @@ _ARCHIVES = {
 
 
 def load(folder: Path | None, name: str) -> DataSet:
-    """Read CIFAR from its unpacked archive, or from the folder that contains it.
+    """Reads CIFAR from its unpacked archive, or from the folder that contains the archive.
 
     Args:
         folder: the folder with the data, from the option --data-dir.
@@ -123,7 +123,8 @@ def _read_python(path: Path, archive: _Archive) -> tuple[np.ndarray, np.ndarray]
 
 
 def _read_binary(path: Path, archive: _Archive) -> tuple[np.ndarray, np.ndarray]:
-    """Reads a binary batch of rows of label bytes and pixels: images (n, 3072) as uint8, and labels (n,)."""
+    """Reads a binary batch, whose rows consist of label bytes and pixels: images (n, 3072) as uint8, and labels
+    (n,)."""
     row = archive.label_bytes + _PIXELS
     expected = f"rows of {row} bytes: {archive.label_bytes} of labels, {_PIXELS} of pixels"
     content = np.frombuffer(path.read_bytes(), dtype=np.uint8)
@@ -155,15 +156,16 @@ def _describe(value: Any) -> str:
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """Decodes bytes in pickles of protocol 2, which Python 3 writes as latin1 text. Other encodings are refused."""
+    """Decodes bytes in pickles of protocol 2. Python 3 writes these bytes as latin1 text. Other encodings are
+    refused."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"the file has text encoded as {encoding!r}, which is not allowed")
     return text.encode(encoding)
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """An unpickler that only reads plain Python values, bytes and NumPy arrays. The unpickler refuses all other
-    functions and classes."""
+    """An unpickler that reads only plain Python values, bytes and NumPy arrays. It refuses all other functions and
+    classes."""
 
     _ALLOWED = {  # noqa: RUF012 - a constant
         ("numpy.core.multiarray", "_reconstruct"): _reconstruct,

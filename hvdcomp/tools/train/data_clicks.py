@@ -1,7 +1,7 @@
-"""Clicks: synthetic samples with dense features and with ids of rows in tables. Only few ids are frequent.
+"""Clicks: synthetic samples with dense features and with ids of rows in tables. Only a few ids are frequent.
 
-As in Criteo's data, a sample has 13 numbers, and an id for each table. There are 8 tables. Ids follow Zipf's law: 1 %
-of the rows get about 90 % of the accesses. Each row has a score. The probability of a click grows with the sum of the
+As in Criteo's data, a sample has 13 numbers and an id for each table. There are 8 tables. Ids follow Zipf's law: 1 % of
+the rows get about 90 % of the accesses. Each row has a score. The probability of a click grows with the sum of the
 scores and of the weighted numbers of a sample. The data are the same for every seed of a run.
 
 References: Naumov et al., Deep Learning Recommendation Model for Personalization and Recommendation Systems, 2019.
@@ -20,14 +20,15 @@ _EXPONENT = 1.3  # the exponent of Zipf's law
 
 
 def zipf(draws: np.ndarray, rows: int) -> np.ndarray:
-    """Turns uniform draws from [0, 1) into ids below `rows` that follow Zipf's law. The shape does not change."""
+    """Turns uniform draws from [0, 1) into ids below `rows` that follow Zipf's law. The shape of the array does not
+    change."""
     frequencies = np.cumsum(1 / np.arange(1, rows + 1) ** _EXPONENT)
     return np.searchsorted(frequencies / frequencies[-1], draws)
 
 
 def load(rows: int) -> DataSet:
-    """Makes samples (N, 13 + 8), float32. The numbers come before the ids, which are exact as floats. Labels are 0 or
-    1.
+    """Creates samples (N, 13 + 8), float32. The numbers come before the ids, which floats represent exactly. Labels are
+    0 or 1.
 
     Args:
         rows: number of rows of each embedding table.

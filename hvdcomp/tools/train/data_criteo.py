@@ -2,9 +2,8 @@
 Challenge.
 
 A line has 40 fields, which are separated by tabs: the label (0 or 1), 13 integers, and 26 categories as hexadecimal
-numbers of 32 bits. All fields except the label may be missing. An integer n becomes log(1 + n). An integer becomes 0 if
-it is negative or missing. A category becomes the row 1 + category mod (rows - 1) of its table. A missing category
-becomes row 0.
+numbers of 32 bits. All fields except the label may be missing. An integer n becomes log(1 + n), or 0 if it is negative
+or missing. A category becomes the row 1 + category mod (rows - 1) of its table. A missing category becomes row 0.
 
 References: Naumov et al., Deep Learning Recommendation Model for Personalization and Recommendation Systems, 2019,
 section 5.
@@ -26,19 +25,19 @@ _FILE = "train.txt"
 _FIELDS = [rb"[01]", *[rb"(?:-?[0-9]{1,18})?"] * 13, *[rb"(?:[0-9a-f]{1,8})?"] * 26]
 _LINE = re.compile(rb"\t".join(_FIELDS))
 _EXPECTED = "a label of 0 or 1, then 13 integers and 26 hexadecimal numbers, each after a tab; a number may be missing"
-_CHUNK = 2**14  # lines
+_CHUNK = 2**14  # number of lines that are parsed at a time
 _HELD_BACK = 7  # the file has seven days
 
 
 def load(folder: Path | None, rows: int, samples: int | None) -> DataSet:
-    """Reads the file. The lines of the file are in the order of time. The last seventh is held back, and its lines are
-    used alternately for validation and for testing.
+    """Reads the file, whose lines are in chronological order. The last seventh is held out, and its lines are used
+    alternately for validation and for testing.
 
     Args:
         folder: the folder with the data, from the option --data-dir.
         rows: number of rows of each embedding table.
-        samples: the number of lines to train on; None for all. The function reads only these lines, and a sixth as many
-            lines that are held back from the training.
+        samples: the number of lines to train on; None for all. Besides these lines, the function reads only the
+            held-out lines, one for every six lines to train on.
 
     Returns:
         Samples (N, 13 + 26), float32, with the integers before the rows; and labels 0 or 1.
@@ -80,7 +79,7 @@ def load(folder: Path | None, rows: int, samples: int | None) -> DataSet:
 
 
 def _read(lines: Sequence[bytes], rows: int, path: Path, first: int) -> tuple[np.ndarray, np.ndarray]:
-    """The samples and labels of some lines. first: the number of the first line, for error messages."""
+    """The samples and labels of some lines. `first` is the number of the first line, for error messages."""
     values = []
     for number, line in enumerate(lines, first):
         line = line.rstrip(b"\r\n")

@@ -1,9 +1,9 @@
-"""Heavy tails: a regression on rows of 16 features. Eight of the features, and the noise of the target, have outliers.
+"""Heavy tails: a regression on rows of 16 features. Eight of the features, and the noise in the target, have outliers.
 
 Each feature is computed from a normally distributed number z. Eight features are z itself. The other eight are sign(z)
-(exp(1.2 |z|) - 1). The largest values of these eight in the training part are 25 to 67 standard deviations. The target
-is a smooth random function of all z, plus noise from Student's t distribution with 3 degrees of freedom. The rows are
-the same for every seed of a run.
+(exp(1.2 |z|) - 1). In the training part, the largest values of these eight features are 25 to 67 standard deviations.
+The target is a smooth random function of all z, plus noise from Student's t distribution with 3 degrees of freedom. The
+rows are the same for every seed of a run.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _DEGREES, _NOISE = 3, 0.1  # degrees of freedom, and the scale of the noise; the
 
 @functools.cache
 def load() -> DataSet:
-    """Makes the rows, in the form of images (N, 16, 1, 1) of one pixel whose channels are the features. Targets (N,)
-    are float32, with mean 0 and standard deviation 1 in the training part."""
+    """Creates the rows as images (N, 16, 1, 1) of one pixel, whose channels are the features. The targets (N,) are
+    float32, with mean 0 and standard deviation 1 in the training part."""
     draws, count = np.random.default_rng(_SEED), TRAIN + VALIDATION + TEST
     z = draws.standard_normal((count, FEATURES))
     y = _smooth_function(z, draws) + _NOISE * draws.standard_t(_DEGREES, count)

@@ -1,7 +1,8 @@
 """MNIST-1D: signals of 40 points. Each signal is a digit that is drawn as a line, shifted, stretched, and covered with
 noise.
 
-The package `mnist1d` generates the signals without a download, and can generate enough test samples for a comparison.
+The package `mnist1d` generates the signals, so nothing is downloaded, and there can be enough test samples for a
+comparison.
 
 References: Greydanus and Kobak, Scaling Down Deep Learning with MNIST-1D, 2024, section 2.
 """
@@ -28,10 +29,10 @@ _SEED = 42  # the seed of the published set; the split does not depend on the se
 
 @functools.cache
 def load() -> DataSet:
-    """The signals (N, 1, 40) with their labels. The training part is the published 4,000 signals. The other parts are
-    larger than published.
+    """The signals (N, 1, 40) with their labels. The training part consists of the 4,000 published signals. The other
+    parts are larger than the published ones.
 
-    Generating takes some seconds, so the signals are kept in the cache folder.
+    Generating the signals takes some seconds, so they are kept in the cache folder.
 
     Raises:
         SetupError: if the package is not installed.

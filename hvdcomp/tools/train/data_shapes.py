@@ -1,7 +1,8 @@
-"""Shapes: drawn grey images of 16x16 pixels. Each image has a whole shape, a piece of another shape, and noise.
+"""Shapes: drawn gray images of 16x16 pixels. Each image has a whole shape, a piece of another shape, and noise.
 
-The label says which of ten shapes is whole. Places, sizes, angles and brightness are random. The piece is a window of
-5x5 pixels of another drawing, and the whole shape is drawn over it. The images are the same for every seed of a run.
+The label is the type of the whole shape, one of ten types. Places, sizes, angles and brightness are random. The piece
+is a window of 5x5 pixels from another drawing, and the whole shape is drawn over it. The images are the same for every
+seed of a run.
 
 References: Mnih et al., Recurrent Models of Visual Attention, 2014, section 4.2 (digits among pieces of digits).
 """
@@ -44,7 +45,8 @@ SHAPES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "corner": lambda u, v: (_largest(u, v) < 0.9) & (np.minimum(u, v) < -0.2),
     "crescent": lambda u, v: (u**2 + v**2 < 1) & ((u - 0.5) ** 2 + v**2 > 0.6),
 }
-"""By name, whether points are inside a shape of radius 1 around (0, 0). The place in this order is the label."""
+"""For each shape, by name, a function that decides whether points are inside the shape, which has radius 1 and center
+(0, 0). A shape's position in this order is its label."""
 
 
 @functools.cache
@@ -66,8 +68,8 @@ def _draw(count: int, draws: np.random.Generator) -> tuple[np.ndarray, np.ndarra
 
 
 def _drawn(labels: np.ndarray, centres: tuple[float, float], draws: np.random.Generator) -> np.ndarray:
-    """Whether pixels (N, 16, 16) are inside the shapes with these labels (N,). centres: the range from which the
-    centres of the shapes are drawn."""
+    """Whether pixels (N, 16, 16) are inside the shapes with these labels (N,). `centres` is the range from which the
+    centers of the shapes are drawn."""
     row, column, angle, radius = (
         draws.uniform(low, high, (len(labels), 1, 1)) for low, high in (centres, centres, (0, 2 * np.pi), _RADII)
     )

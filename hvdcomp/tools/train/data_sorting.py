@@ -1,7 +1,7 @@
 """Sorting: random sequences of 16 numbers below 64. The targets are the same numbers in ascending order.
 
-Each number is a token, and each target is a token. The model predicts which number is at each place of the sorted
-sequence. The sequences are the same for every seed of a run.
+Each number and each target is a token. The model predicts the number at each place of the sorted sequence. The
+sequences are the same for every seed of a run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Text for language models: WikiText-2 or the Penn Treebank from a folder, or the source of Python's standard library.
 
-The vocabulary comes from the training part. The vocabulary turns a text into token ids, and unknown tokens become
-`<unk>`. The ids are cut into sequences of equal length. The targets of a sequence are the ids one position further.
-Every sequence is a sample, so sequences are shuffled and distributed to the ranks like images.
+The vocabulary comes from the training part. It turns a text into token ids; unknown tokens become `<unk>`. The ids are
+cut into sequences of equal length. The targets of a sequence are the ids shifted by one position. Every sequence is a
+sample, so sequences are shuffled and distributed to the ranks like images.
 
 References: Merity et al., Pointer Sentinel Mixture Models, 2017 (WikiText-2); Mikolov et al., Recurrent
 neural network based language model, 2010 (the Penn Treebank as prepared there).
@@ -30,7 +30,7 @@ _TEXTS = {
     "wikitext2": ("WikiText-2", "wikitext-2", "wiki.train.tokens", "wiki.test.tokens", "wiki.valid.tokens"),
     "ptb": ("the Penn Treebank", "simple-examples/data", "ptb.train.txt", "ptb.test.txt", "ptb.valid.txt"),
 }
-# Out of this number of files of the standard library, one is for validation and one for testing.
+# Of every group of this number of standard-library files, one file is for validation and one for testing.
 _FILES_PER_PART = 16
 _HELD_OUT_BYTES = 65_536  # the largest size of each part, so that evaluations are short
 _HELD_OUT_BYTES_OF_A_FILE = 8_192
@@ -48,7 +48,7 @@ def load(folder: Path | None, name: str, length: int | None) -> DataSet:
         length: the number of tokens of a sequence.
 
     Raises:
-        SetupError: if a file is missing, empty or not UTF-8 text, or a text is shorter than a sequence.
+        SetupError: if a file is missing, empty or not UTF-8 text, or if a text is shorter than a sequence.
     """
     assert folder is not None
     title, subfolder, *files, validation = _TEXTS[name]
@@ -79,10 +79,10 @@ def _read_words(path: Path, title: str, files: list[str]) -> list[str]:
 
 
 def standard_library(size: int | None, unit: str, length: int | None) -> DataSet:
-    """The source of the standard library of the running Python. The source is real text that needs no download.
+    """The source code of the running Python's standard library, which is real text that does not need a download.
 
     Files are read in the order of their names, up to `size` characters in total. The last tenth of each file is for
-    testing. The text depends on the version of Python, and so does every result.
+    testing. The text, and therefore every result, depends on the version of Python.
 
     Args:
         size: the number of characters to read, for training and test together.
@@ -115,11 +115,11 @@ def standard_library(size: int | None, unit: str, length: int | None) -> DataSet
 
 
 def bytes_of_standard_library(size: int | None, length: int | None) -> DataSet:
-    """The bytes of the standard library of the running Python, with validation and test parts.
+    """The bytes of the source code of the running Python's standard library, with validation and test parts.
 
-    Files are used in the order of their names. Out of 16 files, one is for validation and one for testing. Each of
-    these parts has 64 KiB. At most 8 KiB of a file are used, from its middle, so that no file dominates. No file is in
-    two parts. The text depends on the version of Python, and so does every result.
+    Files are used in the order of their names. Of every 16 files, one is for validation and one for testing. Each of
+    these two parts has 64 KiB. At most 8 KiB are used from a file, from its middle, so that no file dominates. No file
+    is in two parts. The text, and therefore every result, depends on the version of Python.
 
     Args:
         size: the number of bytes to train on.
@@ -173,8 +173,8 @@ def _text_data(parts: list[list[str]], length: int | None, limit: int | None, so
 
 
 def _vocabulary(tokens: Iterable[str], limit: int | None) -> list[str]:
-    """The vocabulary: `<unk>`, and then the tokens in the order of decreasing frequency. Tokens with equal frequency
-    are sorted by their characters."""
+    """The vocabulary: `<unk>`, followed by the tokens in order of decreasing frequency. Tokens with equal frequency are
+    sorted alphabetically."""
     counts = Counter(tokens)
     del counts[_UNKNOWN]
     ordered = sorted(counts, key=lambda token: (-counts[token], token))

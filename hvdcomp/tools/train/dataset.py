@@ -1,10 +1,10 @@
-"""A data set in memory. A data set consists of NumPy arrays of training, validation and test samples, and of properties
-that models need.
+"""A data set in memory. It consists of NumPy arrays of training, validation and test samples, and of properties that
+models need.
 
-Images have the shape (N, channels, size, size), signals (N, channels, size), and rows of features (N, channels). The
-labels of the samples are integers (N,), or, in a regression, their targets are floats (N,). Text consists of token ids
-(N, length), and its targets are the ids one position further, (N, length). Numbers to sort are also token ids, and
-their targets are the sorted ids.
+Images have the shape (N, channels, size, size), signals (N, channels, size), and rows of features (N, channels).
+Samples have integer labels (N,) or, in a regression, float targets (N,). Text consists of token ids (N, length), and
+its targets (N, length) are the ids shifted by one position. Numbers to sort are also token ids, and their targets are
+the sorted ids.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class DataSet:
 
     Attributes:
         classes: the number of different labels, or of tokens in the vocabulary; 1 for a regression.
-        table_rows: the number of rows of each table of a click model. The ids of the rows are part of the features. 0
-            for other data.
-        validation: the samples with which settings are chosen and runs are ended; None if no samples are held back.
+        table_rows: the number of rows of each table of a click model. The ids of the rows are part of the features. The
+            number is 0 for other data.
+        validation: the samples that are used to choose settings and to end runs; None if no samples are held out.
         mean, std: mean and standard deviation of each channel, in the units of the stored images; None for tokens.
         augment: whether training images are flipped and shifted.
     """
@@ -69,7 +69,7 @@ class DataSet:
         return (x.astype(np.float32) - self.mean.reshape(per_channel)) / self.std.reshape(per_channel)
 
     def training_batch(self, samples: np.ndarray, draws: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """The inputs and targets of these training samples. If `augment`, they are augmented with `draws`."""
+        """The inputs and targets of these training samples. If `augment` is set, they are augmented with `draws`."""
         x = self.train_x[samples]
         return self.model_input(augment(x, draws) if self.augment else x), self.train_y[samples]
 
@@ -87,7 +87,7 @@ def labelled_data(
     augment: bool = False,
     validation: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> DataSet:
-    """Makes a data set of images or signals with labels (N,). The scale is computed from the training part."""
+    """Creates a data set of images or signals with labels (N,). The scale is computed from the training part."""
     mean, std = scales_of(train_x)
     return DataSet(
         train_x=train_x,
@@ -110,7 +110,8 @@ def scales_of(train_x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def in_parts(x: np.ndarray, y: np.ndarray, train: int, validation: int) -> tuple[Part, Part, Part]:
-    """Splits samples: the first are for training, the next for validation, and the rest for testing."""
+    """Splits samples: the first `train` are for training, the next `validation` for validation, and the rest for
+    testing."""
     end = train + validation
     return Part(x[:train], y[:train]), Part(x[train:end], y[train:end]), Part(x[end:], y[end:])
 
@@ -127,5 +128,5 @@ def augment(images: np.ndarray, draws: np.random.Generator) -> np.ndarray:
     top, left = draws.integers(9, size=(count, 1)), draws.integers(9, size=(count, 1))
     rows, columns = top + np.arange(height), left + np.arange(width)
     images_index = np.arange(count)[:, None, None]
-    # Indexing moves the channels to the end, because they are selected with a slice.
+    # Indexing moves the channels to the end, because a slice selects them.
     return padded[images_index, :, rows[:, :, None], columns[:, None, :]].transpose(0, 3, 1, 2)

@@ -16,7 +16,8 @@ from hvdcomp.tools.train.torch_learner import TorchLearner, loss_of
 _NAMES = inspect.signature(DistributedDataParallel.__init__).parameters
 _LEAVES_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
 OWN_BUFFERS: dict[str, Any] = {_LEAVES_BUFFERS: False}
-"""The option that stops forward passes from synchronising buffers. The older name warns in newer versions."""
+"""The option that keeps forward passes from synchronizing buffers. In newer versions of PyTorch, the older name of this
+option causes a warning."""
 
 
 class DDPLearner(TorchLearner):
@@ -32,7 +33,7 @@ class DDPLearner(TorchLearner):
         self._begin()
 
     def compression(self, spec: str, **options: Any) -> Compression:
-        # None, because the buckets of DistributedDataParallel are used
+        # None: DistributedDataParallel's buckets are used
         return super().compression(spec, **{**options, "bucket_bytes": None})
 
     def distribute(self, compression: Compression) -> None:

@@ -1,8 +1,8 @@
-"""Runs whose number of ranks changes, with elastic Horovod.
+"""Trains with a changing number of ranks, with elastic Horovod.
 
 After a change, every rank sets up the run again, and resumes from the newest checkpoint, like a run that is resumed
-with another number of ranks. If a change is announced, the ranks save before it, so nothing is lost. After a failure,
-the ranks repeat the steps since the last checkpoint.
+with a different number of ranks. If a change is announced, the ranks save before the change, so nothing is lost. After
+a failure, the ranks repeat the steps since the last checkpoint.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hvdcomp.tools.train.trainer import train
 
 
 def train_elastic(options: TrainingOptions) -> tuple[dict[str, Any], Ranks]:
-    """Trains as `trainer.train` does, but the number of ranks may change. Every rank must call it, including a rank
-    that joins later.
+    """Trains like `trainer.train`, but the number of ranks may change. Every rank must call this function, including
+    ranks that join later.
 
     Returns:
         The summary, and the ranks at the end.

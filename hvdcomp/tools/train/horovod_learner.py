@@ -14,8 +14,8 @@ class HorovodLearner(TorchLearner):
     """A `Learner` that trains with Horovod and PyTorch."""
 
     def broadcast(self) -> None:
-        # hvd.broadcast_optimizer_state is not called. The optimizer has no state yet, and Horovod would make a step to
-        # create the state. AdamW would count this step.
+        # hvd.broadcast_optimizer_state is not called. The optimizer has no state yet, so Horovod would take a step to
+        # create the state, and AdamW would count this step.
         hvd.broadcast_parameters(self._model.state_dict(), root_rank=0)
         self._begin()
 

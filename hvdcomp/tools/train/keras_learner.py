@@ -34,10 +34,10 @@ _ADAM_EPSILON = 1e-8  # the value in PyTorch
 class KerasLearner(Learner):
     """A `Learner` that trains Keras models. If there are GPUs, each rank of a host uses a different GPU.
 
-    This learner differs from the learner for PyTorch in two ways. Keras's SGD multiplies gradients by the learning rate
-    before momentum accumulates them. So after a change of the rate, earlier gradients keep their old rate. And if a
-    policy makes the batch larger, there is still one backward pass, with a larger batch, instead of several backward
-    passes. A single pass with a larger batch changes the results of normalization layers.
+    This learner differs from the learner for PyTorch in two ways. First, Keras's SGD multiplies gradients by the
+    learning rate before momentum accumulates them, so after a change of the rate, earlier gradients keep their old
+    rate. Second, if a policy makes the batch larger, there is a single backward pass with a larger batch instead of
+    several backward passes. This changes the results of normalization layers.
     """
 
     first_step = "tracing the graph, which takes some seconds, or more on a busy machine ..."
@@ -64,16 +64,16 @@ class KerasLearner(Learner):
                 tf.config.set_visible_devices(own_gpu, "GPU")
                 tf.config.experimental.set_memory_growth(own_gpu, True)
             tf.config.threading.set_intra_op_parallelism_threads(threads)
-            # at least two, because hvdcomp needs two
+            # hvdcomp needs at least two threads
             tf.config.threading.set_inter_op_parallelism_threads(max(2, threads))
         except RuntimeError:
-            pass  # if a program that already uses TensorFlow calls `train`, TensorFlow keeps its settings
+            pass  # TensorFlow keeps its settings if the program that calls `train` has already used TensorFlow
 
     def _begin(self) -> None:
-        """Creates the optimizer. Call it at the end of `broadcast`."""
+        """Creates the optimizer. Call this at the end of `broadcast`."""
         self._optimizer = self._new_optimizer()
         self._optimizer.build(self._model.trainable_variables)
-        tf.random.set_seed(self._options.seed + self._rank * 2**31)  # for all functions that are traced after this
+        tf.random.set_seed(self._options.seed + self._rank * 2**31)  # applies to all functions traced after this
 
     def _new_optimizer(self) -> Any:
         options = self._options
@@ -125,7 +125,7 @@ class KerasLearner(Learner):
         try:
             self._checkpoint(compression=CompressionState(self._compression)).write(str(folder / prefix))
         except tf.errors.OpError as error:
-            # the name of the node in TensorFlow's graph is removed
+            # Removes the name of the node in TensorFlow's graph.
             raise OSError(error.message.rpartition("}} ")[2]) from None
         return list(folder.glob(f"{prefix}.*"))
 
@@ -141,8 +141,7 @@ class KerasLearner(Learner):
         self._compression.load_state_dict(state)
 
     def _checkpoint(self, **more: Any) -> tf.train.Checkpoint:
-        """A checkpoint. The checkpoint does not contain the random state of dropout, because TensorFlow does not expose
-        this state."""
+        """Creates a checkpoint. It does not contain the random state of dropout, which TensorFlow does not expose."""
         return tf.train.Checkpoint(model=self._model, optimizer=self._optimizer, **more)
 
     # Traced functions.
@@ -154,7 +153,7 @@ class KerasLearner(Learner):
         return tf.add_n([_loss(self._model(x, training=True), y) for x, y in parts]) / passes
 
     def _apply(self, gradients: Sequence[tf.Tensor]) -> None:
-        """Makes the optimizer's step with the averaged gradients, which are clipped if `clip_norm` is set."""
+        """Takes the optimizer's step with the averaged gradients, which are clipped if `clip_norm` is set."""
         options, variables = self._options, self._model.trainable_variables
         if options.clip_norm:
             clipped, _ = tf.clip_by_global_norm(gradients, options.clip_norm)

@@ -1,4 +1,5 @@
-"""The interface between the training loop and a framework: a model, an optimizer and a step.
+"""The interface between the training loop and a framework. The framework provides a model, an optimizer and a training
+step.
 
 The loop, the data, the ranks and the files are the same for all frameworks. `torch_learner` and `keras_learner`
 implement the rest. Arguments and results are NumPy arrays.
@@ -41,13 +42,14 @@ class UnreadableError(Exception):
 
 @contextmanager
 def reading(*others: type[Exception]) -> Iterator[None]:
-    """A context manager for code that only reads files of a checkpoint. Errors in this code mean that a file is wrong.
+    """A context manager for code that only reads files of a checkpoint. An error in such code means that a file is
+    wrong.
 
     Args:
         others: further types of errors that a wrong file may cause.
 
     Raises:
-        UnreadableError: in place of an error that a wrong file may cause.
+        UnreadableError: instead of an error that a wrong file may cause.
     """
     try:
         yield
@@ -70,7 +72,7 @@ class Learner(ABC):
     """
 
     first_step: str | None = None
-    """A message before the first step, if it takes much longer than later steps; or None."""
+    """A message to show before the first step if that step takes much longer than later steps; otherwise None."""
 
     @abstractmethod
     def __init__(self, options: TrainingOptions, data: DataSet, ranks: Ranks) -> None: ...
@@ -78,20 +80,20 @@ class Learner(ABC):
     @staticmethod
     @abstractmethod
     def prepare(local_rank: int, local_size: int) -> None:
-        """Chooses the device and the threads of this rank. Call it after Horovod's init, and before all other
+        """Chooses the device and the threads of this rank. Call this after Horovod's init, and before all other
         methods."""
 
     @abstractmethod
     def broadcast(self) -> None:
-        """Copy rank 0's weights to every rank, and create the optimizer."""
+        """Copies rank 0's weights to every rank, and creates the optimizer."""
 
     @abstractmethod
     def compression(self, spec: str, **options: Any) -> Compression:
-        """`hvdcomp.Compression.from_spec` for the parameters of this model."""
+        """Calls `hvdcomp.Compression.from_spec` for the parameters of this model."""
 
     @abstractmethod
     def distribute(self, compression: Compression) -> None:
-        """Make all later steps exchange gradients with the given compression."""
+        """From now on, all steps exchange gradients with the given compression."""
 
     @property
     def row_ledger(self) -> Any:
@@ -106,11 +108,11 @@ class Learner(ABC):
 
     @abstractmethod
     def set_learning_rate(self, rate: float) -> None:
-        """Set the learning rate of the next step."""
+        """Sets the learning rate of the next step."""
 
     @abstractmethod
     def step(self, inputs: np.ndarray, targets: np.ndarray, accumulation: int) -> float:
-        """Makes an optimizer step on this rank's share of the samples. Returns the mean loss of these samples before
+        """Takes an optimizer step on this rank's share of the samples. Returns the mean loss of these samples before
         the step.
 
         Args:
@@ -141,13 +143,13 @@ class Learner(ABC):
 
     @abstractmethod
     def set_buffers(self, values: Mapping[str, np.ndarray]) -> None:
-        """Set the running statistics, by name."""
+        """Sets the running statistics, by name."""
 
     @abstractmethod
     def save(self, folder: Path) -> list[Path]:
-        """Write this rank's part of the training state: weights, optimizer, compression, random generators.
+        """Writes this rank's part of the training state: weights, optimizer, compression and random generators.
 
-        Call it between two steps. Every rank writes to the same folder. The names of a rank's files contain its number.
+        Call this between two steps. All ranks write to the same folder. The names of a rank's files contain its number.
 
         Returns:
             The files that this rank wrote.
@@ -158,15 +160,16 @@ class Learner(ABC):
 
     @abstractmethod
     def restore(self, folder: Path, sources: Sequence[int], ranks: int) -> None:
-        """Loads the files of `save`, with any number of ranks. Call it after `distribute`, and before the first step.
+        """Loads the files that `save` wrote, with any number of ranks. Call this after `distribute`, and before the
+        first step.
 
         Args:
             folder: folder of the checkpoint's files.
-            sources: the saved ranks whose files this rank loads. From the first, the rank loads all state. From the
-                others, the rank loads only the residuals.
+            sources: the saved ranks whose files this rank loads. From the first one, the rank loads all state; from the
+                others, only the residuals.
             ranks: the current number of ranks.
 
         Raises:
             UnreadableError: if a file is damaged, or was written by another program.
-            ConfigurationError: if the files belong to another model or compression.
+            ConfigurationError: if the files belong to a different model or compression.
         """

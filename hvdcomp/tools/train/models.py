@@ -1,10 +1,10 @@
-"""The models of the reference training program: small models for a laptop, and the models of the papers on compression.
+"""The models of the reference training program: small models for a laptop, and the models in the papers on compression.
 
 Image models map float batches of shape (N, channels, size, size) to logits (N, classes). The signal model has inputs
 (N, channels, size). The click model has inputs (N, channels), which are dense features, followed by an id for each
 table of `size` rows. Language models and the encoder map token ids (N, length) to logits (N, length, classes). The
 convolutional networks have the form that is usual for CIFAR: no early downsampling, and one linear layer at the end.
-This module has the parts that all frameworks share. `models_torch` and `models_tensorflow` create the same networks,
+This module has the parts that all frameworks share. `models_torch` and `models_tensorflow` create the same networks
 with the same parameters and names. Only PyTorch has the vision transformer, the encoder and the click model.
 """
 
@@ -36,8 +36,8 @@ class LSTMSize(NamedTuple):
 
     @classmethod
     def for_tokens(cls, tokens: int) -> LSTMSize:
-        """The size for a number of tokens. For characters the model is a small LSTM. For words the model has the widths
-        of the LSTM in PowerSGD (Vogels et al., 2019)."""
+        """The size for a number of tokens. For characters, the model is a small LSTM. For words, it has the widths of
+        the LSTM in the PowerSGD paper (Vogels et al., 2019)."""
         return cls(64, 128, 0.0) if tokens < 1000 else cls(650, 650, 0.5)
 
 
@@ -57,7 +57,7 @@ GPT_SIZES = {
     "gpt-mini": TransformerSize(6, 384, 6),
     "gpt-small": TransformerSize(12, 768, 12),
 }
-"""Sizes by model; for bytes and 128 tokens they have 0.37, 10.8 and 85 million parameters."""
+"""The sizes by model. For bytes and sequences of 128 tokens, the models have 0.37, 10.8 and 85 million parameters."""
 
 VIT_SIZE = TransformerSize(4, 64, 4)
 ENCODER_SIZE = TransformerSize(2, 64, 4)
@@ -78,7 +78,7 @@ DLRM_SIZE = DLRMSize(13, 8, 20_000, 16, 64)
 
 
 def patch_side(size: int) -> int:
-    """The side of the patches of the model vit, in pixels. An image of digits has 16 patches, and an image of CIFAR has
+    """The side of the patches of the model vit, in pixels. An image of digits has 16 patches, and a CIFAR image has
     64."""
     return 4 if size >= 16 else 2
 

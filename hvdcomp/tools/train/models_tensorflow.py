@@ -1,9 +1,9 @@
 """The models of the reference training program in TensorFlow (tf_keras). `models` describes them.
 
-The models compute the same as the models in PyTorch. Layers have the names of PyTorch's modules, so `stem.0/kernel:0`
-is `stem.0.weight` transposed. Images have the shape (N, channels, size, size). Inside the models, the shape of images
-is (N, size, size, channels), because TensorFlow's convolutions need this shape on a CPU. Initial weights have the same
-distributions.
+The models compute the same functions as the models in PyTorch. Layers have the names of PyTorch's modules, so
+`stem.0/kernel:0` is `stem.0.weight` transposed. The inputs are images of shape (N, channels, size, size). Inside the
+models, the shape is (N, size, size, channels), because TensorFlow's convolutions need this shape on a CPU. Initial
+weights have the same distributions.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def cnn1d(signals: Any, classes: int) -> Any:
 
 
 def gpt(tokens: Any, classes: int, length: int, size: TransformerSize) -> Any:
-    """A decoder. The token embedding of the decoder also computes the logits (`models_torch.GPT`)."""
+    """A decoder. Its token embedding also computes the logits (`models_torch.GPT`)."""
     embedding = TokenEmbedding(classes, size.width)
     x = PositionEmbedding(length, size.width)(embedding(tokens))
     for number in range(size.layers):
@@ -94,7 +94,7 @@ def gpt(tokens: Any, classes: int, length: int, size: TransformerSize) -> Any:
 
 
 class TokenEmbedding(layers.Layer):
-    """Maps tokens to vectors, or vectors to logits of all tokens."""
+    """Maps tokens to vectors, or vectors to the logits of all tokens."""
 
     def __init__(self, tokens: int, width: int) -> None:
         super().__init__(name="embedding")
@@ -163,7 +163,7 @@ def _block(path: str, x: Any, width: int, stride: int) -> Any:
 
 
 def vgg(images: Any, widths: tuple[int | str, ...], classes: int, norm: bool) -> Any:
-    """The convolutions of a VGG network, then one linear layer."""
+    """The convolutions of a VGG network, followed by one linear layer."""
     x = _channels_last(images)
     number = 0
     for width in widths:
@@ -253,7 +253,7 @@ def _default_initializers(inputs: int) -> dict[str, Any]:
 
 def _convolution(path: str, x: Any, width: int, stride: int = 1, kernel: int = 3, bias: bool = False) -> Any:
     if kernel > 1:
-        # With a stride of 2, TensorFlow's own padding is on other sides than PyTorch's.
+        # With a stride of 2, TensorFlow's own padding is on different sides than PyTorch's.
         x = layers.ZeroPadding2D(kernel // 2)(x)
     return layers.Conv2D(
         width, kernel, strides=stride, use_bias=bias, kernel_initializer=VarianceScaling(**_HE), name=path
@@ -269,5 +269,5 @@ def _channels_last(images: Any) -> Any:
 
 
 def _flattened(x: Any) -> Any:
-    """Images as rows, channel by channel."""
+    """Flattens images to rows, channel by channel."""
     return layers.Flatten()(layers.Permute((3, 1, 2))(x))

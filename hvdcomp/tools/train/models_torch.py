@@ -130,8 +130,8 @@ class _Block(nn.Module):
 class ResNet(nn.Module):
     """A residual network for small images: a 3x3 stem, and then a stage of basic blocks for each width.
 
-    `widths=(16, 32, 64), blocks=3` is ResNet-20, and with `blocks=1` it is ResNet-8. `widths=(64, 128, 256, 512),
-    blocks=2` is ResNet-18 in the form for CIFAR.
+    `widths=(16, 32, 64), blocks=3` gives ResNet-20, and `blocks=1` gives ResNet-8. `widths=(64, 128, 256, 512),
+    blocks=2` gives ResNet-18 in the form for CIFAR.
 
     References: He et al., Deep Residual Learning for Image Recognition, 2016, sections 3.3 and 4.2.
     """
@@ -155,7 +155,7 @@ class ResNet(nn.Module):
 
 
 def vgg(layers: tuple[int | str, ...], channels: int, size: int, classes: int, norm: bool) -> nn.Sequential:
-    """The convolutions of a VGG network, then one linear layer.
+    """The convolutions of a VGG network, followed by one linear layer.
 
     References: Simonyan and Zisserman, Very Deep Convolutional Networks for Large-Scale Image Recognition,
     2015.
@@ -261,7 +261,7 @@ class ViT(nn.Module):
     initial weights, which are much smaller, a network of this width learned the digits far more slowly.
 
     References: Dosovitskiy et al., An Image is Worth 16x16 Words, 2021, section 3.1. Beyer et al., Better plain ViT
-    baselines for ImageNet-1k, 2022 (the mean in place of a class token).
+    baselines for ImageNet-1k, 2022 (the mean instead of a class token).
     """
 
     def __init__(self, channels: int, size: int, classes: int, shape: TransformerSize) -> None:

@@ -1,4 +1,4 @@
-"""The optimizers of `hvdcomp train` in PyTorch: those with a name, and those of other packages."""
+"""The optimizers of `hvdcomp train` in PyTorch: named optimizers, and optimizers from other packages."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hvdcomp.torch import CompressedAdam, MuonWithAdamW
 
 
 def build_optimizer(options: TrainingOptions, model: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer for all parameters, without state. The learning rate of the optimizer is set before each step.
+    """Creates an optimizer for all parameters, without state. Its learning rate is set before each step.
 
     Raises:
-        SetupError: if the optimizer is of another package, and cannot be imported or made.
+        SetupError: if the optimizer comes from another package, and cannot be imported or created.
     """
     decay = options.weight_decay or 0.0
     if options.optimizer == "sgd":
@@ -87,11 +87,11 @@ def _imported(name: str, shown: str) -> Callable[..., Any]:
 
 
 def prepare(optimizer: torch.optim.Optimizer, *, training: bool) -> None:
-    """Switches the weights of the model if the optimizer trains other weights than it evaluates. For example,
-    schedule-free AdamW does so.
+    """Switches the weights of the model if the optimizer uses different weights for training and for evaluation, as
+    schedule-free AdamW does.
 
     Args:
-        optimizer: the optimizer of the model. Most optimizers have no such weights, and nothing happens.
+        optimizer: the optimizer of the model. Most optimizers do not have different weights, and nothing happens.
         training: True before a step, False before an evaluation.
     """
     change = getattr(optimizer, "train" if training else "eval", None)

@@ -1,8 +1,8 @@
-"""The options of a training run (`hvdcomp train`), with their defaults and all checks that need no framework.
+"""The options of a training run (`hvdcomp train`), with their defaults and all checks that do not need a framework.
 
-An option that is not given gets a value that suits the model and the data. So `--model cnn --data digits` alone trains
-well. The learning rate is not changed for the number of ranks. If you add ranks, the global batch becomes larger, so
-scale the learning rate yourself.
+An option that is not given gets a value that suits the model and the data. `--model cnn --data digits` alone therefore
+trains well. The learning rate is not adapted to the number of ranks. If you add ranks, the global batch becomes larger,
+so scale the learning rate yourself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NO_TIME = "none"  # the name of a link on which an exchange takes no time
 RESIDUALS = ("keep", "drop")  # what happens to the residuals of a checkpoint
 OVERLAP: dict[str, bool | str] = {"auto": "auto", "on": True, "off": False}  # --overlap, for `Compression`
 
-DECISIONS = "decisions.jsonl"  # a file in --output; the compression writes it, and starts a new file when it is full
+DECISIONS = "decisions.jsonl"  # file in --output that the compression writes; a new file is started when it is full
 
 IMAGE_MODELS = ("mlp", "cnn", "resnet8", "resnet20", "resnet18", "vgg16", "vgg19_bn", "vit")
 SIGNAL_MODELS = ("cnn1d",)
@@ -66,7 +66,7 @@ OPTIMIZERS = ("sgd", "adamw", "compressed-adam", "muon")
 
 
 def is_dotted(optimizer: str) -> bool:
-    """Whether this names a class or a function of a module, such as torch.optim.Adafactor."""
+    """Whether the name is that of a class or a function in a module, such as torch.optim.Adafactor."""
     return all(part.isidentifier() for part in optimizer.split(".")) and "." in optimizer
 
 
@@ -91,9 +91,9 @@ _SGD_RATES = {
     "gpt-small": 0.1,
 }
 FREEZE_AFTER = 0.15  # fraction of a run after which AdamW's second moment is frozen
-# Default learning rates by model or by data. Otherwise 1e-3. muon has the same rates.
+# Default learning rates of AdamW and muon, by model or by data. All others have the rate 1e-3.
 _ADAMW_RATES = {"gpt": 2e-3, "gpt-small": 6e-4, "encoder": 8e-3, "heavy-tails": 8e-3}
-# Default batch sizes. Otherwise 32.
+# Default batch sizes. All others have the batch size 32.
 _BATCH_SIZES = {
     **{"digits": 16, "synthetic": 32, "cifar10": 128, "cifar100": 128, "mnist1d": 25, "text": 8},
     **{"shapes": 16, "sorting": 16},
@@ -116,7 +116,7 @@ _GROWING = Rule(
 
 
 class SetupError(ValueError):
-    """A run cannot start. The message names the option, the allowed values and the way out."""
+    """A run cannot start. The message names the option and the allowed values, and explains what to do."""
 
 
 @dataclass(frozen=True)
@@ -323,7 +323,7 @@ class TrainingOptions:
     # fmt: on
 
     def resolved(self) -> TrainingOptions:
-        """These options, after a check, with a value in place of every None.
+        """Checks these options, and returns them with a value instead of every None.
 
         Raises:
             SetupError: if a value, or a combination of values, is not allowed.
@@ -367,7 +367,7 @@ class TrainingOptions:
             raise SetupError(f"--data {self.data} needs no --data-dir; leave --data-dir out")
 
     def check_together(self) -> None:
-        """Raises an error if values do not fit together."""
+        """Raises an error if values are not compatible."""
         overlaps = self.framework == "torch"
         at_once = f"--framework {self.framework} sends all gradients of a step at once"
         checks = (
@@ -477,14 +477,14 @@ class TrainingOptions:
 
     @property
     def steps_alone(self) -> bool:
-        """Whether each rank makes local steps. With a single local step, this is true only if an outer step follows."""
+        """Whether each rank takes local steps. With a single local step, this is true only if an outer step follows."""
         has_outer = self.optimizer != "compressed-adam" and (self.outer_lr, self.outer_momentum) != (None, None)
         return not isinstance(self.local_steps, int) or self.local_steps > 1 or has_outer
 
     @property
     def common_every(self) -> int | None:
-        """The number of steps after which all ranks have the same weights. None if the run is evaluated with the outer
-        weights; it then ends with one more exchange."""
+        """The number of steps after which all ranks have the same weights; None if the run is evaluated with the outer
+        weights. Such a run ends with one more exchange."""
         return self.local_steps if isinstance(self.local_steps, int) and not self._streams else None
 
     @property
@@ -659,19 +659,19 @@ class TrainingOptions:
 
     @property
     def metric(self) -> str:
-        """The metric for these data, one of `target.METRICS`."""
+        """The metric for the run's data, one of `target.METRICS`."""
         return "perplexity" if self.data in TEXT_DATA else "rmse" if self.data in TABULAR_DATA else "accuracy"
 
     @property
     def has_validation(self) -> bool:
-        """Whether there are samples for validation."""
+        """Whether there are validation samples."""
         return self.data in VALIDATED_DATA or self.validation_samples > 0
 
     def learning_rate(self, epochs_done: float, epochs: float) -> float:
         """The learning rate at a given time of a run.
 
-        The learning rate grows from 0 to `lr` during the epochs of the warm-up. After the warm-up, the learning rate is
-        multiplied by `gamma` at each milestone, or falls to `gamma` times `lr` along half a period of a cosine.
+        During the epochs of the warm-up, the learning rate grows from 0 to `lr`. After the warm-up, it is multiplied by
+        `gamma` at each milestone, or falls to `gamma` times `lr` along half a period of a cosine.
 
         Args:
             epochs_done: the number of epochs before this step. The number may be fractional.
@@ -688,7 +688,7 @@ class TrainingOptions:
         return self.lr * self.gamma ** sum(epochs_done >= milestone for milestone in self.milestones)
 
     def for_steps(self, steps_per_epoch: int) -> TrainingOptions:
-        """These resolved options, completed with values that depend on the length of the run.
+        """Completes these resolved options with values that depend on the length of the run.
 
         Raises:
             SetupError: if an epoch would end while weights differ between ranks.

@@ -1,5 +1,5 @@
-"""Writes the files of a run, on rank 0: steps.jsonl, evaluations.jsonl, epochs.jsonl, summary.json, and optionally the
-files of TensorBoard.
+"""Writes the files of a run on rank 0: steps.jsonl, evaluations.jsonl, epochs.jsonl, summary.json, and optionally
+TensorBoard's files.
 
 Each line is written immediately and completely, so the records of all steps exist even if the run is killed or the disk
 is full. summary.json is written at the end of the run. The JSON is strict, so numbers that are not finite are null.
@@ -24,11 +24,11 @@ from hvdcomp.tools.train.options import DECISIONS, SetupError
 STEPS, EPOCHS, SUMMARY, TENSORBOARD = "steps.jsonl", "epochs.jsonl", "summary.json", "tensorboard"
 EVALUATIONS = "evaluations.jsonl"
 RECORDS = (STEPS, EVALUATIONS, EPOCHS)
-_ASIDE = f"{DECISIONS} put aside"  # one of the sizes: the number of the last older part
+_ASIDE = f"{DECISIONS} put aside"  # a key of `sizes`: the number of the last older part
 
 
 def check_output(folder: Path, overwrite: bool, sizes: Mapping[str, int] | None = None) -> None:
-    """Checks, before any training, that a run can be written to `folder`. The check changes nothing.
+    """Checks, before any training, that a run can be written to `folder`. Does not change anything.
 
     Args:
         folder: folder of the run.
@@ -36,7 +36,7 @@ def check_output(folder: Path, overwrite: bool, sizes: Mapping[str, int] | None 
         sizes: if the run resumes from a checkpoint, the sizes of its files (`RunWriter.sizes`); None for a new run.
 
     Raises:
-        SetupError: if the folder contains another run, or is not writable.
+        SetupError: if the folder contains a different run, or is not writable.
     """
     try:
         _check_output(folder, overwrite, sizes)
@@ -88,10 +88,10 @@ def check_tensorboard() -> None:
 
 
 class RunWriter:
-    """Writes a run to a folder. The new run replaces an earlier run, or continues it.
+    """Writes a run to a folder. The run either replaces or continues an earlier run.
 
-    If writing fails during the run, no exception is raised, because the other ranks would wait for this rank. The error
-    is stored in `problem`, which all ranks check. Nothing is written after an error.
+    If writing fails during the run, no exception is raised, because the other ranks would wait for this rank. Instead,
+    the error is stored in `problem`, which all ranks check. Nothing is written after an error.
 
     Args:
         folder: folder of the run.
@@ -144,11 +144,11 @@ class RunWriter:
         self._write(STEPS, {**record, **cost}, scalars)
 
     def evaluation(self, record: dict[str, Any]) -> None:
-        """Add a line to evaluations.jsonl."""
+        """Adds a line to evaluations.jsonl."""
         self._write(EVALUATIONS, record, {})
 
     def epoch(self, record: dict[str, Any]) -> None:
-        """Add a line to epochs.jsonl."""
+        """Adds a line to epochs.jsonl."""
         self._write(EPOCHS, record, _tagged("epoch", record))
 
     def _write(self, name: str, record: dict[str, Any], scalars: Mapping[str, float | None]) -> None:
@@ -165,11 +165,11 @@ class RunWriter:
                 self._note(TENSORBOARD, error)
 
     def _note(self, name: str, error: OSError) -> None:
-        if self.problem is None:  # only the first error is kept, because it is the cause of the others
+        if self.problem is None:  # only the first error is kept, because it causes the others
             self.problem = f"{self._folder / name} cannot be written: {error.strerror or error}"
 
     def sizes(self) -> dict[str, int]:
-        """Writes the files to the disk. Returns the sizes of the files in bytes, and the number of older parts.
+        """Flushes the files to the disk. Returns the sizes of the files in bytes, and the number of older parts.
 
         Raises:
             OSError: if the files cannot be written to the disk.
@@ -183,7 +183,7 @@ class RunWriter:
         return sizes
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Write summary.json atomically, and close all files."""
+        """Writes summary.json atomically, and closes all files."""
         text = json.dumps(strict(summary), indent=2, allow_nan=False) + "\n"
         try:
             replace_text(self._folder / SUMMARY, text)
@@ -198,8 +198,8 @@ class RunWriter:
 class _Board:
     """Writes scalars in TensorBoard's record format, without a framework.
 
-    TensorBoard's `EventFileWriter` is not used, because it writes in a thread. If the disk is full, this thread ends
-    with a traceback.
+    TensorBoard's `EventFileWriter` is not used, because it writes in a thread, which ends with a traceback if the disk
+    is full.
     """
 
     def __init__(self, folder: Path, steps_done: int) -> None:
@@ -231,12 +231,12 @@ class _Board:
 
 
 def _tagged(kind: str, record: Mapping[str, Any]) -> dict[str, float | None]:
-    """The values of a line as TensorBoard's scalars."""
+    """The values of a line as scalars for TensorBoard."""
     return {f"{kind}/{key}": value for key, value in record.items() if key not in ("step", "epoch")}
 
 
 def strict(value: Any) -> Any:
-    """`value` with None in place of every number that is not finite, because strict JSON cannot represent such
+    """Replaces every number in `value` that is not finite with None, because strict JSON cannot represent such
     numbers."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None

@@ -1,5 +1,5 @@
-"""The ranks of a run. During the setup of a run, an error on one rank stops all ranks with a single message, and no
-rank waits without end."""
+"""The ranks of a run. During the setup of a run, an error on one rank stops all ranks with a single message, so that no
+rank waits forever."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class RunRefused(Exception):  # noqa: N818 - an orderly end of the run
 
 
 class Ranks(ABC):
-    """All ranks of a run, connected by a library. `hvdcomp.tools.train.backends.reach` creates this object.
+    """All ranks of a run, connected by a library. `hvdcomp.tools.train.backends.reach` creates such an object.
 
     Attributes:
         backend: name of the library that connects the ranks: "horovod" or "ddp".
         rank, size: the number of this process, and the number of ranks.
         local_rank, local_size: number of this process on its host, and number of ranks on this host.
-        controller: the library by which ranks send each other messages about the exchange: "mpi" or "gloo".
-        restarts: how often the launcher has restarted these ranks after a failure.
+        controller: the library with which ranks send each other messages about the exchange: "mpi" or "gloo".
+        restarts: the number of times that the launcher has restarted these ranks after a failure.
         elastic: whether the run continues after a change of the ranks.
         note: a remark about these ranks for readers of the results, or None.
         links: the links for which steps of simulated ranks are timed.
@@ -47,10 +47,11 @@ class Ranks(ABC):
 
     @abstractmethod
     def gather(self, value: Any, name: str) -> list[Any]:
-        """The values of all ranks, in rank order. A value can be any object that can be pickled.
+        """The values of all ranks, in rank order. Values can be any objects that can be pickled.
 
         Args:
-            name: a name for this call. It is the same on every rank, and no other call uses it at the same time.
+            name: a name for this call. It must be the same on every rank, and no other call may use it at the same
+                time.
         """
 
     @abstractmethod
@@ -58,7 +59,7 @@ class Ranks(ABC):
         """Rank 0's value."""
 
     def now(self) -> float:
-        """The time in seconds, on the clock that times the steps of this rank."""
+        """The time in seconds, from the clock that is used for timing this rank's steps."""
         return time.perf_counter()
 
     def on_links(self) -> np.ndarray:
@@ -67,7 +68,7 @@ class Ranks(ABC):
 
     @property
     def changed(self) -> bool:
-        """Whether this rank of an elastic job knows that the ranks will change."""
+        """Whether this rank of an elastic job has been told that the ranks will change."""
         return False
 
     def meet_anew(self, without_me: bool) -> None:
@@ -79,13 +80,13 @@ class Ranks(ABC):
         raise NotImplementedError
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Waits for all ranks."""
         self.gather(None, "barrier")
 
     def leave(self, code: int) -> None:
-        """Closes the connection at the end of a program. The program then exits with `code`; the exit may already
-        happen in this method. A launcher ends all ranks when one rank ends. So each rank first waits for all others,
-        until rank 0 has printed its output."""
+        """Closes the connection at the end of a program, which then exits with `code`. The exit may already happen in
+        this method. A launcher ends all ranks when one rank ends, so each rank first waits for all other ranks, until
+        rank 0 has printed its output."""
         self.barrier()
 
     def sum(self, values: Any, name: str) -> np.ndarray:
@@ -94,10 +95,11 @@ class Ranks(ABC):
         return np.sum(self.gather(values, name), axis=0)
 
     def together(self, build: Callable[[], Built]) -> Built:
-        """Calls `build` on every rank. Returns only if `build` succeeded on all ranks. `build` must not communicate.
+        """Calls `build` on every rank. Returns only if `build` has succeeded on all ranks. `build` must not
+        communicate.
 
         Raises:
-            RunRefused: on every rank, if `build` has raised SetupError, SpecError or ConfigurationError on any rank.
+            RunRefused: on every rank, if `build` raised SetupError, SpecError or ConfigurationError on any rank.
         """
         built: Any = None
         error = None
@@ -114,7 +116,7 @@ class Ranks(ABC):
 
     def check_same(self, facts: dict[str, Any]) -> None:
         """Checks that every rank has the same facts. If options or data differed, ranks would wait for each other
-        without end.
+        forever.
 
         Raises:
             RunRefused: on every rank, if a fact differs. The message names the first such fact.

@@ -14,8 +14,8 @@ from hvdcomp.tools.train.ranks import Ranks
 
 
 class Changes(State):
-    """Receives Horovod's notices about changes of the ranks. The state of the training is in the checkpoint, not in
-    this object.
+    """Receives Horovod's notices about changes of the ranks. The state of training is in the checkpoint, not in this
+    object.
 
     Args:
         hvd: Horovod's module for the framework.
@@ -77,11 +77,11 @@ class HorovodRanks(Ranks):
     def meet_anew(self, without_me: bool) -> None:
         if without_me:
             raise SystemExit(EXIT_SAVED)
-        # nothing needs to be synchronised, because the checkpoint has all state
+        # Nothing needs to be synchronized, because the checkpoint contains all state.
         raise HostsUpdatedInterrupt(skip_sync=True)
 
     def gather(self, value: Any, name: str) -> list[Any]:
-        # The default name in Horovod would depend on the type of the value.
+        # Horovod's default name would depend on the type of the value.
         return self._hvd.allgather_object(value, name=f"hvdcomp.train.{name}")
 
     def broadcast(self, value: Any, name: str) -> Any:

@@ -19,7 +19,7 @@ _PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 class TorchRanks(Ranks):
     """All ranks of torchrun, or of another launcher that sets the same variables. Without a launcher, this process is
-    the only rank. torch.distributed is initialized if necessary. torch.distributed uses Gloo, and NCCL for CUDA devices
+    the only rank. torch.distributed is initialized if necessary. It uses Gloo, and NCCL for tensors on CUDA devices
     unless several ranks share a device.
 
     Args:
@@ -54,28 +54,28 @@ class TorchRanks(Ranks):
         super().leave(code)
         dist.destroy_process_group()
         # PyTorch 2.13 does not end Gloo's threads when a process group is destroyed. If such a thread frees a tensor
-        # while the interpreter ends, the process is aborted, and torchrun reports that a finished training has failed
-        # (https://github.com/pytorch/pytorch/pull/179291).
+        # while the interpreter ends, the process is aborted, and torchrun reports that a finished training run has
+        # failed (https://github.com/pytorch/pytorch/pull/179291).
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(code)
 
 
 def _libraries(store: dist.Store, size: int) -> str:
-    """The libraries that send tensors, in the form for `init_process_group`. All ranks must call it, and get the same
-    result. NCCL is used for tensors on CUDA devices only if each rank has its own device, because NCCL does not allow
-    ranks to share a device."""
+    """The libraries that send tensors, in the notation of `init_process_group`. All ranks must call this function, and
+    get the same result. NCCL is used for tensors on CUDA devices only if each rank has its own device, because NCCL
+    does not allow ranks to share a device."""
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if torch.cuda.is_available() and torch.cuda.device_count() >= local_size:
         store.add("hvdcomp/ranks with their own device", 1)
-    if store.add("hvdcomp/ranks that were asked", 1) == size:  # the last rank to arrive knows the answers of all ranks
+    if store.add("hvdcomp/ranks that were asked", 1) == size:  # the last rank to arrive has the answers of all ranks
         have_own_devices = store.add("hvdcomp/ranks with their own device", 0) == size
         store.set("hvdcomp/libraries", "cpu:gloo,cuda:nccl" if have_own_devices else "gloo")
     return store.get("hvdcomp/libraries").decode()
 
 
 def _start(timeout: timedelta | None) -> None:
-    """Calls `init_process_group`. The call also works after a restart by torchrun."""
+    """Calls `init_process_group`, in a way that also works after a restart by torchrun."""
     present = [name for name in _PLACE if name in os.environ]
     if not present:
         _connect(dist.HashStore(), 0, 1, timeout)
@@ -89,7 +89,7 @@ def _start(timeout: timedelta | None) -> None:
         store, rank, size = next(dist.rendezvous("env://", **options))
         _connect(dist.PrefixStore("hvdcomp", store), rank, size, timeout)
         return
-    # All restarts of torchrun share a store, and the store still contains addresses of earlier ranks.
+    # All restarts of torchrun share a store, which still contains the addresses of earlier ranks.
     nodes, restarts = os.environ["GROUP_WORLD_SIZE"], os.environ["TORCHELASTIC_MAX_RESTARTS"]
     if nodes != "1" and restarts != "0":
         raise SetupError(

@@ -1,7 +1,7 @@
-"""The terminal output of a run, on rank 0. On a terminal the output is a progress bar, and elsewhere occasional lines.
-At the end there is a table.
+"""The terminal output of a run, on rank 0: a progress bar on a terminal, or occasional lines elsewhere, and a table at
+the end.
 
-With a launcher there is no bar, because the launcher may prefix each line, or write to a file.
+With a launcher, there is no progress bar, because the launcher may prefix each line or write to a file.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Reporter:
-    """Shows the progress of a run. visible: False on all ranks except rank 0, so that these ranks show nothing."""
+    """Shows the progress of a run. `visible` is False on all ranks except rank 0, so that only rank 0 shows
+    anything."""
 
     def __init__(self, steps: int, epochs: int, *, visible: bool, progress: bool) -> None:
-        # With mpirun, each rank has a terminal, even if its output is not written to the terminal.
+        # With mpirun, each rank has a terminal, even if its output does not go to the terminal.
         terminal = False if environment.launched() else None
         self._console = make_console(quiet=not visible, soft_wrap=True, force_terminal=terminal)
         self._visible = visible and progress
@@ -71,7 +72,7 @@ class Reporter:
             self._line(text)
 
     def step(self, step: int, epoch: int, loss: float, ms: float) -> None:
-        """Shows a step. step: counted in batches of the initial size, so a larger batch counts as several."""
+        """Shows a step. `step` counts batches of the initial size, so a larger batch counts as several."""
         if self._bar is not None:
             self._bar.update(self._task, completed=step, epoch=epoch, loss=loss, ms=ms)
         elif self._visible and time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES:
@@ -89,8 +90,8 @@ class Reporter:
         )
 
     def _of(self, epoch: int) -> str:
-        """A text with an epoch and the number of epochs. A run that continues with other ranks may need more epochs
-        than planned."""
+        """A text with an epoch and the number of epochs. A run that continues with a different number of ranks may need
+        more epochs than planned."""
         return f"{epoch}/{max(epoch, self._epochs)}"
 
     def _line(self, text: str) -> None:

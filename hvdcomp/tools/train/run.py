@@ -1,5 +1,4 @@
-"""The training loop. The loop is the same for all frameworks and backends. A `Learner` implements the parts that
-differ.
+"""The training loop, which is the same for all frameworks and backends. A `Learner` implements the parts that differ.
 
 Every rank starts with the weights of rank 0, and trains on its part of the shuffled data of each epoch. All ranks end
 with the same weights. As a check, the summary has the digest of each rank's weights.
@@ -27,11 +26,11 @@ from hvdcomp.tools.train.ranks import Ranks
 from hvdcomp.tools.train.reporter import Reporter
 from hvdcomp.tools.train.target import Target
 
-# after this number of steps, the ranks check whether any rank has a non-finite loss or a signal to stop
+# After this number of steps, the ranks check whether any rank has a non-finite loss or a signal to stop.
 _STEPS_BETWEEN_CHECKS = 20
-_SECONDS_BETWEEN_CHECKS = 2.0  # the same for slow steps, if there are checkpoints
+_SECONDS_BETWEEN_CHECKS = 2.0  # seconds between these checks if steps are slow and there are checkpoints
 _MOST_TIMES = 10_000  # largest number of step times that are kept, and saved in checkpoints
-_FIRST_STEPS = 5  # in a run of one epoch, this number of first steps does not count for the time per step
+_FIRST_STEPS = 5  # number of first steps that do not count for the time per step in a run of one epoch
 _EVALUATION_BATCH = 256
 
 
@@ -70,7 +69,7 @@ class Run:
         )
         self._augmenting = np.random.default_rng([options.seed, ranks.rank])
         self._metric = options.metric
-        # Computed now, because shards are gathered for it, which is not possible after the run has failed.
+        # This is computed now, because it gathers shards, which is not possible after the run has failed.
         self._parameters = sum(parameter.size for parameter in learner.parameters().values())
         self._step = 0
         self._epoch = 1  # the current epoch
@@ -85,18 +84,18 @@ class Run:
         self._reached: dict[str, Any] | None = None  # the evaluation that reached the target
         self._evaluated_at = 0  # the step of the latest evaluation
         self._quality: dict[str, float] = {}  # the quality at the latest evaluation
-        self._stepped = False  # whether this process has made a step
+        self._stepped = False  # whether this process has run a step
         self._resumed_at: list[int] = []  # the steps at which the run was resumed from a checkpoint
         self._next_check = _STEPS_BETWEEN_CHECKS if checkpoints is None else 1
         self._start = self._epoch_start = ranks.now()
 
     def continue_from(self, saved: dict[str, Any]) -> None:
-        """Resume from a position that `_position` returned."""
+        """Resumes from a position that `_position` returned."""
         assert self._checkpoints is not None
         for name in KEPT:
             setattr(self, f"_{name}", saved[name])
         self._taken = self._taken_of(self._checkpoints.old_ranks)
-        if self._checkpoints.sources[0] == self._ranks.rank:  # otherwise the random state belongs to another rank
+        if self._checkpoints.sources[0] == self._ranks.rank:  # otherwise, the random state belongs to a different rank
             self._augmenting.bit_generator.state = saved["augmenting"]
         self._resumed_at = [*saved["resumed_at"], self._step]
         self._next_check = self._step + 1
@@ -115,8 +114,8 @@ class Run:
             self._reporter.say(self._checkpoints.change)
 
     def _taken_of(self, old_ranks: int) -> int:
-        """Converts the number of batches that the old ranks have used to the same share of an epoch with the new ranks,
-        rounded down."""
+        """Converts a number of batches in an epoch from the old ranks to the new ranks, so that the share of the epoch
+        stays the same. The result is rounded down."""
         options = self._options
         assert options.batch_size is not None
         samples = len(self._data.train_x)
@@ -152,7 +151,7 @@ class Run:
                 self._writer.finish(summary)
             self._refuse_unwritten(self._ranks.gather(self._unwritten, "written"))
         except BaseException as error:
-            # No communication here, because other ranks may have ended.
+            # There is no communication here, because other ranks may have ended.
             if self._writer is not None:
                 self._writer.finish({**self._summary("failed", [], {}), "error": f"{type(error).__name__}: {error}"})
             raise
@@ -174,8 +173,9 @@ class Run:
             )
 
     def _train(self) -> str:
-        """Trains the rest of the run. Returns "finished", or, if the run ends early, "diverged" or "stopped"."""
-        # If the saved run ended within an epoch, or was stopped at the end of one, this epoch has losses but no record.
+        """Trains the rest of the run. Returns "finished" or, if the run ends early, "diverged" or "stopped"."""
+        # If the saved run ended within an epoch, or was stopped at the end of an epoch, this epoch has losses but no
+        # record.
         while not self._over or self._losses:
             if ended := self._train_epoch():
                 return ended
@@ -236,8 +236,8 @@ class Run:
             return "diverged"
         if self._checkpoints is not None and (save or any(stop) or any(changed)):
             # The loss of a step is computed before the weights change, so weights may be non-finite although the loss
-            # is finite. A checkpoint of such weights would be useless. All ranks check together, even if only one got a
-            # signal, because FSDP gathers the weights for the check.
+            # is finite. A checkpoint with such weights would be useless. All ranks check together, even if only one
+            # rank got a signal, because FSDP gathers the weights for the check.
             if any(self._ranks.gather(self._weights_are_lost(), "lost")):
                 return "diverged"
             with self._compression.paused():
@@ -248,7 +248,7 @@ class Run:
         return "stopped" if any(stop) else None
 
     def _weights_are_lost(self) -> bool:
-        """Whether a weight of this rank is not finite. Call it on every rank."""
+        """Whether a weight on this rank is not finite. Call this on every rank."""
         return not all(np.isfinite(parameter).all() for parameter in self._learner.parameters().values())
 
     def _steps_to_next_check(self) -> int:
@@ -259,20 +259,20 @@ class Run:
 
     @property
     def _batches(self) -> int:
-        """The number of batches of the initial size that were used."""
+        """The number of batches of the initial size that have been used."""
         return (self._epoch - 1) * self._steps_per_epoch + self._taken
 
     def _next_accumulation(self) -> int:
-        """The number of batches of the next step. The number is above 1 only if a policy has increased it.
+        """The number of batches in the next step. It is above 1 only if a policy has increased it.
 
-        The learning rate is set first, like a scheduler would do, because policies use it.
+        This also sets the learning rate first, as a scheduler would do, because policies use the rate.
         """
         self._rate = self._options.learning_rate(self._batches / self._steps_per_epoch, self._epochs_in_all)
         self._learner.set_learning_rate(self._rate)
         return self._compression.accumulation
 
     def _timed_step(self, samples: np.ndarray, accumulation: int) -> None:
-        """Makes an optimizer step on these samples of this rank, and measures its time."""
+        """Takes an optimizer step on these samples of this rank, and measures its time."""
         if not self._stepped and self._learner.first_step is not None:
             self._reporter.note(self._learner.first_step)
         self._stepped = True
@@ -327,7 +327,8 @@ class Run:
 
     @property
     def _watched(self) -> str:
-        """The part of the data that is evaluated during the run: validation if it exists, otherwise test."""
+        """The part of the data that is evaluated during the run: the validation part if it exists, otherwise the test
+        part."""
         return "test" if self._data.validation is None else "validation"
 
     def _evaluate(self) -> dict[str, float]:
@@ -349,7 +350,7 @@ class Run:
         }
         if self._writer is not None:
             self._writer.evaluation(record)
-        # The record has the seconds of rank 0. No decision depends on them.
+        # The record contains the seconds of rank 0; no decision depends on them.
         if self._target is not None and self._reached is None and self._target.is_reached(quality):
             self._reached = record
         return quality
@@ -453,7 +454,7 @@ class Run:
         return totals
 
     def _until(self) -> dict[str, Any] | None:
-        """The target with its cost, or a note that it was not reached; None if there is no target."""
+        """The target with the cost of reaching it, or a note that it was not reached; None if there is no target."""
         if self._target is None:
             return None
         if self._reached is None:
@@ -462,8 +463,8 @@ class Run:
         return {"target": str(self._target), "reached": True, **{key: self._reached[key] for key in stored}}
 
     def _time_per_step(self) -> tuple[float | None, str]:
-        """The median step time in ms, and a text that says which steps count. The first steps are slower, and are left
-        out."""
+        """The median step time in ms, and a text that describes the steps that count. The first steps are slower, and
+        are left out."""
         skipped = self._steps_per_epoch if self._step > self._steps_per_epoch else _FIRST_STEPS
         if self._step <= skipped:
             return None, f"no more than {skipped} steps were made"
@@ -481,7 +482,7 @@ def _digest(parameters: Arrays) -> str:
 
 
 def _of_ledger(ledger: Any) -> dict[str, Any] | None:
-    """The bytes in a ledger that is separate from the compression; None without this ledger."""
+    """The bytes in a ledger that is separate from the compression; None without such a ledger."""
     names = ("bytes_sent", "dense_bytes", "compression_factor")
     return None if ledger is None else {name: getattr(ledger.totals, name) for name in names}
 
@@ -491,8 +492,8 @@ def _cost(spent: Any, last: Any) -> dict[str, float | None]:
 
     Args:
         spent: the bytes of the step, as a difference of totals.
-        last: the latest entry of layers, which has the times. None if there is only one rank, because Horovod then
-            compresses nothing.
+        last: the latest ledger entry of the layers, which has the times; None if there is only one rank, because
+            Horovod then does not compress.
     """
     counts = ("bytes_sent", "bytes_in_node", "dense_bytes", "floats_sent")
     cost: dict[str, float | None] = {name: round(getattr(spent, name), 6) for name in counts}

@@ -19,8 +19,8 @@ from hvdcomp.tools.train.simulation import SimulatedRanks
 
 
 class SimulatedKerasLearner(KerasLearner):
-    """A `Learner` for simulated ranks with Keras. A step consists of two TensorFlow functions. The exchange happens
-    between the two functions, in Python."""
+    """A `Learner` for simulated ranks with Keras. A step consists of two TensorFlow functions; the exchange happens
+    between them, in Python."""
 
     def __init__(self, options: TrainingOptions, data: DataSet, ranks: Ranks) -> None:
         super().__init__(options, data, ranks)
@@ -28,7 +28,7 @@ class SimulatedKerasLearner(KerasLearner):
 
     @staticmethod
     def prepare(local_rank: int, local_size: int) -> None:
-        KerasLearner.prepare(local_rank, os.cpu_count() or 1)  # this gives one thread, as for real ranks
+        KerasLearner.prepare(local_rank, os.cpu_count() or 1)  # this results in one thread, as for real ranks
 
     def broadcast(self) -> None:
         self._begin()  # all ranks have the same initial weights
@@ -37,7 +37,8 @@ class SimulatedKerasLearner(KerasLearner):
         self._compression = compression
         variables = self._model.trainable_variables
         self._exchange = serve_simulated(compression, variables, self._communicator, self._optimizer)
-        # Functions are traced now, because dropout uses TensorFlow's global seed, and the next rank sets another seed.
+        # Functions are traced now, because dropout uses TensorFlow's global seed, and the next rank sets a different
+        # seed.
         tf.random.set_seed(self._options.seed + self._rank * 2**31)
         self._gradients = tf.function(self._gradients_of_step, input_signature=self._batch).get_concrete_function()
         self._update = tf.function(

@@ -20,11 +20,11 @@ from hvdcomp.tools.train.options import NO_TIME, SIMULATED, TrainingOptions, lin
 from hvdcomp.tools.train.ranks import Ranks
 
 LATENCY_S = 1e-4
-"""Seconds of latency of a simulated link, as for small messages in an Ethernet."""
+"""Seconds of latency of a simulated link, as for small messages on Ethernet."""
 
 
 class SimulatedRanks(Ranks):
-    """All ranks of a simulation, from the view of one rank."""
+    """All ranks of a simulation, as seen from one rank."""
 
     backend = SIMULATED
     controller = "threads"
@@ -73,7 +73,7 @@ def on_simulated_ranks(options: TrainingOptions, run: Callable[[Ranks], Any]) ->
 
 
 def _clock(framework: str) -> tuple[Callable[[], float], Callable[[], None]]:
-    """The clock of the ranks, and a function that waits for their device. The ranks compute one after the other."""
+    """The clock of the ranks, which compute one after the other, and a function that waits for their device."""
     if framework != "torch":
         # not the time of this thread, because TensorFlow computes in its own threads
         return time.perf_counter, lambda: None

@@ -1,5 +1,5 @@
-"""The target of a run, such as `--until accuracy=0.93`. The run ends when the run reaches this quality on the
-validation part."""
+"""The target of a run, such as `--until accuracy=0.93`. The run ends when it reaches this quality on the validation
+part."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 METRICS = ("accuracy", "perplexity", "rmse")
-"""How good a model is, beside its loss; the data decide which one is measured."""
+"""The metrics of a model's quality, besides its loss. The data determine which metric is measured."""
 _KNOWN = sorted((*METRICS, "loss"))
 
 
 @dataclass(frozen=True)
 class Target:
-    """A value of a metric that a run should reach. An accuracy must be at least this value, and other metrics at most.
+    """A value of a metric that a run should reach. An accuracy must be at least this value; other metrics must be at
+    most this value.
 
     Example:
         >>> Target.parse("accuracy=0.93").is_reached({"loss": 0.2, "accuracy": 0.94})

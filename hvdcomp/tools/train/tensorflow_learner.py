@@ -50,8 +50,8 @@ class TensorFlowLearner(KerasLearner):
 
 
 def _cause(error: tf.errors.OpError) -> Exception | None:
-    """The error that hvdcomp has raised in a callback of the graph. The error is made from the text of TensorFlow's
-    error, because TensorFlow keeps only the text."""
+    """The error that hvdcomp raised in a callback of the graph. It is recreated from the text of TensorFlow's error,
+    because TensorFlow keeps only the text."""
     for kind in (ConfigurationError, RankMismatchError):
         match = re.search(rf"\b{kind.__name__}: (.*?)\s*Traceback", error.message, re.DOTALL)
         if match:

@@ -64,7 +64,7 @@ class TorchLearner(Learner):
         environment.use_device("auto", local_rank)
 
     def _begin(self) -> None:
-        """Creates the optimizer. Call it at the end of `broadcast`."""
+        """Creates the optimizer. Call this at the end of `broadcast`."""
         self._optimizer = build_optimizer(self._options, self._model)
         torch.manual_seed(self._options.seed + self._rank * 2**31)
 
@@ -73,13 +73,13 @@ class TorchLearner(Learner):
         return Compression.from_spec(spec, named_parameters=layers, **options)
 
     def _serve_tables(self, **options: Any) -> None:
-        """Exchanges the rows of the model's tables, if it has any. options: as in `RowExchange`."""
+        """Sets up the exchange of the rows of the model's tables, if it has any. options: as in `RowExchange`."""
         if self._tables:
             self._rows = RowExchange(self._model, self._tables, **options)
 
     @contextmanager
     def _without_tables(self) -> Iterator[None]:
-        """A context manager in which the tables require no gradients, so that the compression does not exchange
+        """A context manager in which the tables do not require gradients, so that the compression does not exchange
         them."""
         tables = [self._model.get_parameter(name) for name in self._tables]
         for table in tables:
@@ -114,7 +114,7 @@ class TorchLearner(Learner):
 
     @abstractmethod
     def _backward(self, inputs: Tensor, targets: Tensor, passes: int, last: bool) -> Tensor:
-        """Makes a forward and a backward pass, which accumulates gradients. Returns the share of the loss of this pass.
+        """Runs a forward and a backward pass, which accumulates gradients. Returns this pass's share of the loss.
 
         Args:
             inputs, targets: the samples of the pass.
@@ -123,7 +123,7 @@ class TorchLearner(Learner):
         """
 
     def _update(self) -> None:
-        """Makes the optimizer's step with the averaged gradients, which are clipped if `clip_norm` is set."""
+        """Takes the optimizer's step with the averaged gradients, which are clipped if `clip_norm` is set."""
         if self._clips:
             self._clip()
         self._optimizer.step()
@@ -134,7 +134,7 @@ class TorchLearner(Learner):
         return self._options.steps_alone and self._options.optimizer != "compressed-adam"
 
     def _distribute_steps(self, compression: Compression, **options: Any) -> None:
-        """`distribute` for local steps. options: as in `LocalSteps`."""
+        """Does the work of `distribute` for local steps. options: as in `LocalSteps`."""
         self._compression = compression
         own = self._options
         for name in ("outer_lr", "outer_momentum"):
@@ -188,7 +188,7 @@ class TorchLearner(Learner):
     def save(self, folder: Path) -> list[Path]:
         assert self._compression is not None
         contents: dict[Path, Any] = {}
-        if not self._steps_alone:  # otherwise weights differ between ranks
+        if not self._steps_alone:  # otherwise, weights differ between ranks
             shared = self._shared_state()
             if self._rank == 0:
                 contents[folder / _SHARED] = shared
@@ -236,7 +236,7 @@ class TorchLearner(Learner):
         }
 
     def _load_own(self, state: dict[str, Any], of_this_rank: bool) -> None:
-        """Loads the result of `_own_state`. If the result belongs to another rank, only the buffers are loaded."""
+        """Loads the result of `_own_state`. If the result belongs to a different rank, only the buffers are loaded."""
         self._model.load_state_dict(state["buffers"], strict=False)
         if of_this_rank:
             torch.set_rng_state(state["random"].cpu())
@@ -265,7 +265,7 @@ class TorchLearner(Learner):
 
 
 def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross entropy. For a regression, whose targets are floats, the mean squared error."""
+    """The mean cross entropy or, for a regression (whose targets are floats), the mean squared error."""
     if targets.is_floating_point():
         return nn.functional.mse_loss(outputs.flatten(), targets)
     return nn.functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
@@ -276,7 +276,8 @@ def as_array(tensor: Tensor) -> np.ndarray:
 
 
 def write_content(file: Path, content: Any) -> None:
-    """Writes a file for `torch.load`. PyTorch's own writer is not used, because it drops the reason of a failure."""
+    """Writes a file for `torch.load`. PyTorch's own file writer is not used, because it does not report the reason for
+    a failure."""
     buffer = io.BytesIO()
     torch.save(content, buffer)
     write_file(file, buffer.getbuffer())

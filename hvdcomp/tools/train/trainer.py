@@ -22,17 +22,17 @@ from hvdcomp.tools.train.run import Run
 
 
 def train(options: TrainingOptions, ranks: Ranks | None = None, warnings: Warnings | None = None) -> dict[str, Any]:
-    """Trains with these options. Call it on every rank.
+    """Trains with these options. Call this on every rank.
 
     Args:
         options: the options of the run.
         ranks: the ranks from `backends.reach`; None to connect here.
-        warnings: the object that records signals to stop. None to record signals here, if the options name a folder for
+        warnings: the object that records signals to stop; None to record signals here if the options name a folder for
             checkpoints.
 
     Returns:
-        The summary, as in summary.json. The summary is the same on every rank, except for the loss and the times of the
-        rank. The status in the summary is "finished", "diverged", or "stopped" (if a rank was told to save and stop).
+        The summary, as in summary.json. It is the same on every rank, except for the loss and the times of the rank.
+        Its status is "finished", "diverged", or "stopped" (if a rank was told to save and stop).
 
     Raises:
         RunRefused: on every rank, if the run cannot start.
@@ -51,7 +51,7 @@ def _set_up(options: TrainingOptions, ranks: Ranks | None, warnings: Warnings | 
     make_learner = learner_class(options.framework, ranks.backend, options.fsdp)
     make_learner.prepare(ranks.local_rank, ranks.local_size)
     options = ranks.together(lambda: _checked(options, ranks))
-    # Checked now, because otherwise only some ranks might look for a checkpoint.
+    # This is checked now, because otherwise only some ranks might look for a checkpoint.
     folder = None if options.checkpoint_folder is None else "given"
     facts = _comparable(options)
     ranks.check_same({**facts, "checkpoint_folder": folder})
@@ -90,7 +90,7 @@ def _check_outputs(options: TrainingOptions, ranks: Ranks, saved: dict[str, Any]
                 "--output cannot be added now: the run in --checkpoint-folder was started without it, so the output "
                 "would lack the first steps; leave --output out, or name another --checkpoint-folder"
             )
-        # a restart may overwrite the output of the time before the first checkpoint
+        # A restart may overwrite output that was written before the first checkpoint.
         overwrite = options.overwrite or ranks.restarts > 0
         outputs.check_output(options.output, overwrite, None if saved is None else saved["sizes"])
     if options.tensorboard:
@@ -98,7 +98,7 @@ def _check_outputs(options: TrainingOptions, ranks: Ranks, saved: dict[str, Any]
 
 
 def _data(options: TrainingOptions, ranks: Ranks) -> tuple[DataSet, int]:
-    """The data, and the number of steps of an epoch."""
+    """The data, and the number of steps in an epoch."""
     assert options.batch_size is not None
     data = load_data(options)
     if data.validation is None and not (options.until is None and options.evaluate_every is None):
@@ -110,8 +110,7 @@ def _data(options: TrainingOptions, ranks: Ranks) -> tuple[DataSet, int]:
 
 
 def _comparable(options: TrainingOptions) -> dict[str, Any]:
-    """The options that must be the same on all ranks. The result has all options except paths, which may differ between
-    hosts."""
+    """The options that must be the same on all ranks: all options except paths, which may differ between hosts."""
     places = ("data_dir", "output", "checkpoint_folder")
     return {key: value for key, value in options.as_json().items() if key not in places}
 
@@ -121,7 +120,7 @@ def _compression(options: TrainingOptions, learner: Learner, steps: int) -> Comp
 
 
 def _metrics(options: TrainingOptions, ranks: Ranks, compression: Compression) -> AbstractContextManager[object]:
-    """Starts the server for Prometheus on rank 0, if the options ask for it."""
+    """Starts the server for Prometheus on rank 0, if the options require it."""
     if options.metrics_port is None or ranks.rank != 0:
         return nullcontext()
     try:

@@ -1,8 +1,8 @@
 """An emulated cluster: several hosts on a single machine, connected by links with a chosen rate.
 
 Each host is a Linux network namespace with its own Ethernet interface. A token bucket filter at both ends of its cable
-limits the rate. Real Horovod or torch.distributed runs on the hosts, over real TCP. docs/emulated-cluster.md describes
-uses of the cluster, and the properties of a real cluster that it does not emulate.
+limits the rate. Real Horovod or torch.distributed runs on the hosts, over real TCP. docs/emulated-cluster.md explains
+what the cluster is useful for, and which properties of a real cluster it does not emulate.
 
     with Cluster(hosts=4, rate="1gbit") as cluster:
         code = cluster.run([sys.executable, "train.py"])

@@ -37,7 +37,7 @@ def _errors() -> Iterator[None]:
 
 
 def _cluster(hosts: int | None, rate: str | None) -> Cluster:
-    """The cluster for a command. If both options are given, it is a new cluster; otherwise the standing cluster."""
+    """The cluster for a command: a new cluster if both options are given, otherwise the standing cluster."""
     if hosts is not None and rate is not None:
         namespaces.become_root()
         return Cluster(hosts, rate)
@@ -52,7 +52,7 @@ def _cluster(hosts: int | None, rate: str | None) -> Cluster:
 def main() -> None:
     """Run Horovod or torch.distributed on several emulated hosts of this machine, joined by links of a chosen rate.
 
-    Needs root. If the hosts end with the command, a kernel that lets users make user namespaces is enough.
+    Needs root, unless the hosts end with the command and the kernel lets users create user namespaces.
     """
 
 

@@ -1,8 +1,9 @@
-"""The environment variables that the ranks of a run need to find each other, as the launcher of each backend sets them.
+"""The environment variables with which the ranks of a run find each other. They are the variables that each backend's
+launcher would set.
 
-A backend is a function that is called on host0. A backend may start a server there to which the ranks connect. The
-arguments of a backend are the number of hosts and the number of ranks on each host. A backend returns the variables of
-every rank, in the order of ranks. The ranks of a host are consecutive.
+A backend is a function that is called on host0. It may start a server there, to which the ranks connect. Its arguments
+are the number of hosts and the number of ranks on each host. It returns the variables of every rank, in the order of
+ranks. The ranks of a host are consecutive.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def _horovod(hosts: int, slots: int) -> list[dict[str, str]]:
     """The environment variables that horovodrun would set on each rank, with Gloo.
 
     Raises:
-        ClusterError: Horovod is not installed.
+        ClusterError: if Horovod is not installed.
     """
     try:
         from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
@@ -43,7 +44,7 @@ def _horovod(hosts: int, slots: int) -> list[dict[str, str]]:
         "HOROVOD_GLOO_IFACE": _INTERFACE,
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": address(0),
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
-        # This is long enough for the slowest rank to import its framework.
+        # This timeout is long enough for the slowest rank to import its framework.
         "HOROVOD_GLOO_TIMEOUT_SECONDS": os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", "120"),
     }
     # HOROVOD_HOSTNAME, HOROVOD_RANK, HOROVOD_SIZE, HOROVOD_LOCAL_RANK, ...
@@ -52,7 +53,8 @@ def _horovod(hosts: int, slots: int) -> list[dict[str, str]]:
 
 
 def _torch(hosts: int, slots: int) -> list[dict[str, str]]:
-    """The variables of torchrun, for `torch.distributed.init_process_group("gloo")`; rank 0 creates the store."""
+    """The variables that torchrun would set, for `torch.distributed.init_process_group("gloo")`. Rank 0 creates the
+    store."""
     common = {
         "WORLD_SIZE": hosts * slots,
         "LOCAL_WORLD_SIZE": slots,
@@ -60,7 +62,7 @@ def _torch(hosts: int, slots: int) -> list[dict[str, str]]:
         "MASTER_ADDR": address(0),
         "MASTER_PORT": _free_port(),
         "GLOO_SOCKET_IFNAME": _INTERFACE,
-        "TORCHELASTIC_RUN_ID": "emulated",  # programs recognise torchrun by this variable
+        "TORCHELASTIC_RUN_ID": "emulated",  # programs recognize torchrun by this variable
         "TORCHELASTIC_USE_AGENT_STORE": False,
     }
     by_rank = [{"RANK": rank, "LOCAL_RANK": rank % slots, "GROUP_RANK": rank // slots} for rank in range(hosts * slots)]
@@ -71,7 +73,7 @@ BACKENDS: dict[str, Callable[[int, int], list[dict[str, str]]]] = {"horovod": _h
 
 
 def _free_port() -> int:
-    """The number of a port of this host that is free.
+    """The number of a free port on this host.
 
     Raises:
         ClusterError: if no port is free.

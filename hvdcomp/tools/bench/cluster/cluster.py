@@ -1,5 +1,5 @@
-"""`Cluster`: a context manager for the emulated cluster. At the end of the block, `Cluster` always removes the
-cluster."""
+"""`Cluster`, a context manager for the emulated cluster. At the end of the block, it removes the cluster, even after an
+error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _numbers = itertools.count(1)  # numbers for the names of this process's cluster
 
 
 class Cluster:
-    """Emulated hosts, which exist from `with` to the end of its block.
+    """Emulated hosts, which exist from the start to the end of a `with` block.
 
     At the end of the block, the processes of the hosts are ended, and the hosts are removed. The hosts are also removed
     after an exception, Ctrl-C, SIGTERM or SIGHUP, because these signals raise SystemExit in the block (in the main
@@ -31,13 +31,13 @@ class Cluster:
 
     Args:
         hosts: number of emulated hosts, 2 to 64.
-        rate: the rate of each host's link, in both directions, in the notation of `tc`: "100mbit", "1gbit".
+        rate: the rate of each host's link in each direction, in the notation of `tc`, such as "100mbit" or "1gbit".
         standing: whether the hosts continue to exist after the block, until `remove` is called. `Cluster.standing()`
-            finds them. A machine can have one such cluster.
+            finds this cluster. A machine can have only one such cluster.
 
     Raises:
         ClusterError: if a value is wrong, the user is not root, or a required program is missing. When the block
-            begins: if the hosts cannot be created, or a standing cluster already exists.
+            begins, this error is also raised if the hosts cannot be created, or if a standing cluster already exists.
     """
 
     def __init__(self, hosts: int, rate: str, *, standing: bool = False) -> None:

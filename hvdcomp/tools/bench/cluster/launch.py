@@ -1,9 +1,10 @@
 """Starts a program under Horovod or torch.distributed on the hosts of a cluster, with Gloo.
 
-Horovod can use Gloo or MPI between hosts. This module uses Gloo for two reasons. Gloo's allreduce is the usual ring
-(each host sends 2(n-1)/n times the gradient). And a waiting rank sleeps instead of spinning, which is important if all
-ranks share a few cores. horovodrun would need an ssh server on every host, and torchrun a process on every host.
-Instead, `ranks` runs on host0 and starts the ranks.
+Horovod can use Gloo or MPI between hosts. This module uses Gloo for two reasons. First, Gloo's allreduce is the usual
+ring, in which each host sends 2(n-1)/n times the gradient. Second, a waiting rank sleeps instead of spinning, which is
+important if all ranks share a few cores. Neither horovodrun nor torchrun starts the ranks: horovodrun would need an ssh
+server on every host, and torchrun a process of its own on every host. Instead, the program `ranks` runs on host0 and
+starts the ranks.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _VARIABLES = {
 
 
 def variables(extra: Mapping[str, str] | None) -> dict[str, str]:
-    """The environment of the ranks. The result is the environment of this process, with the folder of this Python first
-    in PATH, with defaults, and with `extra`."""
+    """The environment of the ranks: the environment of this process, with the folder of this Python first in PATH, with
+    defaults, and with `extra`."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return {**_VARIABLES, **os.environ, "PATH": path, **(extra or {})}
 
@@ -66,8 +67,8 @@ def stream(
     output: Callable[[str], None] | None,
     timeout: float | None,
 ) -> int:
-    """Runs a command to its end, and returns its exit code. Like a shell, the function returns 128 + N if signal N
-    ended the command.
+    """Runs a command to its end, and returns its exit code. Like a shell, it returns 128 + N if signal N ended the
+    command.
 
     Args:
         command: the command to run.
@@ -79,7 +80,7 @@ def stream(
     Raises:
         subprocess.TimeoutExpired: after the timeout.
     """
-    # In its own session, so that after Ctrl-C this process decides the order in which processes end.
+    # The command gets its own session, so that after Ctrl-C this process decides the order in which processes end.
     process = subprocess.Popen(
         command,
         env=environment,

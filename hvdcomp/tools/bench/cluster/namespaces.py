@@ -1,8 +1,8 @@
 """Creates and removes the network namespaces of a cluster, which are its hosts and the switch between them.
 
-Each host has a namespace with the interface eth0. A cable connects eth0 to a bridge in another namespace. So clusters
-are isolated from the machine's interfaces and from each other. If the namespaces are removed, nothing remains. A token
-bucket filter at both ends of a cable limits the traffic of the host in both directions.
+Each host has a namespace with the interface eth0. A virtual cable connects eth0 to a bridge in another namespace.
+Clusters are therefore isolated from the machine's interfaces and from each other, and removing the namespaces removes
+everything. A token bucket filter at both ends of a cable limits the traffic of the host in both directions.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def check_machine() -> None:
 def become_root() -> None:
     """Restarts this program as root of its own user namespace, unless the user is already root.
 
-    This root can create network namespaces, which end with the program. `ip` stores the names of network namespaces in
-    /run, which is empty in the new user namespace.
+    As this root, the program can create network namespaces, which cease to exist when the program ends. `ip` stores the
+    names of network namespaces in /run, which is empty in the new user namespace.
 
     Raises:
         ClusterError: if this kernel does not let users create user namespaces.
@@ -115,8 +115,7 @@ def _shape(name: str, interface: str, rate: str) -> None:
 
 
 def remove(cluster: str) -> None:
-    """Ends the processes of a cluster's hosts, and removes the hosts. The function also works if the cluster is not
-    complete."""
+    """Ends the processes of a cluster's hosts, and removes the hosts. This also works if the cluster is incomplete."""
     stop_processes(cluster)
     for name in existing(cluster):
         _ip(f"netns delete {name}")
@@ -143,7 +142,7 @@ def _processes(cluster: str) -> set[int]:
 
 
 def existing(cluster: str | None = None) -> list[str]:
-    """The existing network namespaces, of a cluster or of all clusters."""
+    """The existing network namespaces of one cluster, or of all clusters."""
     all_names = [line.split()[0] for line in _ip("netns list").splitlines() if line]
     owners = {name: records.name_in(name) for name in all_names}
     return [name for name, owner in owners.items() if owner is not None and cluster in (None, owner)]
@@ -172,7 +171,7 @@ def _ip(arguments: str) -> str:
 
 
 def _command(command: str) -> str:
-    # In its own session, because Ctrl-C is sent to all processes of the foreground group of a session.
+    # The command gets its own session, because Ctrl-C is sent to all processes in a session's foreground group.
     process = subprocess.run(command.split(), capture_output=True, text=True, start_new_session=True)
     if process.returncode == 0:
         return process.stdout

@@ -1,10 +1,9 @@
-"""A program that runs on host0. The program starts the ranks of a training on all hosts, connects them, and waits for
-them.
+"""A program that runs on host0. It starts the ranks of a program on all hosts, connects them, and waits for them.
 
     python -m hvdcomp.tools.bench.cluster.ranks BACKEND CLUSTER HOSTS RANKS_PER_HOST COMMAND...
 
-The exit code is 0 if all ranks succeed. Otherwise the exit code is that of the first rank that fails. The other ranks
-then have some seconds to write their output, and are killed.
+The exit code is 0 if all ranks succeed. Otherwise it is the exit code of the first rank that fails. The other ranks
+then have a few seconds to write their output before they are killed.
 """
 
 from __future__ import annotations

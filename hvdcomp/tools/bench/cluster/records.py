@@ -1,8 +1,8 @@
-"""Records of the clusters of this machine. The records show whether a process uses a cluster.
+"""Records of the clusters on this machine, which show whether a process uses a cluster.
 
 Each cluster has a record in /run. The record is created before the first namespace of the cluster, and removed after
-the last. A process that creates or uses a cluster locks the record. When the process ends in any way, the kernel
-releases the lock. So the remains of a killed process can be recognised, and a cluster is never removed while a process
+the last. A process that creates or uses a cluster locks the record. However the process ends, the kernel then releases
+the lock. The remains of a killed process can therefore be recognized, and a cluster is never removed while a process
 uses it.
 """
 
@@ -25,8 +25,8 @@ STANDING = "standing"  # the name of the cluster that `up` creates for later run
 
 @dataclass(frozen=True)
 class Facts:
-    """The content of a cluster's record. standing: whether the cluster is complete and remains when its creator
-    ends."""
+    """The content of a cluster's record. `standing` is whether the cluster is complete and continues to exist when its
+    creator ends."""
 
     hosts: int
     rate: str
@@ -76,7 +76,8 @@ class Record:
 
 @contextlib.contextmanager
 def exclusive() -> Iterator[None]:
-    """A lock for reading and creating records. Only one process can have it at a time."""
+    """A context manager that holds the lock for reading and creating records. Only one process can hold it at a
+    time."""
     FOLDER.mkdir(mode=0o755, exist_ok=True)
     descriptor = os.open(FOLDER / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -115,6 +116,6 @@ def in_use(name: str) -> bool:
 
 
 def name_in(namespace: str) -> str | None:
-    """The name of the cluster to which a network namespace belongs; None if it belongs to no cluster."""
+    """The name of the cluster to which a network namespace belongs; None if it does not belong to a cluster."""
     match = re.fullmatch(r"hvdcomp-([a-z0-9]+)-(?:host\d+|switch)", namespace)
     return None if match is None else match[1]

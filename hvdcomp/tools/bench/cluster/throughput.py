@@ -1,7 +1,7 @@
 """Measures the throughput of a TCP connection between two hosts of a cluster, to check the links.
 
-If it is run as a program, it is one end of the connection: `throughput.py receive SECONDS` or `throughput.py send
-ADDRESS`.
+If this file is run as a program, it is one end of the connection: `throughput.py receive SECONDS` or `throughput.py
+send ADDRESS`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the programs at the two ends do not need it, and must start quickly
+if TYPE_CHECKING:  # the programs at the two ends do not need this import, and must start quickly
     from hvdcomp.tools.bench.cluster.cluster import Cluster
 
 _PORT = 5001
@@ -22,7 +22,7 @@ _TIMEOUT = 10.0
 
 
 def measure(cluster: Cluster, seconds: float = 3.0) -> float:
-    """Sends from host0 to host1 for some seconds. Returns the bits of payload per second that have arrived.
+    """Sends from host0 to host1 for some seconds. Returns the bits of payload that arrived per second.
 
     Raises:
         RuntimeError: if one end of the connection failed.
@@ -32,7 +32,7 @@ def measure(cluster: Cluster, seconds: float = 3.0) -> float:
     program = [sys.executable, __file__]
     with cluster.start(1, [*program, "receive", str(seconds)], stdout=subprocess.PIPE) as receiver:
         assert receiver.stdout is not None
-        receiver.stdout.readline()  # waits until it listens
+        receiver.stdout.readline()  # waits until the receiver listens
         with cluster.start(0, [*program, "send", address(1)]):
             answer = receiver.stdout.readline()
     if not answer:

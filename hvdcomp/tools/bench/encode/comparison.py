@@ -1,7 +1,7 @@
 """Decides which measurements may be compared.
 
-Each method is measured together with a copy. The copy is always the same work, so its time shows the speed of the
-machine.
+Each method is measured together with a copy of the gradients. The copy is always the same work, so its time shows the
+speed of the machine.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from hvdcomp.tools.bench.encode.measurement import Measurement
 from hvdcomp.tools.bench.encode.peers import POWERSGD
 
 MOST_SPREAD = 0.15
-"""The largest relative difference of the copy's time between methods that may be compared."""
+"""Methods may be compared only if the times of their copies differ by at most this share."""
 MOST_QUARTILES = 0.3
-"""The largest relative difference of the quartiles of a method's steps in a steady row."""
+"""A row is steady only if the quartiles of its steps differ by at most this share."""
 
 
 class UnsteadyError(Exception):
@@ -30,9 +30,9 @@ class Row:
 
     Attributes:
         measurement: the measurement of a method.
-        ratio_to_peer: the median time of a step / the median time of PyTorch's PowerSGD hook with the same number of
-            threads; None if the hook was not measured.
-        steady: whether the measurement was undisturbed by other work of the machine.
+        ratio_to_peer: the median time of a step, divided by the median time of PyTorch's PowerSGD hook with the same
+            number of threads; None if the hook was not measured.
+        steady: whether other work on the machine left the measurement undisturbed.
         before_ms: the median time of a step for the same request in an earlier comparison; None if it was not measured.
     """
 
@@ -66,7 +66,7 @@ def earlier(text: str) -> Earlier:
     """Reads the JSON of an earlier comparison.
 
     Raises:
-        ValueError: if the text has another form.
+        ValueError: if the text has a different form.
     """
     try:
         # Earlier versions supported only one type, and only the default memory of each method.
@@ -80,7 +80,7 @@ def rows(measurements: Sequence[Measurement], before: Earlier | None = None) -> 
     """One row for each measurement, in the given order.
 
     Each row compares the measurement with PyTorch's hook and with the same measurement in an earlier comparison, and
-    says whether the measurement is steady.
+    has the information whether the measurement is steady.
     """
     steady_places = steady(measurements)
     hooks = {
@@ -98,8 +98,8 @@ def rows(measurements: Sequence[Measurement], before: Earlier | None = None) -> 
 
 
 def steady(measurements: Sequence[Measurement]) -> set[int]:
-    """The places of the steady measurements: the machine was equally fast for all of them, and each one's steps took
-    equally long.
+    """The indices of the steady measurements. For all of these, the machine was equally fast, and within each
+    measurement the steps took equally long.
 
     Measurements with the same framework, device and number of threads have the same copy. Among these measurements, the
     steady measurements are the largest group in which every copy took at most `MOST_SPREAD` longer than the fastest
@@ -124,7 +124,7 @@ def _equally_fast(measurements: Sequence[Measurement]) -> set[int]:
             {place for place, copy in copies.items() if fastest <= copy <= fastest * (1 + MOST_SPREAD)}
             for fastest in sorted(copies.values())
         ]
-        equally_fast |= max(bands, key=len)  # if several groups are largest, the fastest of them
+        equally_fast |= max(bands, key=len)  # the fastest group, if several are largest
     return equally_fast
 
 
@@ -137,7 +137,7 @@ def _same_copies(measurements: Sequence[Measurement]) -> list[list[int]]:
 
 
 def unsteady(measurements: Sequence[Measurement]) -> list[int]:
-    """The indices of the measurements that other work of the machine has disturbed."""
+    """The indices of the measurements that other work on the machine has disturbed."""
     return sorted(set(range(len(measurements))) - steady(measurements))
 
 

@@ -14,7 +14,7 @@ _CYCLES = 10_000_000
 
 @functools.cache
 def _cycles_a_ms() -> float:
-    """The number of cycles of the idle device's clock in a millisecond."""
+    """The number of clock cycles per millisecond of the idle device."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(_CYCLES)  # the first launch takes longer
     start.record()

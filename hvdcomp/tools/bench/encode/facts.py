@@ -1,4 +1,4 @@
-"""The properties of this machine and the versions of the software. The results depend on both."""
+"""The properties of this machine and the versions of its software, because the results depend on both."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def facts(device: str) -> dict[str, object]:
     """The facts as plain data: the commit of the sources, the name of the processor, its cores, the cores that this
     process may use, the accelerator, and versions.
 
-    With "cuda", `gpu` has details of the accelerator: memory and second cache in bytes, multiprocessors, compute
+    With "cuda", `gpu` has details of the accelerator: memory and second-level cache in bytes, multiprocessors, compute
     capability, and the versions of CUDA, NCCL and the driver.
     """
     return {

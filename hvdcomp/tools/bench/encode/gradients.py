@@ -1,4 +1,5 @@
-"""The gradients of a model in each framework. The gradients are made once, restored before each step, and copied."""
+"""The gradients of a model in each framework. The gradients are created once, restored before each step, and copied for
+comparison."""
 
 from __future__ import annotations
 
@@ -14,11 +15,12 @@ from hvdcomp.arrays import numpy_arrays
 from hvdcomp.compressors import TensorInfo
 
 PEER_FRAMEWORK = "torch"
-"""The framework of the hooks with which methods are compared."""
+"""The framework whose hooks are compared with the methods."""
 
 
 Work = Callable[[Mapping[str, Any], bool], Mapping[str, Any]]
-"""A step: takes gradients by name, and whether it may write the results into them; returns the results by name."""
+"""The type of a step: a function that gets the gradients by name, and whether it may write results into them. It
+returns the results by name."""
 
 
 class Gradients(ABC):
@@ -38,22 +40,22 @@ class Gradients(ABC):
     def copy(self) -> None:
         """Copies all original gradients together into memory that was allocated at the start.
 
-        If the memory were allocated for each copy, its cost would depend on the memory that a method has freed before.
-        If each tensor were copied separately, the time would depend on how the threads of a framework wait for each
-        other, and PyTorch's hooks change this.
+        If memory were allocated for each copy, the time of the copy would depend on the memory that a method has freed
+        before. If each tensor were copied separately, the time would depend on how the threads of a framework wait for
+        each other. PyTorch's hooks influence this.
         """
 
     def through(self, work: Work) -> None:
-        """Makes a step with `arrays`, in the same way as the binding of the framework."""
+        """Runs a step with `arrays`, in the same way as hvdcomp's binding for the framework."""
         work(self.arrays, True)
 
     def synchronize(self) -> None:
-        """Waits until the device has done its work. On a CPU, the method does nothing."""
+        """Waits until the device has finished its work. Does nothing on a CPU."""
         return
 
     def device_ms(self, work: Callable[[], Any]) -> float | None:
-        """The milliseconds that an accelerator needs for `work`. The host launches the work in advance, as it does in a
-        training. None on a CPU."""
+        """The milliseconds that an accelerator needs for `work`; None on a CPU. The host launches the work in advance,
+        as it does in training."""
         return None
 
     def operations(self, work: Callable[[], Any]) -> int | None:
@@ -172,7 +174,7 @@ class TorchGradients(Gradients):
 
 @contextmanager
 def _entered_by_callbacks(mode: Any) -> Iterator[None]:
-    """Makes callbacks that wait for a collective use the dispatch mode of this thread, even if another thread runs
+    """Callbacks that wait for a collective then use the dispatch mode of this thread, even if a different thread runs
     them."""
     from torch import _C
 
@@ -195,9 +197,9 @@ def _entered_by_callbacks(mode: Any) -> Iterator[None]:
 
 class TensorFlowGradients(NumpyGradients):
     """Gradients in TensorFlow. TensorFlow's tensors cannot be changed, so `restore` creates new ones, as a backward
-    pass does. A step takes the tensors out of a graph, and returns the results to the graph.
+    pass does. A step reads the tensors from a graph, and returns the results to the graph.
 
-    NumPy makes the copies, on one thread, because TensorFlow has no operation that copies into existing memory.
+    NumPy copies the gradients, on one thread, because TensorFlow has no operation that copies into existing memory.
     Operations are not counted, because the step is a single operation of TensorFlow.
     """
 
@@ -238,4 +240,4 @@ FRAMEWORKS: dict[str, Callable[[Sequence[TensorInfo], int, str], Gradients]] = {
     "tensorflow": TensorFlowGradients,
     "numpy": NumpyGradients,
 }
-"""By framework, the function that makes gradients: `FRAMEWORKS[name](tensors, threads, device)`."""
+"""For each framework, the function that creates gradients: `FRAMEWORKS[name](tensors, threads, device)`."""

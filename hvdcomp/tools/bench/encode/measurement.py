@@ -1,8 +1,8 @@
-"""Times one method in a separate process. So the peak memory of the process is the peak memory of the method.
+"""Times one method in a separate process, so that the peak memory of the process is that of the method.
 
-A step is all the work that compression adds to a training, without the network: error feedback, the check for
-non-finite gradients, encoding, packing, and decoding. Steps and copies alternate, so that changes of the machine's
-speed do not change their ratio.
+A step is all the work that compression adds to training, without the network: error feedback, the check for non-finite
+gradients, encoding, packing, and decoding. Steps and copies alternate, so that changes in the machine's speed do not
+affect their ratio.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hvdcomp.perfmodel.shapes import tensors_of
 from hvdcomp.tools.bench.encode.gradients import FRAMEWORKS, Gradients, TorchGradients
 from hvdcomp.tools.bench.encode.peers import PEERS, peer
 
-# Frameworks use OpenMP, OpenBLAS and MKL, which read these variables when they are loaded.
+# Frameworks use OpenMP, OpenBLAS and MKL. These libraries read the variables when they are loaded.
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 # After two copies of a small model, the caches contain the same data for every method.
 _WARM_COPIES = 2
@@ -41,12 +41,12 @@ class MeasurementError(Exception):
 
 @dataclass(frozen=True)
 class Request:
-    """A description of a measurement, as plain data that can be sent to another process.
+    """A description of a measurement to make, as plain data that can be sent to another process.
 
     Attributes:
         method: spec of a compressor, or a name in `PEERS`.
-        repeats: least number of times that a copy and a step are measured, as a pair.
-        seconds: least duration of all measurements together, in seconds.
+        repeats: smallest number of pairs of a copy and a step that are measured.
+        seconds: shortest duration of all measurements together, in seconds.
         ranks: the number of ranks whose payloads are decoded.
         threads: number of threads of the framework and of the libraries that it calls.
         dtype: element type of the gradients.
@@ -91,7 +91,7 @@ class Measurement:
     """The results of one method on one model.
 
     Attributes:
-        turns: number of times that a copy and a step were measured, as a pair.
+        turns: number of pairs of a copy and a step that were measured.
         step_ms, copy_ms: the times of steps, and of copies of all gradients, in milliseconds.
         ratio_to_copy: for each pair, the time of the step divided by the time of the copy.
         cpu_ms: the processor time of all threads of the process in a step. The processor time is more reliable than
@@ -105,8 +105,8 @@ class Measurement:
         bytes_sent: bytes that one rank sends in a step; None for a method of PyTorch.
         operations: the number of operations of the framework in one step; None if they cannot be counted.
         kernel_launches: number of kernel launches on the accelerator in one step; None on a CPU.
-        device_ms, device_copy_ms: the time that an accelerator needs for a step and for a copy if the host has launched
-            all work in advance; None on a CPU.
+        device_ms, device_copy_ms: the milliseconds that an accelerator needs for a step and for a copy if the host has
+            launched all work in advance; None on a CPU.
         native_kernels: the instruction set of hvdcomp's compiled kernels; None without them.
     """
 
@@ -130,7 +130,7 @@ class Measurement:
 
 
 def measure(request: Request) -> Measurement:
-    """Measures one method in a fresh process.
+    """Measures one method in a new process.
 
     Raises:
         MeasurementError: if this process fails.
@@ -149,7 +149,7 @@ def measure(request: Request) -> Measurement:
 
 @contextmanager
 def _variables(values: dict[str, str]) -> Iterator[None]:
-    """Sets environment variables for processes that are started within the block."""
+    """A context manager that sets environment variables for processes that are started in its block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -249,7 +249,8 @@ def _timed(work: Callable[[], Any], gradients: Gradients) -> float:
 
 
 def _on_device(step: Callable[[], Any], gradients: Gradients, turns: int) -> tuple[list[float], list[float]]:
-    """The milliseconds that an accelerator needs for steps and for copies, which alternate. Empty lists on a CPU."""
+    """The milliseconds that an accelerator needs for steps and for copies, which alternate. The lists are empty on a
+    CPU."""
     steps, copies = [], []
     for _ in range(turns):
         for _ in range(_WARM_COPIES):

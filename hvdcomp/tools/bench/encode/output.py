@@ -91,7 +91,7 @@ def markdown(rows: Sequence[Row], options: Mapping[str, Any]) -> str:
 
 
 def as_json(rows: Sequence[Row], options: Mapping[str, Any], facts: Mapping[str, Any], refused: str | None) -> str:
-    """All rows, with the options and the machine's facts.
+    """All rows as JSON, with the options and the machine's facts.
 
     Args:
         refused: the reason why the rows may not be compared with each other; None if they may be compared.
@@ -109,7 +109,7 @@ def plot(rows: Sequence[Row], options: Mapping[str, Any]) -> bytes:
     """A bar chart of the rows, as PNG.
 
     Raises:
-        ImportError: without matplotlib.
+        ImportError: if matplotlib is not installed.
     """
     from hvdcomp.perfmodel.figures import COLOURS, INK, as_png, new_figure
 

@@ -13,8 +13,7 @@ PEERS = (POWERSGD, FP16)
 
 
 class _DDPBucket:
-    """The gradients as one bucket. The bucket has the methods of DistributedDataParallel's buckets that the hooks
-    call."""
+    """The gradients as one bucket, with those methods of DistributedDataParallel's buckets that the hooks call."""
 
     def __init__(self, gradients: TorchGradients) -> None:
         self._flat = gradients.join()
@@ -34,10 +33,10 @@ class _DDPBucket:
 
 
 def peer(name: str, gradients: TorchGradients, device: str) -> Callable[[], Any]:
-    """Returns a function that makes one step of a peer and writes the result into the gradients.
+    """Returns a function that runs one step of one of PyTorch's hooks and writes the result into the gradients.
 
-    The time excludes gathering gradients, because DistributedDataParallel keeps them in buckets. The PowerSGD
-    hook has error feedback and warm start, which are its defaults.
+    The step does not include gathering gradients into buckets, because DistributedDataParallel keeps them there. The
+    PowerSGD hook has error feedback and warm start, which are its defaults.
 
     Args:
         name: name of a method of PyTorch, one of `PEERS`.
@@ -55,5 +54,5 @@ def peer(name: str, gradients: TorchGradients, device: str) -> Callable[[], Any]
         assert world is not None
         return lambda: default_hooks.fp16_compress_hook(world, bucket).wait()
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-    state.iter = state.start_powerSGD_iter  # so that the first step already compresses
+    state.iter = state.start_powerSGD_iter  # makes the first step compress
     return lambda: powerSGD_hook.powerSGD_hook(state, bucket).wait()

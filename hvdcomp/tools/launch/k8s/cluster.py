@@ -1,7 +1,7 @@
-"""The launcher's requests to the API server, through the official client.
+"""The launcher's requests to the API server, sent with the official client.
 
-Objects are plain dictionaries, as in the JSON of the API. Each request is sent once. `follow` repeats requests that
-fail with `KubernetesError.transient`.
+Objects are plain dictionaries, as in the JSON of the API. Each request is sent only once. `follow` repeats requests
+whose error is transient (`KubernetesError.transient`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from hvdcomp.tools.launch.k8s.kubeconfig import connect
 from hvdcomp.tools.launch.k8s.manifest import GROUP, JOB_LABEL, KIND, PLURAL, ROLE_LABEL, VERSION
 
 ANSWER_WITHIN = (10.0, 30.0)
-"""Two timeouts of requests, in seconds: to connect to the server, and to wait for its answer."""
+"""Two timeouts of requests, in seconds: for connecting to the server, and for its answer."""
 
 WATCH_FOR = 240
 """Seconds after which the server ends a watch, and a new watch begins."""
 
 LOG_SILENCE = 60.0
-"""Seconds without a line after which a log is requested again: a dead connection looks like a silent program."""
+"""A log is requested again after this number of seconds without a line, because a dead connection looks like a silent
+program."""
 
 OPENED = "OPENED"
 """The first event of a watch, with an empty object: the server has accepted the watch."""
@@ -36,7 +37,7 @@ class Cluster:
     """One namespace of a cluster.
 
     Args:
-        namespace: the namespace; None for the namespace of the kubeconfig, or "default" if it names none.
+        namespace: the namespace; None for the namespace in the kubeconfig or, if it has none, "default".
         context: name of the context in the kubeconfig; None for its current context.
 
     Raises:
@@ -57,7 +58,7 @@ class Cluster:
         self._server: str = client.configuration.host
 
     def create(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Creates the MPIJob, and returns the server's copy."""
+        """Creates the MPIJob, and returns it as stored by the server."""
         name = manifest["metadata"]["name"]
         with self._explained(f"MPIJob {self.namespace}/{name} cannot be created", creating=name):
             return self._jobs.create_namespaced_custom_object(
@@ -65,10 +66,10 @@ class Cluster:
             )
 
     def delete(self, name: str, uid: str | None = None) -> None:
-        """Delete the MPIJob and its pods.
+        """Deletes the MPIJob and its pods.
 
-        The request contains the uid of the job that currently has this name. So if another job is created later with
-        the same name, it is not deleted.
+        The request contains the uid of the job that currently has this name. If a different job is created later with
+        the same name, it is therefore not deleted.
 
         Args:
             name: name of the job.
@@ -87,11 +88,12 @@ class Cluster:
             )
 
     def end(self, threads: Iterable[threading.Thread]) -> None:
-        """Closes all connections, and returns when their threads have ended (`Connections.end`)."""
+        """Closes all connections, and returns when the threads that use them have ended (`Connections.end`)."""
         self._connections.end(threads)
 
     def list_jobs(self, name: str | None = None) -> tuple[str, list[dict[str, Any]]]:
-        """The version from which to watch, and the MPIJob with this name, if it exists. Without a name, all MPIJobs."""
+        """The version from which to watch, and the MPIJob with this name, if it exists. Without a name, the list has
+        all MPIJobs."""
         return self._list("MPIJobs cannot be listed", *self._named(name))
 
     def list_pods(self, name: str | None = None) -> tuple[str, list[dict[str, Any]]]:
@@ -103,8 +105,8 @@ class Cluster:
         return self._list("events cannot be listed", *self._about(name))
 
     def watch_jobs(self, name: str, version: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yields OPENED, and then the changes of the MPIJob since `version`, as pairs ("ADDED" etc., object), until the
-        server ends the watch."""
+        """Yields OPENED, and then the changes of the MPIJob since `version`, until the server ends the watch. A change
+        is a pair ("ADDED" etc., object)."""
         return self._watch("MPIJobs cannot be watched", version, *self._named(name))
 
     def watch_pods(self, name: str, version: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -153,11 +155,11 @@ class Cluster:
     def log(self, pod: str, container: str, *, follow: bool, since: int | None = None) -> Iterator[bytes]:
         """Yields the lines of a container's log without line ends. Each line begins with its time.
 
-        If a broken connection cuts off a line, the line is not returned.
+        A line that was cut off by a broken connection is not returned.
 
         Args:
             follow: whether to continue until the container ends.
-            since: only lines of the last `since` seconds.
+            since: if not None, only the lines of the last `since` seconds are returned.
         """
         options: dict[str, Any] = {"container": container, "follow": follow, "timestamps": True}
         if since is not None:
@@ -173,8 +175,8 @@ class Cluster:
 
     @contextlib.contextmanager
     def _answer(self, call: Call, **arguments: Any) -> Iterator[Any]:
-        """The raw answer. The answer is not parsed with the client's models, because they refuse fields of other
-        versions of the API."""
+        """The raw answer. It is not parsed with the client's models, because these refuse fields from other versions of
+        the API."""
         response = call(**arguments, _preload_content=False)
         try:
             if not 200 <= response.status <= 299:
@@ -200,7 +202,7 @@ class _Read:
 
 
 def _lines(response: Any) -> Iterator[bytes]:
-    """The lines of an answer, without their ends; the last line may lack its end."""
+    """The lines of an answer, without line ends. The last line may be incomplete."""
     partial = b""
     for piece in response.stream(65536):
         *lines, partial = (partial + piece).split(b"\n")

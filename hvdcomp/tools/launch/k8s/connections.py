@@ -1,8 +1,8 @@
-"""Ending threads that wait for the API server.
+"""Ends threads that wait for the API server.
 
-Python cannot end a thread that waits in C code. Python also must not exit while such a thread exists. The Kubernetes
-client runs inside Rust code (pydantic), and if a thread ends there, the process is aborted. If the connection is
-closed, the thread stops waiting.
+Python cannot end a thread that waits in C code, and must not exit while such a thread exists. The reason is that the
+Kubernetes client runs inside Rust code (pydantic), and a thread that ends there aborts the process. Closing its
+connection makes a thread stop waiting.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Connections:
     def end(self, threads: Iterable[threading.Thread]) -> None:
         """Closes all connections, and returns when their threads have ended.
 
-        The threads stop waiting with an error. The threads must not retry without limit. A thread that is just
-        connecting may continue until its timeout.
+        In the waiting threads, an error is raised. They must not retry without limit. A thread that is just connecting
+        may continue until its timeout.
         """
         with self._lock:
             self._refusing = True
             for connection in self._sockets:
                 with contextlib.suppress(OSError):  # it was closed in the meantime
-                    # The method of SSLSocket is not used, because it changes attributes that a reader uses.
+                    # SSLSocket's own method is not used, because it changes attributes that the reading thread uses.
                     socket.socket.shutdown(connection, socket.SHUT_RDWR)
         try:
             for thread in threads:

@@ -1,11 +1,11 @@
 """The program of the launcher's container in an elastic job.
 
-`python3 -m hvdcomp.tools.launch.k8s.elastic PORT LIST WORKERS [OPTION]... PROGRAM [ARGUMENT]...`, with horovodrun's
-options.
+It is called as `python3 -m hvdcomp.tools.launch.k8s.elastic PORT LIST WORKERS [OPTION]... PROGRAM [ARGUMENT]...`. The
+options are those of horovodrun.
 
 LIST is a program of the operator that prints the hosts of the running workers. The launcher waits until WORKERS of
-these hosts answer on the port. Then the launcher runs horovodrun, which adapts to changes of the list. The program
-returns the exit code of the ranks.
+these hosts answer on the port. Then it runs horovodrun, which adapts to changes of the list. The launcher returns the
+exit code of the ranks.
 
 A pod that must end gets SIGTERM. On SIGTERM, horovodrun would end the ranks. Therefore the launcher sends SIGUSR2 to
 the ranks of all workers instead. Ranks that handle SIGUSR2 save and end with code 213.
@@ -31,11 +31,11 @@ _SSH = """#!/bin/sh
 exec {ssh} -o BatchMode=yes -o ConnectTimeout=10 -o ConnectionAttempts=5 -o ServerAliveInterval=10 \
 -o ServerAliveCountMax=3 -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR "$@"
 """
-"""The `ssh` that horovodrun finds. Its options make a rank on a lost node fail after half a minute; without them, the
+"""The `ssh` that horovodrun finds. With its options, a rank on a lost node fails after half a minute. Without them, the
 other ranks would wait for hours."""
 
 _FOR_PYTHON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
-"""Variables that sessions of sshd lack, and that `python3 -m` may need."""
+"""Variables that `python3 -m` may need, and that are not set in sessions of sshd."""
 
 
 class _Workers:

@@ -1,4 +1,4 @@
-"""Explains errors of the API server, and missing answers. An explanation says what happened and how to fix it."""
+"""Explains errors of the API server, and missing answers. An explanation describes what happened and how to fix it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from hvdcomp.tools.launch.scheduler import SchedulerError
 
 _TRANSIENT = {408, 410, 429, 500, 502, 503, 504}
 _NO_RIGHT = re.compile(r'User "[^"]*" cannot ')
-"""The API server's text for a missing right. Quotas and admission checks are answered by 403, too."""
+"""The API server's text for a missing permission. The text is needed because the answer to failed quotas and admission
+checks is also 403."""
 
 
 class KubernetesError(SchedulerError):
     """The cluster refused a request, or cannot be reached.
 
     Attributes:
-        reason: what happened. The message also has the way out, if it is known.
+        reason: what happened. The message also explains how to fix it, if this is known.
         status: the HTTP status, or None if there was no answer.
         transient: whether it makes sense to try again.
     """
@@ -36,8 +37,8 @@ class KubernetesError(SchedulerError):
 
     @property
     def denied(self) -> bool:
-        """Whether the server did not accept the user or the user's rights. A server that has just started may not know
-        them yet."""
+        """Whether the server did not accept the user or the user's permissions. A server that has just started may not
+        know these yet."""
         return self.status in (401, 403)
 
 
@@ -46,7 +47,7 @@ def explained(failed: str, server: str, namespace: str, creating: str | None = N
     """A context manager that turns exceptions of the Kubernetes client into KubernetesError.
 
     Args:
-        failed: a sentence that says what failed.
+        failed: a sentence that describes what failed.
         server: the API server's address.
         creating: the name of the job that is being created, if any.
     """
@@ -70,17 +71,16 @@ def explained(failed: str, server: str, namespace: str, creating: str | None = N
             message = "an MPIJob of this name exists already" if creating else replaced
         advice = _advice(error.status, message, namespace, creating)
         raise KubernetesError(f"{failed}: {message}", error.status, None if error.status else True, advice) from None
-    except (urllib3.exceptions.HTTPError, ValueError) as error:  # ValueError: half an object
+    except (urllib3.exceptions.HTTPError, ValueError) as error:  # ValueError: the answer is incomplete
         raise unanswered(error) from None
 
 
 def _never_sent(error: BaseException) -> bool:
-    """Whether no request was sent because there was no connection. The server or proxy refused the connection, is
-    unknown or silent, or its certificate was not accepted.
+    """Whether no request was sent because there was no connection. This is the case if the server or proxy refused the
+    connection, is unknown or silent, or has a certificate that was not accepted.
 
-    This function looks at the cause, because the type of the error is not enough. urllib3 also raises an error of the
-    proxy if a connection through a proxy breaks after the request. Other errors of TLS may also occur after the
-    request.
+    This function examines the cause, because the type of the error is not enough. urllib3 also raises a proxy error if
+    a connection through a proxy breaks after the request. Other TLS errors may also occur after the request.
     """
     from urllib3.exceptions import ConnectTimeoutError, NewConnectionError, ProxyError, SSLError
 
@@ -112,7 +112,7 @@ def _advice(status: int, message: str, namespace: str, creating: str | None) -> 
 
 
 def _message(error: Any) -> str:
-    """The server's message for an error. If the server sent a Status object, it is the message of this object."""
+    """The server's message for an error. If the server sent a Status object, this is the message in that object."""
     body = error.body
     try:
         message = json.loads(body)["message"]

@@ -1,5 +1,4 @@
-"""Follows a job to its end. The follower reports the state and the log of the launcher. If a connection is lost, it is
-opened again.
+"""Follows a job until it ends, and reports its state and the log of the launcher. Lost connections are opened again.
 
 Three threads watch the MPIJob, its pods, and the operator's events about it. Each thread first lists the objects, and
 then watches for changes. Whenever a watch ends, the thread lists the objects again. A fourth thread reads the log. The
@@ -20,11 +19,11 @@ from hvdcomp.tools.launch.k8s.log import Log, pause
 from hvdcomp.tools.launch.k8s.state import MPIJobState, attempt, is_active, newest_launcher, read_state, remaining
 
 PATIENCE = 300.0
-"""Seconds for which the API server may be silent, or may deny a request that it granted before, as it does while it
-starts. After that, following ends; the job itself continues."""
+"""The API server may be silent, or may deny a request that it granted before, for this number of seconds, because it
+does so while it starts. After that time, following ends; the job itself continues."""
 
 STILL_WRITING = 10.0
-"""Seconds for which the log is still read if the launcher runs although its job has failed."""
+"""If the launcher still runs although its job has failed, its log is read for this number of seconds."""
 
 Objects = list[dict[str, Any]]
 
@@ -44,13 +43,13 @@ def follow(
 
     Args:
         cluster, name: the cluster and the name of the job.
-        uid: uid of the MPIJob, to notice if another job of the same name has replaced it.
+        uid: uid of the MPIJob, with which the function notices if a different job with the same name has replaced the
+            job.
         report: function that is called with each new state.
-        lost: a function that is called with the reason when the server no longer answers. This function may be called
-            in another thread.
+        lost: a function that is called with the reason when the server no longer answers, perhaps in another thread.
         write: function that is called with each line of the launcher's log, in another thread.
         remain: function that is called with the names of the running pods if the job has failed.
-        patience: the seconds for which the server may be silent.
+        patience: the longest time without an answer from the server, in seconds.
 
     Raises:
         KubernetesError: if the server refuses, or has not answered for `patience` seconds.
@@ -74,7 +73,7 @@ def follow(
         while True:
             kind, objects = updates.get()
             if isinstance(objects, KubernetesError):
-                if kind == "events":  # events are optional: they only explain, and reading them requires a permission
+                if kind == "events":  # events are optional: they only explain, and reading them needs a permission
                     continue
                 if not objects.transient or time.monotonic() - answered[kind] > patience:
                     raise objects
@@ -110,8 +109,8 @@ def follow(
 
 
 def _pods(cluster: Cluster, name: str, known_pods: Objects) -> Objects:
-    """The current pods. The pods are requested because the watch of pods may be later than the watch of the MPIJob. If
-    there is no answer, the known pods."""
+    """The current pods, or the known pods if there is no answer. The pods are requested because the watch of pods may
+    lag behind the watch of the MPIJob."""
     try:
         return cluster.list_pods(name)[1]
     except KubernetesError:
@@ -119,8 +118,8 @@ def _pods(cluster: Cluster, name: str, known_pods: Objects) -> Objects:
 
 
 def _still_writing(pods: Objects) -> float | None:
-    """The seconds to wait for the end of the log after a job has ended. None if the launcher has ended, because then
-    the log ends, too."""
+    """The seconds to wait for the end of the log after a job has ended; None if the launcher has ended, because its log
+    then ends too."""
     launcher = newest_launcher(pods)
     if launcher is None or not is_active(launcher):
         return None
@@ -132,8 +131,9 @@ class _Watch(threading.Thread):
     """Puts all objects of a kind into a queue whenever one of them changes. Also puts errors of the watch into the
     queue.
 
-    A request that is denied although it was granted before is repeated. The first watch is also repeated if the server
-    refuses it with 401 although it accepted the user for the list. The server may have restarted in between.
+    A request that is denied, although it was granted before, is repeated. The first watch is also repeated if the
+    server refuses it with 401 although it accepted the user for the list, because the server may have restarted in
+    between.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class _Watch(threading.Thread):
         updates: queue.Queue[tuple[str, Objects | KubernetesError]],
         kind: str,
     ) -> None:
-        # a daemon, because it may still wait for an event when the job has ended
+        # a daemon thread, because it may still wait for an event when the job has ended
         super().__init__(daemon=True, name=f"watch {kind}")
         self._list, self._watch, self._updates, self.kind = list_all, watch, updates, kind
         self._stopped = threading.Event()
@@ -182,8 +182,8 @@ class _Watch(threading.Thread):
                     return
                 failures += 1
             except Exception as error:
-                # Without this thread, nobody would notice the end of the job.
+                # Without this thread, the end of the job would go unnoticed.
                 self._updates.put((self.kind, KubernetesError(f"{self.kind} cannot be watched: {error!r}")))
                 return
-            # Also wait after a watch that ended normally, because a server may end every watch immediately.
+            # Wait even after a watch that ended normally, because a server may end every watch immediately.
             self._stopped.wait(pause(failures))

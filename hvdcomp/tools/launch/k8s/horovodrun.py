@@ -22,8 +22,8 @@ def exit_code(message: str) -> int:
 def _main() -> None:
     from horovod.runner import launch
 
-    # To find out, Horovod would import the frameworks, and the launcher has too little memory for this. The ranks check
-    # it.
+    # To find this out, Horovod would import the frameworks, but the launcher has too little memory for them. The ranks
+    # check it instead.
     launch.gloo_built = lambda verbose=False: True
     try:
         launch.run_commandline()

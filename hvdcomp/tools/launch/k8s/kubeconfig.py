@@ -1,4 +1,4 @@
-"""Finds the configured cluster, from the kubeconfig or from inside a pod, and creates a client for it."""
+"""Finds the configured cluster, either in the kubeconfig or from inside a pod, and creates a client for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _IN_CLUSTER = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 def connect(kubernetes: Any, context: str | None) -> tuple[Any, str]:
-    """A client, and the default namespace. Nothing is sent yet.
+    """Creates a client, and finds the default namespace. Does not send anything yet.
 
     Args:
         kubernetes: the Python module `kubernetes`.
@@ -80,8 +80,8 @@ def _from_file(kubernetes: Any, file: str, context: str | None) -> tuple[Any, st
 
 
 class _Errors(logging.Handler):
-    """Keeps the errors that the client logs. These errors are kept because without credentials the client only logs an
-    error, and continues as an anonymous user."""
+    """Keeps the errors that the client logs. Without credentials, the client only logs an error and continues as an
+    anonymous user."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)

@@ -1,8 +1,7 @@
 """The program of the launcher's container: `python3 -m hvdcomp.tools.launch.k8s.launcher PORT mpirun [ARGUMENT]...`.
 
 If a launcher restarts after the loss of a worker, mpirun does not wait for the new worker. Therefore this program first
-waits until the sshd of every worker answers on the port. Then this program runs mpirun, and returns the exit code of
-mpirun.
+waits until the sshd of every worker answers on the port. Then it runs mpirun, and returns mpirun's exit code.
 
 A pod that must end (because of a drain, a preemption or a deletion) gets SIGTERM. On SIGTERM, mpirun would kill the
 ranks. Therefore this program sends SIGUSR1 to the ranks instead, like the batch script under Slurm. Ranks that handle
@@ -24,19 +23,19 @@ from typing import Any, NoReturn
 from hvdcomp.tools.launch.promise import EXIT_SAVED
 
 HOSTS = "OMPI_MCA_orte_default_hostfile"
-"""The operator's variable that names a file with a line for each worker, which begins with its host."""
+"""The operator's variable that names a file with a line for each worker. The line begins with the worker's host."""
 
 WORKERS_WITHIN = 1800.0
-"""Seconds to wait for a worker. A worker that its node evicted is never replaced."""
+"""Seconds to wait for a worker. The time is limited because a worker that its node evicted is never replaced."""
 
 WARN_EVERY = 15
-"""Seconds between two warnings: a program that is still starting ignores them."""
+"""Seconds between two warnings. They are repeated because a program that is still starting ignores them."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM)
 
 
 def hosts() -> list[str]:
-    """The hosts of the workers, in the order of the operator's file; empty if there is no such file."""
+    """The hosts of the workers, in the order of the operator's file; empty if the file does not exist."""
     file = os.environ.get(HOSTS)
     return [] if file is None else [line.split()[0] for line in Path(file).read_text().splitlines() if line.strip()]
 
@@ -54,7 +53,7 @@ def wait_for(host: str, port: int, seconds: float = WORKERS_WITHIN) -> None:
     """Waits until something answers on a port of a host.
 
     Raises:
-        TimeoutError: if nothing has answered.
+        TimeoutError: if nothing answers within this time.
     """
     until = time.monotonic() + seconds
     announced = False
@@ -76,8 +75,8 @@ def _pass_on(process: subprocess.Popen[bytes]) -> None:
 
 
 class Ranks:
-    """The ranks of a command such as mpirun. `run` runs the command. If this process is told to end, `run` warns the
-    ranks.
+    """The ranks of a command such as mpirun. `run` runs the command, and warns the ranks if this process is told to
+    end.
 
     Args:
         warn: a function that gets the process of the command and warns its ranks. This function may be called several
@@ -90,7 +89,7 @@ class Ranks:
         self._warned = False
 
     def run(self, command: list[str]) -> int:
-        """Runs a command, and returns its exit code. If a signal has ended it, this is 128 plus the number of the
+        """Runs a command, and returns its exit code. If a signal ended the command, this is 128 plus the number of the
         signal."""
         for number in _SIGNALS:
             signal.signal(number, self._warn)

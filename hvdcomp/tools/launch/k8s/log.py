@@ -11,7 +11,7 @@ from hvdcomp.tools.launch.k8s.errors import KubernetesError
 from hvdcomp.tools.launch.k8s.state import LAUNCHER
 
 PAUSES = (0.5, 1.0, 2.0, 5.0, 10.0)
-"""Seconds before the next request to the API server, growing while there is no answer."""
+"""Seconds before the next request to the API server. They grow while there is no answer."""
 
 
 def pause(failures: int) -> float:
@@ -20,14 +20,14 @@ def pause(failures: int) -> float:
 
 
 class Log:
-    """Reads the logs of the attempts of a job, one after the other, each to its end.
+    """Reads the logs of a job's attempts, one after the other, each to its end.
 
     Args:
         cluster: the cluster of the job.
         write: function that is called with each line, in another thread.
-        lost: function that is called with the reason, in the same thread, if the log is denied; the request is
-            repeated.
-        patience: seconds for which the request of a denied log is repeated.
+        lost: function that is called with the reason, in the same thread, if access to the log is denied. The request
+            is then repeated.
+        patience: seconds for which a denied request for the log is repeated.
 
     Attributes:
         thread: the thread that reads the log; None while there is nothing to read.
@@ -44,7 +44,7 @@ class Log:
         self._lines = NewLines()
 
     def read(self, attempt: tuple[str, int] | None) -> None:
-        """Starts to read the log of this attempt, unless it is already being read."""
+        """Starts reading the log of this attempt, unless it is already being read."""
         if attempt is None or attempt == self._attempt:
             return
         self.finish()
@@ -58,7 +58,7 @@ class Log:
         """Waits until all lines of the attempt have been written. Call it after the end of the attempt.
 
         Args:
-            seconds: longest time to wait until the log was read completely, in seconds; None for no limit.
+            seconds: longest time to wait until the log has been read completely, in seconds; None for no limit.
         """
         self._ended.set()
         if self.thread is not None:
@@ -90,7 +90,7 @@ class Log:
                 if failures == 0:
                     since = time.monotonic()
                     if error.denied:
-                        # The remedy for a missing permission only helps if the permission was never granted.
+                        # The remedy for a missing permission helps only if the permission was never granted.
                         self._lost(str(error) if self._lines.seconds() is None else error.reason)
                 # 400 means that the node of the pod does not answer.
                 worth = error.transient or error.denied or error.status == 400
@@ -106,7 +106,7 @@ class Log:
 class NewLines:
     """The new lines of a log that is read several times.
 
-    Each line begins with its time. Several lines may have the same time, so the lines with the last time are counted.
+    Each line begins with its time. Several lines may have the same time, so the lines with the latest time are counted.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class NewLines:
         self._received: float | None = None
 
     def seconds(self) -> int | None:
-        """The number of seconds, with a margin, for which the end of the log must be requested to get all new lines.
+        """The number of seconds that a request must cover, with a margin, to get all new lines at the end of the log;
         None before the first line."""
         return None if self._received is None else int(time.monotonic() - self._received) + 30
 

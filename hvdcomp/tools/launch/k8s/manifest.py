@@ -1,5 +1,5 @@
-"""Makes the MPIJob of a job from plain dictionaries. Unlike with a template, text in the settings cannot change the
-structure.
+"""Makes the MPIJob of a job from plain dictionaries, so that text in the settings cannot change the structure, as it
+could in a template.
 
 Kubernetes starts containers without a shell, but it replaces `$(NAME)` in arguments and variables. `literal` prevents
 this replacement. The manifests in the folder `k8s/` explain the same fields in comments.
@@ -28,7 +28,7 @@ USER = 1000
 _COMMUNICATION = {
     "OMPI_MCA_pml": "ob1",
     "OMPI_MCA_btl": "self,vader,tcp",
-    # Ranks of one pod are not allowed to read each other's memory (no CAP_SYS_PTRACE), so messages use /dev/shm.
+    # Ranks in one pod are not allowed to read each other's memory (no CAP_SYS_PTRACE), so messages use /dev/shm.
     "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
 }
 """Variables for Horovod's data exchange, or only for its coordination if NCCL carries the data."""
@@ -37,27 +37,28 @@ _RANK = ("sh", "-c", "trap '' USR1; exec python3 -m hvdcomp.tools.launch.rank")
 _ELASTIC_RANK = ("sh", "-c", "trap '' USR1 USR2; exec python3 -m hvdcomp.tools.launch.rank")
 
 WORKERS = "/etc/mpi/discover_hosts.sh"
-"""The operator's program in the launcher's container, which prints the hosts of the workers that run, one a line. A
-change arrives there after a minute or two."""
+"""The operator's program in the launcher's container. It prints the hosts of the running workers, one per line. A
+change appears there after a minute or two."""
 _WORKERS_WITHIN = 1800
-"""Seconds that the ranks of an elastic job wait when they have become too few."""
+"""Seconds that the ranks of an elastic job wait for new ranks when there are too few."""
 _USED_AGAIN = (60, 600)
-"""Seconds after which a worker is used again if one of its ranks failed or left: two or three times the first number,
-then later and later, up to the second number. The worker's pod may be created again under the same name. Until then,
-the list of workers may still contain it."""
+"""Seconds after which a worker is used again if one of its ranks failed or left. The first time, it is two or three
+times the first number; after that, the time grows up to the second number. The worker's pod may be created again under
+the same name. Until then, the list of workers may still contain it."""
 
 _ELASTIC_COMMUNICATION = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "60"}
-"""The default, 30, is too short for a new rank to start in a new pod, and all ranks would fail with it."""
+"""The default of 30 is too short for a new rank to start in a new pod. All ranks would fail together with the new
+rank."""
 _GPU_COMMUNICATION = {"NCCL_DEBUG": "WARN"}
 
 
 def literal(text: str) -> str:
-    """The text in the form in which `args` and `env` pass it unchanged. `$$` stands for a dollar sign."""
+    """Escapes text so that `args` and `env` pass it unchanged: `$$` stands for a dollar sign."""
     return text.replace("$", "$$")
 
 
 def render(settings: KubernetesSettings) -> dict[str, Any]:
-    """Makes the MPIJob, in the form for the API server or for `yaml.safe_dump`.
+    """Makes the MPIJob as plain data for the API server or for `yaml.safe_dump`.
 
     Raises:
         ConfigurationError: if the patch cannot be read.
@@ -79,7 +80,7 @@ def render(settings: KubernetesSettings) -> dict[str, Any]:
             "slotsPerWorker": settings.slots_per_worker,
             "sshAuthMountPath": f"{settings.home}/.ssh",
             "mpiImplementation": "OpenMPI",
-            # The launcher of an elastic job itself waits for the least number of workers.
+            # In an elastic job, the launcher itself waits for the smallest number of workers.
             "launcherCreationPolicy": "AtStartup" if settings.elastic else "WaitForWorkersReady",
             "runPolicy": _run_policy(settings),
             "mpiReplicaSpecs": {
@@ -102,9 +103,9 @@ def render(settings: KubernetesSettings) -> dict[str, Any]:
 
 
 def _run_policy(settings: KubernetesSettings) -> dict[str, Any]:
-    # By default the gang consists of the workers and the launcher. But the launcher is created only when all workers
-    # run, so the gang would never start. The launcher of an elastic job is created immediately, and starts with the
-    # least number of workers.
+    # By default, the gang consists of the workers and the launcher. However, the launcher is created only when all
+    # workers run, so such a gang would never start. The launcher of an elastic job is created immediately, and starts
+    # with the smallest number of workers.
     least = settings.workers if settings.elastic is None else settings.bounds[0] // settings.slots_per_worker + 1
     gang: dict[str, Any] = {"minAvailable": least}
     if settings.queue is not None:
@@ -128,9 +129,9 @@ def _template(settings: KubernetesSettings, spec: dict[str, Any], annotations: M
 
 
 def _scraped(settings: KubernetesSettings) -> dict[str, str]:
-    """Annotations that make Prometheus scrape the worker, if a job has only one. If there are several workers, only the
-    first would answer, because mpirun starts rank 0 there. But all workers have the same annotations, so Prometheus
-    would report the others as down."""
+    """Annotations that make Prometheus scrape the worker, if a job has only one worker. With several workers, only the
+    first would answer, because mpirun starts rank 0 there. All workers have the same annotations, so Prometheus would
+    report the others as down."""
     if settings.metrics_port is None or settings.bounds[1] > settings.slots_per_worker:
         return {}
     return {"prometheus.io/scrape": "true", "prometheus.io/port": str(settings.metrics_port)}
@@ -198,7 +199,7 @@ def _mpirun(settings: KubernetesSettings, variables: list[str]) -> list[str]:
         "-o LogLevel=ERROR"
     )
     arguments += ["--mca", "plm_rsh_args", ssh]
-    # Open MPI itself passes the variables that begin with OMPI_MCA_
+    # Open MPI itself passes the variables whose names begin with OMPI_MCA_
     job_names = (name for name in variables if not name.startswith("OMPI_MCA_"))
     for name in dict.fromkeys([*settings.forward, *job_names]):
         arguments += ["-x", name]
@@ -206,8 +207,8 @@ def _mpirun(settings: KubernetesSettings, variables: list[str]) -> list[str]:
 
 
 def _horovodrun(settings: KubernetesSettings) -> list[str]:
-    """The program of the ranks, after the options of horovodrun that `hvdcomp.tools.launch.k8s.elastic` does not add
-    itself."""
+    """Those options of horovodrun that `hvdcomp.tools.launch.k8s.elastic` does not add itself, followed by the program
+    of the ranks."""
     least, most = settings.bounds
     return [
         *("-np", str(least), "--min-np", str(least), "--max-np", str(most)),
@@ -262,9 +263,9 @@ def _worker(settings: KubernetesSettings) -> dict[str, Any]:
 
 
 def _sshd(settings: KubernetesSettings) -> list[str]:
-    """The arguments of sshd, for a user without privileges. The configuration of the image is not used. StrictModes=no
-    is needed because root owns the mounted key. LogLevel is set because sshd reports each readiness probe as an
-    error."""
+    """The arguments of sshd for a user without privileges. The image's own configuration of sshd is not used.
+    StrictModes=no is needed because root owns the mounted key. LogLevel is set because sshd reports each readiness
+    probe as an error."""
     options = ("PidFile=none", "StrictModes=no", "UsePAM=no", "PasswordAuthentication=no", "LogLevel=FATAL")
     arguments = ["-D", "-e", "-f", "/dev/null", "-p", str(SSH_PORT), "-h", f"{settings.home}/.ssh/id_rsa"]
     return arguments + [word for option in options for word in ("-o", option)]

@@ -1,4 +1,4 @@
-"""Reads a file that is merged into the MPIJob. With such a file, users can set fields for which there is no setting."""
+"""Reads a patch file, which is merged into the MPIJob. With it, users can set fields for which there is no setting."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def merged(base: Any, patch: Any) -> Any:
 
     Tables are merged field by field, and null removes a field. Lists whose items have a `name` (such as containers,
     volumes and variables) are merged item by item, and new items are added at the end. Mounts are matched by
-    `mountPath`. Any other value replaces the value in the base.
+    `mountPath`. Any other value replaces the value in `base`.
     """
     if isinstance(base, Mapping) and isinstance(patch, Mapping):
         result = {key: value for key, value in base.items() if patch.get(key, value) is not None}

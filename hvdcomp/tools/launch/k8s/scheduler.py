@@ -1,4 +1,4 @@
-"""Kubernetes as a scheduler: an MPIJob for each job."""
+"""Implements the interface `Scheduler` for Kubernetes, with an MPIJob for each job."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class Kubernetes(Scheduler[KubernetesSettings, MPIJob]):
                 f"there is no MPIJob {place}: see `hvdcomp launch k8s list --namespace {self.namespace}`", 404
             )
         events: list[dict[str, Any]] = []
-        # events are optional: they only explain, and reading them requires a permission
+        # Events are optional: they only explain, and reading them requires a permission.
         with contextlib.suppress(KubernetesError):
             _, events = self._cluster.list_events(job.name)
         return read_state(jobs[0], pods, events), pods
 
     def all(self) -> list[tuple[dict[str, Any], MPIJobState]]:
-        """The MPIJobs of the namespace, each with its state, the newest first."""
+        """The MPIJobs of the namespace, each with its state, newest first."""
         _, jobs = self._cluster.list_jobs()
         pods: dict[str, list[dict[str, Any]]] = {}
         for pod in self._cluster.list_pods()[1]:

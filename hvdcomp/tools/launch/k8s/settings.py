@@ -1,8 +1,9 @@
-"""The settings of a job on Kubernetes. The settings are checked in the same way as by the API server and the
-mpi-operator.
+"""The settings of a job on Kubernetes. They are checked in the same way as the API server and the mpi-operator check
+them.
 
 The operator refuses a wrong MPIJob only after the API server has accepted it. The operator then writes an event, and
-the MPIJob exists but does nothing. Therefore this module makes all checks of the operator before anything is sent.
+the MPIJob exists but does not do anything. Therefore this module runs all of the operator's checks before anything is
+sent.
 """
 
 from __future__ import annotations
@@ -58,9 +59,10 @@ class KubernetesSettings:
         slots_per_worker: the number of ranks in each worker pod.
         namespace, context: the namespace of the job, and the context of the kubeconfig; None for the defaults of the
             kubeconfig.
-        gpu_resource: an extended resource such as "nvidia.com/gpu". Every rank gets one. None for CPU.
-        worker_cpu, worker_memory: the CPU and the memory that each worker pod requests. The memory is also the limit.
-            The CPU is the limit only with cpu_limit.
+        gpu_resource: an extended resource such as "nvidia.com/gpu". Every rank gets one unit of it. None for training
+            on CPUs.
+        worker_cpu, worker_memory: the CPU and the memory that each worker pod requests. The memory is also the limit;
+            the CPU is the limit only with cpu_limit.
         cpu_limit: whether workers are limited to the cores that they requested.
         shared_memory: the size of /dev/shm, through which the ranks of a pod exchange data. This memory counts as
             memory of the pod.
@@ -74,11 +76,11 @@ class KubernetesSettings:
         restart_policy: the restart policy of the launcher. "Never" creates a new pod for another attempt, and
             "OnFailure" restarts the container in its pod.
         retries: how often the launcher restarts after a failure, or after the job was preempted and has saved.
-        grace_period: the seconds in which the pods can save before they are killed.
+        grace_period: the seconds that pods have for saving before they are killed.
         clean_pods: which pods the operator deletes at the end.
         time_limit: the largest number of seconds from the creation of the launcher to the end of the job, including all
-            attempts; None for no limit. The launcher is created when all workers are ready, so the time of waiting for
-            workers does not count. The launcher of an elastic job is created immediately, so there the time does count.
+            attempts; None for no limit. The launcher is created when all workers are ready, so the time spent waiting
+            for workers does not count. In an elastic job, it does count, because the launcher is created immediately.
         keep_finished: the seconds after which a finished launcher is deleted; None to keep it.
         pull_secret: name of the Secret for a private registry.
         pull_policy: when nodes fetch the image.
@@ -91,12 +93,12 @@ class KubernetesSettings:
             out.
         service_account: name of the service account of launcher and workers. Its token is not mounted.
         secrets: variables of every rank whose values come from Secrets, each as "SECRET/KEY".
-        volumes: existing PersistentVolumeClaims. The key is the folder of every worker where a claim is mounted.
+        volumes: existing PersistentVolumeClaims. A key is the folder in every worker at which a claim is mounted.
             "CLAIM:ro" is read-only.
         resources: further extended resources of each worker pod, for example for RDMA.
         patch: a YAML file that is merged into the MPIJob, to set other fields (`patch.merged`).
-        elastic: "MIN:MAX" for elastic Horovod. The training needs at least MIN ranks, and uses at most MAX ranks. The
-            training begins with `job.ranks` ranks, a number from MIN to MAX. None if the number of ranks is fixed.
+        elastic: "MIN:MAX" for elastic Horovod. The job needs at least MIN ranks, and uses at most MAX ranks. It begins
+            with `job.ranks` ranks, a number from MIN to MAX. None if the number of ranks is fixed.
         interface: the network interface of the pods through which the ranks of an elastic job find each other.
     """
 
@@ -174,7 +176,7 @@ class KubernetesSettings:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The least and the largest number of ranks."""
+        """The smallest and the largest number of ranks."""
         least, _, most = (self.elastic or f"{self.job.ranks}:{self.job.ranks}").partition(":")
         return int(least), int(most)
 
@@ -195,8 +197,8 @@ class KubernetesSettings:
 
     @property
     def metrics_port(self) -> int | None:
-        """The port at which Prometheus scrapes rank 0. The port is the value of the program's option `--metrics-port`;
-        None without this option."""
+        """The port at which Prometheus scrapes rank 0. It is the value of the program's option `--metrics-port`; None
+        without this option."""
         port = None
         for word, following in zip(self.job.command, [*self.job.command[1:], ""], strict=True):
             if word == _METRICS_PORT:
@@ -337,7 +339,7 @@ class KubernetesSettings:
             self._check_training()
 
     def _check_training(self) -> None:
-        """Check the conditions of `hvdcomp train --elastic`."""
+        """Checks the conditions of `hvdcomp train --elastic`."""
         words = self.job.command
         if not any(word.partition("=")[0] == "--checkpoint-folder" for word in words):
             raise ConfigurationError(
@@ -403,7 +405,7 @@ def _trains(command: tuple[str, ...]) -> bool:
 
 
 def check_job_name(name: str) -> None:
-    """Check the name of an MPIJob.
+    """Checks the name of an MPIJob.
 
     Raises:
         ConfigurationError: if the name is not valid for a job or for a Service.
@@ -428,7 +430,7 @@ def _check_object(name: str, value: str | None) -> None:
 
 
 def check_namespace(namespace: str) -> None:
-    """Check the name of a namespace.
+    """Checks the name of a namespace.
 
     Raises:
         ConfigurationError: if the name is not a DNS-1123 label.

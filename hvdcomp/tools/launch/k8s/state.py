@@ -1,4 +1,4 @@
-"""Determines the state of a job from its MPIJob and its pods, and collects the messages of the scheduler and the
+"""Determines the state of a job from its MPIJob and its pods, and collects messages from the scheduler and the
 nodes."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class MPIJobState:
 def read_state(
     job: Mapping[str, Any] | None, pods: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]] = ()
 ) -> MPIJobState:
-    """Determines the state of a job. job: None if the job was deleted.
+    """Determines the state of a job. `job` is None if the job was deleted.
 
     The MPIJob shows whether the job has ended. The pods show the exit code of the job, and why the job waits. The
     events of the operator show why pods are missing.
@@ -103,7 +103,7 @@ def newest_launcher(pods: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | No
 
 
 def is_active(pod: Mapping[str, Any]) -> bool:
-    """Whether the container of a pod runs, or may still run later."""
+    """Whether the container of a pod is running, or may run later."""
     return pod["status"].get("phase") not in ("Succeeded", "Failed") and "terminated" not in _container(pod).get(
         "state", {}
     )
@@ -112,15 +112,15 @@ def is_active(pod: Mapping[str, Any]) -> bool:
 def remaining(pods: Iterable[Mapping[str, Any]]) -> list[str]:
     """The names of pods that still run although the job has ended. The result is empty if the launcher has ended.
 
-    When the launcher ends, the operator deletes workers according to `cleanPodPolicy`. But if workers are evicted, the
-    operator marks the job as failed, and the other pods continue to run.
+    When the launcher ends, the operator deletes workers according to `cleanPodPolicy`. If workers are evicted, however,
+    the operator marks the job as failed, and the other pods continue to run.
     """
     active = [pod for pod in pods if is_active(pod) and "deletionTimestamp" not in pod["metadata"]]
     return sorted(pod["metadata"]["name"] for pod in active) if newest_launcher(active) is not None else []
 
 
 def attempt(launcher: Mapping[str, Any] | None) -> tuple[str, int] | None:
-    """The pod, and the number of the restart, whose log can be read. None before the container has started."""
+    """The pod, and the number of its restart, whose log can be read; None before the container has started."""
     if launcher is None:
         return None
     status = _container(launcher)
@@ -144,8 +144,8 @@ def _is_ready(pod: Mapping[str, Any]) -> bool:
 
 
 def _troubles(pods: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The problems of pods, or how pods have ended. Each text occurs once, with the first pod and the number of other
-    pods."""
+    """The problems of pods, or how pods have ended. Each text occurs only once, with the first pod and the number of
+    other pods."""
     names: dict[str, list[str]] = {}
     for pod in pods:
         if trouble := _trouble(pod):
@@ -157,8 +157,8 @@ def _troubles(pods: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _trouble(pod: Mapping[str, Any]) -> str:
-    """A text that follows the name of a pod. The text says why the pod does not run, or how its container has ended.
-    Empty if neither is known."""
+    """A text to append to the name of a pod. It explains why the pod does not run, or how its container has ended. It
+    is empty if neither is known."""
     status = pod["status"]
     for condition in status.get("conditions") or ():
         if condition["type"] == "PodScheduled" and condition["status"] == "False":

@@ -1,8 +1,8 @@
 """The preStop hook of a worker's container: `python3 -m hvdcomp.tools.launch.k8s.warn`.
 
 Without this hook, Kubernetes would send SIGTERM to sshd, and all ranks of the pod would end immediately. The hook warns
-the ranks with SIGUSR1. The hook returns when they have ended, within the grace period of the pod. All ranks agree on
-the step at which they save, so the ranks of other pods need no warning.
+the ranks with SIGUSR1, and returns when they have ended, within the pod's grace period. All ranks agree on the step at
+which they save, so ranks in other pods do not need a warning.
 
 `python3 -m hvdcomp.tools.launch.k8s.warn all` sends SIGUSR2 once. This signal tells the ranks of an elastic job that
 all ranks must end. After SIGUSR1, the ranks of other pods would continue.
@@ -25,12 +25,12 @@ _HOROVODRUN = b"HOROVOD_RANK="
 
 
 def ranks(processes: Path = Path("/proc")) -> list[int]:
-    """The numbers of the processes that Open MPI's daemon or horovodrun started in this container."""
+    """The process IDs of the processes that Open MPI's daemon or horovodrun started in this container."""
     names: dict[int, str] = {}
     parents: dict[int, int] = {}
     started: set[int] = set()
     for folder in processes.glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # the process has just ended, or is a process of sshd
+        with contextlib.suppress(OSError):  # the process has just ended, or belongs to sshd
             # "12 (the name) S 1 ...", where the name may contain anything
             before, _, after = (folder / "stat").read_text(errors="replace").rpartition(")")
             state, parent = after.split()[:2]
@@ -39,12 +39,12 @@ def ranks(processes: Path = Path("/proc")) -> list[int]:
                 names[number], parents[number] = before.partition("(")[2], int(parent)
                 if any(variable.startswith(_HOROVODRUN) for variable in (folder / "environ").read_bytes().split(b"\0")):
                     started.add(number)
-    first = {number for number in started if parents[number] not in started}  # all others are child processes of ranks
+    first = {number for number in started if parents[number] not in started}  # the others are children of ranks
     return sorted(first | {number for number, parent in parents.items() if names.get(parent) == "orted"})
 
 
 def warn() -> None:
-    """Warns the ranks again and again until all of them have ended."""
+    """Warns the ranks repeatedly until all of them have ended."""
     warned = -float(WARN_EVERY)
     while processes := ranks():
         if time.monotonic() - warned >= WARN_EVERY:

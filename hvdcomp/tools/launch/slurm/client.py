@@ -1,7 +1,7 @@
 """Calls Slurm's own commands to submit a job, read its state, and cancel it.
 
-The state comes from the controller (`scontrol show job`). Some minutes after the end of a job, the controller no longer
-knows the job. The state then comes from the accounting (`sacct`), if the cluster has it.
+The state comes from the controller (`scontrol show job`). A few minutes after a job has ended, the controller no longer
+has a record of it. The state then comes from accounting (`sacct`), if the cluster has accounting.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from hvdcomp.tools.launch.scheduler import SchedulerError
 
 _COMMAND_SECONDS = 120
-# these variables say which Slurm to use, and with which credentials
+# these variables determine which Slurm to use, and with which credentials
 _CLUSTER = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"}
 _NOT_NOW = re.compile(
     r"Unable to contact slurm controller|Socket timed out|Zero Bytes were transmitted|Connection refused|"
@@ -44,7 +44,7 @@ class SchedulerUnavailableError(SchedulerError):
 
 
 class UnknownJobError(SchedulerError):
-    """Slurm does not know the job, or no longer knows it."""
+    """Slurm has no record of the job, or no longer has one."""
 
 
 class RefusedError(SchedulerError):
@@ -64,12 +64,12 @@ class SlurmJobState:
     """The state of a job, as Slurm reports it.
 
     Attributes:
-        state: Slurm's word for the state, such as PENDING, RUNNING or COMPLETED.
+        state: Slurm's name for the state, such as PENDING, RUNNING or COMPLETED.
         reason: why the job is pending, or why it ended in this state; "None" if there is no reason.
         nodes: names of the nodes on which the job runs; empty before it starts.
         restarts: number of times that Slurm has requeued the job.
         code, signal: the exit code of the script, and the number of the signal that ended it.
-        output: the file of the job's output; None if Slurm does not know the file.
+        output: the file of the job's output; None if Slurm does not report the file.
     """
 
     job_id: int
@@ -88,8 +88,8 @@ class SlurmJobState:
 
     @property
     def exit_code(self) -> int:
-        """The exit code for a shell. The result is the exit code of the script, or 128 plus the number of the signal
-        that ended the script. If Slurm ended the job without either, it is 1."""
+        """The exit code for a shell: the exit code of the script, or 128 plus the number of the signal that ended the
+        script. If Slurm ended the job without an exit code or a signal, it is 1."""
         if self.code:
             return self.code
         if self.signal:
@@ -102,7 +102,7 @@ def submit(script: str) -> int:
 
     Raises:
         RefusedError: if sbatch refused the script.
-        SchedulerUnavailableError: if Slurm does not answer. The job may have been submitted nevertheless.
+        SchedulerUnavailableError: if Slurm does not answer. The job may have been submitted anyway.
     """
     # SBATCH_ variables would override the options of the script. Variables of a surrounding job (its binding to cores,
     # its memory) would override those of the ranks, because sbatch passes them on to srun.
@@ -127,7 +127,7 @@ def state_of(job_id: int) -> SlurmJobState:
     """The state of a job.
 
     Raises:
-        UnknownJobError: if Slurm does not know the job, or no longer knows it.
+        UnknownJobError: if Slurm has no record of the job, or no longer has one.
         SchedulerUnavailableError: if Slurm does not answer.
     """
     try:
@@ -137,14 +137,15 @@ def state_of(job_id: int) -> SlurmJobState:
 
 
 def my_jobs() -> list[SlurmJobState]:
-    """The jobs of this user that Slurm's controller knows, the newest first. Jobs that have ended are included."""
+    """The jobs of this user in the records of Slurm's controller, newest first. The list includes jobs that have
+    ended."""
     output = _run(["squeue", "--me", "--states=all", "--noheader", "--format=%A"])
     jobs = []
     for number in sorted({int(line) for line in output.split()}, reverse=True):
         try:
             jobs.append(state_of(number))
         except UnknownJobError:
-            continue  # Slurm no longer knows the job
+            continue  # Slurm no longer has a record of the job
     return jobs
 
 
@@ -152,7 +153,7 @@ def cancel(job_id: int) -> None:
     """Cancels a job. A job that has already ended does not change.
 
     Raises:
-        SchedulerError: if Slurm refused, for example because the job belongs to another user.
+        SchedulerError: if Slurm refused, for example because the job belongs to a different user.
         UnknownJobError: if there is no such job.
     """
     _run(["scancel", str(job_id)])
@@ -182,7 +183,7 @@ def _parse_job(job_id: int, text: str) -> SlurmJobState:
 
 
 def _accounted(job_id: int) -> SlurmJobState:
-    """The state according to the accounting, which does not know the file of the output or the restarts."""
+    """The state according to accounting, which has no record of the output file and the restarts."""
     forgotten = f"Slurm does not know job {job_id}, or forgot it after its end"
     try:
         output = _run(
@@ -212,7 +213,7 @@ def _run(command: list[str], text: str | None = None, variables: dict[str, str] 
             text=True,
             timeout=_COMMAND_SECONDS,
             check=False,
-            # Only this program must get Ctrl-C.
+            # Ctrl-C must reach only this program, not the command.
             start_new_session=True,
         )
     except FileNotFoundError:
@@ -237,7 +238,7 @@ def _run(command: list[str], text: str | None = None, variables: dict[str, str] 
 
 
 def _one_line(name: str, text: str) -> str:
-    """The output of a command on one line. The name of the command and the word error at the start of each line are
+    """The output of a command on one line. The command's name and the word "error" at the start of each line are
     removed."""
     lines = (re.sub(rf"^{name}: ((error|fatal): )?", "", line.strip()) for line in text.splitlines())
     return "; ".join(line for line in lines if line)

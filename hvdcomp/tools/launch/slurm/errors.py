@@ -1,6 +1,6 @@
-"""Explains why Slurm refuses a job, and why a job waits. An explanation names the settings and the way out.
+"""Explains why Slurm refuses a job, and why a job waits. An explanation names the settings, and how to fix the problem.
 
-Refusals are recognised by the texts of Slurm's errors (src/common/slurm_errno.c), which are the same in many versions.
+Refusals are recognized by the texts of Slurm's errors (src/common/slurm_errno.c), which are the same in many versions.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ _REASONS: dict[str, str] = {
 
 
 def refusal(message: str, settings: SlurmJob) -> str | None:
-    """Explains why Slurm refuses a job. The explanation has Slurm's message, the flags with their values, and the way
-    out.
+    """Explains why Slurm refuses a job. The explanation has Slurm's message, the flags with their values, and how to
+    fix the problem.
 
     Args:
         message: the output of sbatch, on one line.
@@ -130,6 +130,6 @@ def refusal(message: str, settings: SlurmJob) -> str | None:
 
 
 def explain_reason(reason: str) -> str:
-    """Explains why a job is pending. reason: Slurm's reason. "" if the job waits for its turn, or the reason is
-    unknown."""
+    """Explains why a job is pending. `reason` is Slurm's reason. The result is "" if the job waits for its turn, or if
+    the reason is unknown."""
     return next((words for pattern, words in _REASONS.items() if re.fullmatch(pattern, reason)), "")

@@ -1,5 +1,4 @@
-"""Follows a job. The follower reports changes of the state, the output while it is written, and the exit code at the
-end."""
+"""Follows a job: reports changes of its state, its output while it is written, and the exit code at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from hvdcomp.tools.launch.slurm.client import SchedulerUnavailableError, SlurmJo
 from hvdcomp.tools.launch.slurm.errors import explain_reason
 
 _LOG_SECONDS = 0.5  # seconds between two reads of the log
-_PATIENCE_SECONDS = 900.0  # how long Slurm's controller may be silent, for example during a restart
+_PATIENCE_SECONDS = 900.0  # longest silence of Slurm's controller, for example during a restart
 
 
 class Log:
@@ -74,7 +73,7 @@ class Follower:
         """Follows the job until it has ended and will not be started again. Returns its last state.
 
         Raises:
-            UnknownJobError: if Slurm no longer knows the job before its end was seen.
+            UnknownJobError: if Slurm no longer has a record of the job before its end was observed.
             SchedulerUnavailableError: if Slurm has not answered for a quarter of an hour.
         """
         try:

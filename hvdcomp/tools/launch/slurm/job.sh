@@ -1,10 +1,10 @@
 #!/bin/bash
 #@options
 
-# A distributed training for Slurm, printed by `hvdcomp launch slurm --dry-run`. Submit it with sbatch.
+# A distributed training job for Slurm, as printed by `hvdcomp launch slurm --dry-run`. Submit it with sbatch.
 #
-# Slurm signals this script before the time limit (the option --signal) and when it preempts the job. The ranks then
-# save a checkpoint, all of the same step, and end with the code below; the job is requeued and continues from there.
+# Slurm signals this script before the time limit (the option --signal), and when it preempts the job. All ranks then
+# save a checkpoint at the same step, and end with the code below. The job is requeued and continues from there.
 
 : "${SLURM_JOB_ID:?this is a batch script: submit it with sbatch}"
 if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
@@ -14,21 +14,21 @@ if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
 fi
 #@modules
 
-# If sbatch is called in another job, it passes on that job's variables: srun would use them for the cores and memory of
-# this job.
+# If sbatch is called within another job, it passes on that job's variables, and srun would use them for the cores and
+# memory of this job.
 unset "${!SLURM_CPU_BIND@}"
 [ -n "${SLURM_MEM_PER_NODE:-}" ] && unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU
 
-# The number of ranks: a training with another number stops with an error.
+# The number of ranks. If training starts with a different number, it stops with an error.
 export HVDCOMP_EXPECTED_SIZE="$SLURM_NTASKS"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
 export PYTHONUNBUFFERED=1
-# InfiniBand needs locked memory. Slurm copies the login node's limit: raise it to this node's.
+# InfiniBand needs locked memory. Slurm copies the login node's limit, so it is raised to this node's limit.
 ulimit -S -l hard
 #@torch
 #@environment
 
-# The program, one argument a line; no shell interprets it again.
+# The program, with one argument per line. No shell interprets it again.
 command=(
 #@command
 )
@@ -36,14 +36,14 @@ command=(
 # The whole program as one word, because mpirun would interpret a program's arguments as its own options.
 #@program
 
-# The command that starts it on all ranks. The warning does not end a program that ignores it.
+# The command that starts the program on all ranks. The warning signal does not end a program that ignores it.
 #@launch
 
 #@constants
 echo "job $SLURM_JOB_ID: $SLURM_NTASKS ranks on $SLURM_JOB_NODELIST, start $((${SLURM_RESTART_COUNT:-0} + 1))"
 
-# A signal ends `wait` before the launcher has ended: then wait again. srun and mpirun pass SIGUSR1 to all ranks, but
-# kill them on SIGTERM. The warning is repeated, because a program that is still starting ignores it.
+# A signal ends `wait` before the launcher has ended, so the script waits again. srun and mpirun pass SIGUSR1 to all
+# ranks, but kill them on SIGTERM. The warning is repeated, because a program that is still starting ignores it.
 signals=0
 launcher=
 repeating=
@@ -67,8 +67,8 @@ done
 [ -n "$repeating" ] && kill "$repeating" 2>/dev/null
 #@code
 
-# Slurm's controller may not answer for some minutes. Slurm would requeue a cancelled job, too, so only a job that is
-# known to be RUNNING is requeued.
+# Slurm's controller may not answer for some minutes. Slurm would also requeue a canceled job, so the job is requeued
+# only if its state is RUNNING.
 requeue() {
   local state asked=
   for _ in {1..20}; do
@@ -77,7 +77,7 @@ requeue() {
       echo "job $SLURM_JOB_ID: the ranks saved a checkpoint; the job was cancelled, so it is not requeued"
       return
     elif [ -n "$state" ]; then
-      # Printed before the requeue, because Slurm may kill this script at once.
+      # This is printed before the requeue, because Slurm may kill this script at once.
       [ -n "$asked" ] || echo "job $SLURM_JOB_ID: the ranks saved a checkpoint; Slurm is asked to requeue the job," \
         "which then continues from this checkpoint"
       asked=yes

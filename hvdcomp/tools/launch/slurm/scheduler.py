@@ -1,4 +1,4 @@
-"""The implementation of the protocol `Scheduler` for Slurm. Each job is a batch job."""
+"""Implements the interface `Scheduler` for Slurm. Each job is a batch job."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class BatchJob:
 
 
 class Slurm(Scheduler[SlurmJob, BatchJob]):
-    """The jobs of one cluster. The object uses the commands of this login node.
+    """The jobs of one cluster, accessed with the commands of this login node.
 
     Args:
         poll_seconds: seconds between two queries to Slurm's controller while a job is followed.
-        log_folder: the folder of the output, used if Slurm no longer knows the job.
+        log_folder: the folder of the output, which is used if Slurm no longer has a record of the job.
     """
 
     def __init__(self, poll_seconds: float = 5.0, log_folder: Path = Path()) -> None:
@@ -49,7 +49,7 @@ class Slurm(Scheduler[SlurmJob, BatchJob]):
         return BatchJob(number, folder / log_name(settings.job.name, number))
 
     def find(self, number: int) -> BatchJob:
-        """A submitted job. The output of the job is the file that Slurm names, or the file with the job's number in
+        """A submitted job. Its output is the file that Slurm names or, otherwise, the file with the job's number in
         `log_folder`."""
         try:
             output = client.state_of(number).output

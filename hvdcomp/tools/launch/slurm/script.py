@@ -1,8 +1,8 @@
-"""Makes the batch script of a job. The module inserts the lines of the job into the template `job.sh`.
+"""Makes the batch script of a job by inserting the job's lines into the template `job.sh`.
 
-A line of the template that is a mark, such as `#@options`, is replaced by lines of this module. Text of the user is
+A line of the template that is a mark, such as `#@options`, is replaced with lines from this module. The user's text is
 inserted only through `quoted`, and only after the first line that is not a comment, because sbatch no longer reads
-options there. `SlurmJob` has checked all values that are inserted before this line.
+options there. All values that are inserted before this line have been checked by `SlurmJob`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from hvdcomp.tools.launch.promise import EXIT_SAVED
 from hvdcomp.tools.launch.slurm.settings import SlurmJob
 
 _TEMPLATE = Path(__file__).with_name("job.sh")
-# srun returns the largest exit code of all ranks. If it kills ranks after a failure, these have large codes. So the
-# first rank that fails writes its code to a file. If srun cannot start a rank, it may return 0. So a rank that succeeds
-# also writes a file. The program itself receives the signals of srun.
+# srun returns the largest exit code of all ranks. Ranks that it kills after a failure have large codes, so the first
+# rank that fails writes its code to a file. If srun cannot start a rank, it may return 0, so a rank that succeeds also
+# writes a file. srun's signals reach the program itself.
 _SRUN_RANK: tuple[str, ...] = (
     'notes="$PWD/.job-$SLURM_JOB_ID"',
     'rm -rf "$notes"',
@@ -37,7 +37,7 @@ _SRUN_CODE = (
     "fi",
     'rm -rf "$notes"',
 )
-# The message of srun itself would not name the missing plugin.
+# srun's own message would not name the missing plugin.
 _PYXIS = (
     "if ! srun --help | grep -q -e --container-image; then",
     '  echo "job $SLURM_JOB_ID: srun has no --container-image here: enroot needs the plugin pyxis.'
@@ -47,16 +47,15 @@ _PYXIS = (
 )
 # mpirun returns the code of the rank that failed first, and sends signals to the process that it has started.
 _MPIRUN_RANK: tuple[str, ...] = ("rank=\"trap '' USR1; exec $program\"",)
-# srun's option --gpu-bind=none is not used. With it, Slurm 22.05 does not set CUDA_VISIBLE_DEVICES, so ranks may see
-# the GPUs of other jobs.
+# srun's option --gpu-bind=none is not used, because with it Slurm 22.05 does not set CUDA_VISIBLE_DEVICES, so ranks
+# might see the GPUs of other jobs.
 _ALL_GPUS = (
     "# Each rank sees all GPUs of its job on its node, which is Slurm's default, and uses the GPU of its local rank.",
     "# With --gpus-per-task or --gpu-bind, it would see one GPU, as number 0: a program that uses the GPU of its local",
     "# rank would find none, and NCCL might not reach the neighbours' GPUs directly, as over NVLink.",
     "unset SLURM_GPU_BIND SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU SLURM_TRES_BIND SLURM_TRES_PER_TASK",
 )
-# A node may run ranks of several jobs. So the port depends on the number of the job. It is below Linux's ephemeral
-# ports.
+# A node may run ranks of several jobs, so the port depends on the job's number. It is below Linux's ephemeral ports.
 _TORCH = (
     "",
     "# torch.distributed's ranks meet at rank 0, which runs on the first node.",
@@ -89,14 +88,14 @@ def batch_script(settings: SlurmJob) -> str:
 
 
 def quoted(text: str) -> str:
-    """The text as a single word of bash. The word has no line ends, because sbatch refuses carriage returns."""
+    """Quotes the text as a single word for bash. The word has no line ends, because sbatch refuses carriage returns."""
     if text.isprintable():
         return shlex.quote(text)
     return "$'" + "".join(chr(byte) if byte in _PLAIN_BYTES else f"\\{byte:03o}" for byte in text.encode()) + "'"
 
 
 def log_name(name: str, job_id: int | str = "%j") -> str:
-    """The name of the output file of a job in `log_folder`. The name is the same for all starts of the job."""
+    """The name of a job's output file in `log_folder`. The name stays the same if the job is started again."""
     return f"{name}-{job_id}.log"
 
 
@@ -167,7 +166,7 @@ def _pyxis(settings: SlurmJob) -> list[str]:
     if settings.container != "enroot":
         return []
     assert settings.image is not None
-    # Apptainer itself mounts the folder from which the job was submitted. enroot needs an option for this.
+    # Apptainer mounts the folder from which the job was submitted by itself. enroot needs an option for this.
     mounts = "".join(f",{mount if ':' in mount else f'{mount}:{mount}'}" for mount in settings.mounts)
     return [
         f"--container-image={quoted(settings.image)}",

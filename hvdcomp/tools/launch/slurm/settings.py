@@ -28,12 +28,12 @@ _RESOURCE = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9_-]*)(?::[A-Za-z_][A-Za-z0-9
 class SlurmJob:
     """A job for Slurm. All fields except `job` are keys of the table [slurm] and flags of `hvdcomp launch slurm`.
 
-    The product of `nodes` and `tasks_per_node` must be `job.ranks`. If you leave out one of the two, it is computed
-    from the other and the ranks. If you leave out the ranks, they are computed from both, or from nodes and GPUs
+    The product of `nodes` and `tasks_per_node` must be `job.ranks`. If you omit one of the two, it is computed from the
+    other and the number of ranks. If you omit the number of ranks, it is computed from both, or from nodes and GPUs
     (`ranks_of`).
 
     Raises:
-        ConfigurationError: if a field has a wrong value. The message names the field and the way out.
+        ConfigurationError: if a field has a wrong value. The message names the field and how to fix it.
     """
 
     # fmt: off
@@ -91,10 +91,10 @@ class SlurmJob:
 
     @staticmethod
     def ranks_of(settings: Mapping[str, Any]) -> int | None:
-        """Computes the number of ranks from some settings: `tasks_per_node` ranks on each node, or one rank for each
-        GPU. None if neither is given."""
+        """Computes the number of ranks from the settings: `tasks_per_node` ranks on each node, or one rank for each
+        GPU. The result is None if neither setting is given."""
         on_each = settings.get("tasks_per_node") or settings.get("gpus_per_node")
-        # Values below 1 lead to an error later, which names their field.
+        # Values below 1 later raise an error that names their field.
         return max(1, on_each) * max(1, settings.get("nodes") or 1) if on_each else None
 
     @property
@@ -107,10 +107,10 @@ class SlurmJob:
         return nodes, self.tasks_per_node
 
     def flags(self, names: Iterable[str]) -> str:
-        """Fields, or "ranks", in the form of flags with the values that Slurm gets. Defaults and computed values are
+        """Writes fields, or "ranks", as flags with the values that Slurm gets. Defaults and computed values are
         included.
 
-        If a field is not set, it is left out, except the first.
+        A field that is not set is left out, unless it is the first.
         """
         nodes, tasks = self.shape
         values: dict[str, Any] = {**vars(self), "ranks": self.job.ranks, "nodes": nodes, "tasks_per_node": tasks}
@@ -140,7 +140,7 @@ class SlurmJob:
             )
 
     def _misfit(self) -> str:
-        """The message if the ranks do not fill all nodes, with the way out."""
+        """The message if the ranks do not fill all nodes. It explains how to fix this."""
         if self.tasks_per_node is None:
             return (
                 f"{self.nodes} nodes evenly: use a multiple of {self.nodes} (ranks), or another number of nodes (nodes)"
@@ -226,7 +226,7 @@ def seconds_of(time: str) -> int:
     """A time limit in seconds.
 
     Raises:
-        ConfigurationError: if the limit does not have a form that sbatch knows.
+        ConfigurationError: if the limit is not in a format that sbatch accepts.
     """
     match = _TIME.fullmatch(time)
     if match is None:
