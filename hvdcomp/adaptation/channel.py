@@ -73,8 +73,8 @@ class MessageChannel:
     def start(self, message: bytes) -> None:
         """Starts to send rank 0's message. The messages of other ranks are ignored.
 
-        If sending fails, `finish` raises the error. After the last step of a training, `finish` is not called, because
-        other ranks may have ended and sending may fail.
+        If sending fails, `finish` raises the error. After the last step of a training run, `finish` is not called,
+        because other ranks may have ended and sending may fail.
         """
         self._message = message
         head = len(message).to_bytes(_HEADER_BYTES, "little") + message
@@ -107,7 +107,7 @@ def _of_length(message: bytes, length: int) -> np.ndarray:
 
 
 class DecisionChannel:
-    """Sends rank 0's decisions to all ranks. A message is the policy's state in JSON, so that every rank could continue
+    """Sends rank 0's decisions to all ranks. A message is the policy's state in JSON, so that every rank can continue
     from this state.
 
     Args:
@@ -119,8 +119,8 @@ class DecisionChannel:
     Attributes:
         state: the newest state of the policy that all ranks know.
         request: the statistics that the policy requests in `state`.
-        latest: the newest state on this rank. On rank 0, the newest state is newer than `state` after a decision, until
-            all ranks have received the decision.
+        latest: the newest state on this rank. On rank 0, after a decision, `latest` is newer than `state` until all
+            ranks have received the decision.
         latest_request: the statistics that the policy requests in `latest`.
         in_flight: whether a state was sent but not yet received.
     """

@@ -27,7 +27,8 @@ class Plans:
 
     Args:
         engine: the engine of the training.
-        names: the names of the tensors whose level the policy decides. All other tensors are sent as without a policy.
+        names: the names of the tensors whose level the policy decides. All other tensors are sent in the same way as
+            without a policy.
 
     Attributes:
         previews: object that computes C(x) and the compression error for a plan, without sending anything.
@@ -59,8 +60,8 @@ class Plans:
         return self._with({name: at_factor(self.engine, name, factor) for name, factor in factors.items()})
 
     def at_factor(self, factor: float, of: Unit = "bytes") -> Plan:
-        """The plan in which all of `names` have the same compression factor. The plan is cached, because GraVAC asks
-        for it in every step."""
+        """The plan in which all of `names` have the same compression factor. The plan is cached, because GraVAC
+        requests it in every step."""
         key = factor, of
         if key not in self._at_factor:
             if len(self._at_factor) == _MOST_KEPT:

@@ -1,8 +1,8 @@
-"""The base class of the bindings of all frameworks. A binding connects one `Compression` with one training.
+"""The base class of the bindings of all frameworks. A binding connects one `Compression` to one training run.
 
 A binding gets gradients from its framework, and returns mean gradients. A step is the same in all frameworks. First,
-`begin` fixes the plan; in the first step, the ranks compare their settings before. Then `check_presence` checks that
-all ranks take part, and use the same levels. Finally, `run_engine` runs the engine and informs the coordinator.
+`begin` fixes the plan. In the first step, the ranks compare their settings before that. Then `check_presence` checks
+that all ranks take part, and use the same levels. Finally, `run_engine` runs the engine and informs the coordinator.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SMALLEST_LOSS_SCALE = 2.0**-126  # a smaller scale has no inverse in float32
 
 
 class Binding(Training):
-    """Connects one `Compression` with one training.
+    """Connects one `Compression` to one training run.
 
     Args:
         setup: the `Compression`, and what the user passed to it.
@@ -50,7 +50,7 @@ class Binding(Training):
         names: names of all parameters of the model; by default the names of `tensors`.
 
     Attributes:
-        presence: the number that this rank contributes to the presence check of the present step.
+        presence: the number that this rank contributes to the presence check of the current step.
         ranks_may_change: whether ranks may join during the training. Then the ranks agree on a state in their first
             step, because some of them may be new.
         units: the units of the gradients, such as the loss scale.
@@ -79,7 +79,7 @@ class Binding(Training):
     def connect(self, communicator: Ranks) -> None:
         """Creates the objects that depend on the ranks, such as the engine, for the ranks of this communicator."""
         self.communicator = communicator
-        self._refused: str | None = None  # the reason why this rank refuses the present step
+        self._refused: str | None = None  # the reason why this rank refuses the current step
         self._has_agreed = False  # whether all ranks have agreed on a state since the ranks may have changed
         setup = self.setup
         settings = setup.compression.settings
@@ -115,7 +115,7 @@ class Binding(Training):
         return self._rolled_back is not None or self.communicator.is_stale
 
     def roll_back(self, state: Mapping[str, Any]) -> None:
-        """Makes the next step continue from a state that `state_dict` returned earlier. All ranks call this method. An
+        """Lets the next step continue from a state that `state_dict` returned earlier. All ranks call this method. An
         empty state means the state at the start of the training."""
         self._rolled_back = state or self._first_state
         if state:
@@ -138,8 +138,8 @@ class Binding(Training):
         self.engine.set_level(level)
 
     def follow_ranks(self) -> None:
-        """Continues with the present ranks after a change. They agree on the shared state in their next step. Every
-        rank calls this method, except new ranks.
+        """Continues with the current ranks after a change. In their next step, the ranks agree on the shared state.
+        Call this method on every rank, except on new ranks.
 
         Raises:
             ConfigurationError: on every rank, if a rank cannot continue.
@@ -160,7 +160,7 @@ class Binding(Training):
             return
         self._has_agreed = True
         carried, self._carried = self._carried, None
-        require_agreement(self.communicator, {}, self.like)  # raises if creating the binding failed on another rank
+        require_agreement(self.communicator, {}, self.like)  # raises if another rank could not create its binding
         state = self.state_dict() if carried is None else carried
         ranks = self.communicator
         agreed = elastic.agree_on_state(ranks, self.like, state, carried is not None, self.pack, self.unpack)
@@ -267,7 +267,8 @@ class Binding(Training):
         """Passes the gradients of a step without the engine to the coordinator, for the statistics of the policy.
 
         Args:
-            source: the kind of these gradients. Nothing happens if the policy uses another kind (`Coordinator.source`).
+            source: the kind of these gradients. Nothing happens if the policy uses a different kind
+                (`Coordinator.source`).
             gradients: the gradients, by name.
         """
         if self.coordinator is not None and self.coordinator.source == source:
@@ -275,7 +276,7 @@ class Binding(Training):
 
     @property
     def needs_engine(self) -> bool:
-        """Whether the present step must use the engine, even if its plan has only casts."""
+        """Whether the current step must use the engine, even if its plan only casts gradients."""
         return self.units.engine_only or (self.coordinator is not None and self.coordinator.needs_engine)
 
     # Settings and refusals.
@@ -291,7 +292,7 @@ class Binding(Training):
         return self._first_steps.has_begun
 
     def refuse(self) -> None:
-        """Raises ConfigurationError if this rank refuses the present step."""
+        """Raises ConfigurationError if this rank refuses the current step."""
         if self._refused is not None:
             raise ConfigurationError(self._refused)
 

@@ -1,4 +1,4 @@
-"""Checkpoints: the state of a training that later steps need.
+"""Checkpoints: the state of a training run that later steps need.
 
 A checkpoint has two parts. The `shared` part is the same on all ranks: the step, the levels, the state of the policy
 and the warm starts of methods. The `own` part belongs to one rank: its residuals, and on rank 0 the statistics for the
@@ -42,8 +42,8 @@ def state_of(engine: Engine, coordinator: Coordinator | None, copy: Callable[[Ar
         if state.compressor
     }
     residuals = {
-        # Residuals are saved in 32 bits at least. If another number of ranks continues, it adds up residuals, and sums
-        # of 16-bit residuals would be rounded.
+        # Residuals are saved in 32 bits at least. If a different number of ranks continues from the checkpoint,
+        # residuals are added up, and sums of 16-bit residuals would be rounded.
         name: {"memory": str(state.keeper), "arrays": [copy(_widened(array)) for array in state.memory]}
         for name, state in states
         if state.memory
@@ -94,7 +94,7 @@ def restore(
 
     Raises:
         ConfigurationError: if the checkpoint is damaged, or comes from other tensors, another compressor or another
-            policy. Nothing has changed then.
+            policy. In these cases, nothing is changed.
     """
     shared, own = parts_of(state)
     require_fit(shared, own, engine, coordinator)

@@ -1,4 +1,4 @@
-"""Connects a policy with a training: creates the coordinator, and makes the optimizer follow the batch size."""
+"""Connects a policy to a training run: creates the coordinator, and makes the optimizer follow the batch size."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ def _exchange_seconds(policy: Any, training: Training) -> Mapping[int, float] | 
     policy does not request them.
 
     Raises:
-        ConfigurationError: if the calibration of the policy cannot be used, or if no level keeps the limit of the
-            policy.
+        ConfigurationError: if the calibration of the policy cannot be used, or if no level stays within the limit of
+            the policy.
     """
     request = policy.first_request
     if Statistic.EXCHANGE_SECONDS not in request.ever:
@@ -138,7 +138,7 @@ def _cannot_use(calibration: str, error: ValueError) -> str:
 
 
 class BatchInForce:
-    """Adapts the optimizer and the residuals to the batch size that the policy has decided.
+    """Adapts the optimizer and the residuals to the batch size that the policy has chosen.
 
     Args:
         training: the training, with its optimizer and residuals.
@@ -175,7 +175,7 @@ class BatchInForce:
         return changed
 
     def undo(self) -> None:
-        """Sets the optimizer to the batch size that the training had at its start."""
+        """Sets the optimizer to the batch size at the start of training."""
         if self.current != BatchSize():
             self._training.follow_batch_size(BatchSize())
 

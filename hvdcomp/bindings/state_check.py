@@ -1,4 +1,5 @@
-"""Checks a state before it is restored: it must be complete, have the right types, be finite, and fit the training.
+"""Checks a state before it is restored: the state must be complete, have the right types, be finite, and fit the
+training run.
 
 Without these checks, a wrong residual would be noticed in the first step or never, and an inf or NaN would spoil all
 steps.
@@ -134,8 +135,8 @@ def parts_of(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, 
     """Makes all checks of a state that need no training, and returns the shared part and the rank's own part.
 
     Raises:
-        ConfigurationError: if the value is not a state, or has another version, or if a field is missing, has a wrong
-            type or is not finite.
+        ConfigurationError: if the value is not a state, or has a different version, or if a field is missing, has a
+            wrong type or is not finite.
     """
     shared, own = (state.get("shared"), state.get("own")) if isinstance(state, Mapping) else (None, None)
     if not isinstance(shared, Mapping) or not isinstance(own, Mapping) or shared.get("format") != FORMAT:
@@ -205,7 +206,7 @@ def require_fit(
 
 def _require_memory(saved: str, name: str, engine: Engine, coordinator: Coordinator | None) -> None:
     """Raises ConfigurationError if the residual of the tensor `name` comes from a kind of memory that this training
-    does not use, because that memory would continue to keep the residual."""
+    does not use, because the memory of the state would continue to keep the residual."""
     specs = () if coordinator is None else coordinator.policy.compressors
     methods = (engine.compressor, *map(parse_compressor, specs))
     kinds = {type(engine.planner.memory_for(leaf)) for method in methods for leaf in method.leaves()}
@@ -318,8 +319,8 @@ def _check_residual(kept: Mapping[str, Any], tensor: TensorInfo) -> None:
 
 
 def _check_warm_start(warm: Mapping[str, Any], tensor: TensorInfo, engine: Engine) -> None:
-    """Checks the warm start of a tensor. A warm start of another method than the tensor's present one is not used, and
-    so not checked."""
+    """Checks the warm start of a tensor. A warm start of a method other than the tensor's current method is not used,
+    and is therefore not checked."""
     compressor = engine.planner.choose(engine.compressor, tensor)
     if compressor.name != warm["method"]:
         return

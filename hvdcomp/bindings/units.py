@@ -17,15 +17,15 @@ from hvdcomp.compressors.parsing import parse_compressor
 
 
 class Units:
-    """The units of the gradients of one training.
+    """The units of the gradients of one training run.
 
     Args:
-        training: the training. Its optimizer may require that momenta are added to gradients.
+        training: the `Training`. Its optimizer may require that momenta are added to gradients.
 
     Attributes:
-        loss_scale: loss scale of the present step; None if it is unknown.
-        momenta: the momenta that are added to the gradients of the present step, by name, as arrays of the framework.
-        engine_only: whether the present step must use the engine, even if its plan has only casts.
+        loss_scale: loss scale of the current step; None if it is unknown.
+        momenta: the momenta that are added to the gradients of the current step, by name, as arrays of the framework.
+        engine_only: whether the current step must use the engine, even if its plan only casts gradients.
     """
 
     def __init__(self, training: Training) -> None:

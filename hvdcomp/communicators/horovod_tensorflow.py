@@ -113,7 +113,7 @@ class HorovodTensorFlowCommunicator(HorovodRanks):
         try:
             results = self._operation(signature)(*tensors)
         except tf.errors.OpError as error:
-            # Horovod for PyTorch raises the same error. Elastic mode for TensorFlow recognises a failure by the name of
+            # Horovod for PyTorch raises the same error. Elastic mode for TensorFlow recognizes a failure by the name of
             # an operation in the message.
             raise HorovodInternalError(f"HorovodAllreduce or another collective failed: {error.message}") from error
         arrays = map(array_of, results) if on_device is None else on_device.arrays(results)

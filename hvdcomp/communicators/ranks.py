@@ -101,7 +101,7 @@ class Ranks(Communicator):
         return False
 
     def renewed(self) -> Ranks:
-        """Creates a new communicator of all present ranks. Call it if this communicator `is_stale`.
+        """Creates a new communicator of all current ranks. Call it if this communicator `is_stale`.
 
         Raises:
             ConfigurationError: on every rank, if this communicator did not have all ranks.

@@ -2,7 +2,7 @@
 collectives are predicted.
 
 An allreduce adds up in the order of Gloo's ring, which torch.distributed uses on CPUs. Each rank has one clock for each
-simulated link. A clock runs while its rank computes, and stops while other ranks compute. With each collective, the
+simulated link. A clock runs while its rank computes, and stops while other ranks compute. With each collective, each
 clock advances by the time that is predicted for its link. Therefore one run predicts the times on several links.
 """
 
@@ -124,7 +124,7 @@ class SimulatedCommunicator(InProcessCommunicator):
     """The communicator of one rank of a `SimulatedGroup`, with the methods that bindings need.
 
     Attributes:
-        starts_at: the moment at which collectives count as started; None for the moment when they are started.
+        starts_at: the moment at which collectives count as started; None for the moment when they are actually started.
     """
 
     has_mpi = False
@@ -156,7 +156,7 @@ class SimulatedCommunicator(InProcessCommunicator):
 
 def add_in_a_ring(arrays: list[Array]) -> Array:
     """The sum of flat arrays, added up in the order of Gloo's ring. Gloo cuts the arrays into one block for each rank,
-    and adds up each block in another order.
+    and adds up each block in a different order.
 
     Blocks have equal numbers of whole segments; the last block may be shorter. The sum of block j begins with the array
     of rank j - 1, and continues with ranks j - 2, j - 3 and so on.

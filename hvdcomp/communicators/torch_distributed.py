@@ -28,7 +28,7 @@ reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist
 
 
 class Started(NamedTuple):
-    """A collective that was started and has perhaps not ended.
+    """A collective that was started and may not have ended yet.
 
     Attributes:
         work: the handle of the collective, from torch.distributed.
@@ -44,7 +44,7 @@ class Started(NamedTuple):
 
 
 class TorchDistributedCommunicator(Ranks):
-    """Runs collectives among the ranks of a process group of torch.distributed, by asynchronous operations.
+    """Runs collectives among the ranks of a process group of torch.distributed, with asynchronous operations.
 
     torch.distributed matches the collectives of different ranks by their order, and ignores their names.
 
@@ -111,8 +111,8 @@ class TorchDistributedCommunicator(Ranks):
         return self.wait(self.start_allgather(torch.from_numpy(own), name))
 
     def duplicate(self) -> TorchDistributedCommunicator:
-        """A communicator of the same ranks with a process group of its own. It is needed because a collective waits for
-        earlier collectives of the same process group."""
+        """A communicator of the same ranks with a process group of its own. A separate process group is needed because
+        a collective waits for earlier collectives of the same process group."""
         return TorchDistributedCommunicator(_group_beside(self.group, _backend(self.group)))
 
     def start_allreduce(self, array: torch.Tensor, op: str, name: str) -> Started:
@@ -254,7 +254,7 @@ def _agree_on_a_name(group: dist.ProcessGroup) -> int:
 
 
 def _waits_like(group: dist.ProcessGroup) -> dict[str, Any]:
-    """The keyword argument that gives a new process group the timeout of `group`. It is left out if the timeout is
+    """The keyword argument that gives a new process group the timeout of `group`. It is omitted if the timeout is
     unknown, because PyTorch 2.1 does not accept None."""
     timeout = _timeout(group)
     return {} if timeout is None else {"timeout": timeout}

@@ -1,7 +1,7 @@
 """Buckets. A bucket is a set of tensors that one method compresses together, in a few passes of compiled code.
 
 A compressor has `aggregate` for one tensor. A compressor may also have `aggregate_bucket` for all tensors of a bucket.
-This second form is a generator, too, and yields one request per round for all tensors. The kernels of this form compute
+This second form is also a generator, and yields one request per round for all tensors. The kernels of this form compute
 x from the gradients and the residuals, compress x in the same pass, and write the mean over the ranks to the results.
 If there are no kernels, or the compressor has no such form, tensors are not put in buckets (`exchange.tensor_group`).
 """
@@ -24,16 +24,16 @@ from hvdcomp.compressors.randomness import step_keys, tensor_keys
 from hvdcomp.kernels.tables import NARROW, Table
 
 BUCKET_BYTES = 25 * 2**20
-"""Default of the least bytes of gradients in a bucket that starts during the backward pass. It is the size of buckets
-in PyTorch's DDP (Li et al. 2020, arXiv:2006.15704, section 5.2)."""
+"""The default smallest size, in bytes of gradients, of a bucket that starts during the backward pass. It is the size of
+buckets in PyTorch's DDP (Li et al. 2020, arXiv:2006.15704, section 5.2)."""
 
 LEAST_BYTES = 1_000_000
-"""If rank 0 chooses the least bytes of gradients in a bucket, it chooses at least this number of bytes."""
+"""If rank 0 chooses the smallest size of a bucket, it chooses at least this number of bytes."""
 
 GATHERED_BYTES = 2**30
-"""Default of the largest number of bytes of payloads that a rank gathers at a time. It is a sixteenth of the memory of
-a V100 with 16 GB. If a step gathers more, the ranks exchange in several parts, and no bucket starts during the backward
-pass."""
+"""The default largest number of bytes of payloads that a rank gathers at the same time. It is a sixteenth of the memory
+of a V100 with 16 GB. If a step gathers more, the ranks exchange in several parts, and no bucket starts during the
+backward pass."""
 
 _MOST_ON_DEVICE = 4  # largest number of buckets that start during the backward pass
 
@@ -291,8 +291,8 @@ class Bucket:
 
 
 def gathered(rows: Array) -> tuple[Array, int, int]:
-    """Turns the answer of an `AllGather` with room, the payloads of all ranks, into arguments of kernels: the first
-    payload, the number of ranks, and the distance in bytes between two consecutive payloads."""
+    """Converts the answer of an `AllGather` with room, that is, the payloads of all ranks, into arguments for kernels:
+    the first payload, the number of ranks, and the distance in bytes between two consecutive payloads."""
     stride = rows.strides[0] if isinstance(rows, np.ndarray) else rows.stride(0)
     return rows, len(rows), stride
 
@@ -310,8 +310,8 @@ def address_of(array: Array) -> int:
 
 
 def take_off(bucket: Bucket, zeros: np.ndarray, x: np.ndarray | None = None) -> None:
-    """Subtracts the sent part from x, if a kernel has left this subtraction to the next step. Methods whose chunks may
-    change in the next step call this function.
+    """Subtracts the sent part from x, if a kernel has postponed this subtraction to the next step. This function is
+    called by methods whose chunks may change in the next step.
 
     Args:
         bucket: the bucket, after its tensors were encoded.
@@ -370,8 +370,8 @@ class BucketStates:
         )
 
     def places(self, members: Sequence[int]) -> list[np.ndarray]:
-        """For each vector, the indices that the arrays of some tensors occupy. members: the places of these tensors in
-        the bucket."""
+        """For each vector, the indices that the arrays of some tensors occupy. `members` are the places of these
+        tensors in the bucket."""
         empty = [np.zeros(0, np.int64)]
         ranges = [[np.arange(starts[member], starts[member + 1]) for member in members] for starts in self._starts]
         return [np.concatenate(empty + kind) for kind in ranges]

@@ -66,8 +66,8 @@ class _Cast(Gathering):
 
     Attributes:
         rounding: "nearest" (ties to even), which is the same in every run; or "stochastic", which rounds at random to
-            one of the two neighbours, so that the expectation is the element itself. The same magnitudes become
-            infinite with both.
+            one of the two neighbors, so that the expectation is the element itself. With both values, the same
+            magnitudes become infinite.
     """
 
     rounding: Rounding = "nearest"

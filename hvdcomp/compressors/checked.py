@@ -1,8 +1,8 @@
 """Calls `prepare` and `aggregate`, and checks compressors that are not part of hvdcomp.
 
 Without these checks, a mistake in such a compressor might go unnoticed, cause an error elsewhere, or make ranks wait
-for payloads of different sizes. Every error names the method and the tensor. The methods of hvdcomp are called without
-checks, because tests check them.
+for payloads of different sizes. Every error names the method and the tensor. hvdcomp's built-in compressors are called
+without these checks, because the test suite already covers them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def aggregate(method: Any, xp: ModuleType, x: Array, state: State, context: Cont
 
 
 def require_named(method: Any) -> None:
-    """Raises SpecError if the class of a compressor has no name or is not hashable. Call this before a training
+    """Raises SpecError if the class of a compressor has no name or is not hashable. Call this before training
     begins."""
     kind = type(method)
     if is_ours(method):

@@ -13,7 +13,7 @@ from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.compressors.sizes import state_elements
 
 MIN_NUMEL, MIN_NDIM = 1024, 2
-"""Defaults of the least number of elements, and of the least number of dimensions, of compressed tensors."""
+"""The default smallest number of elements, and the default smallest number of dimensions, of compressed tensors."""
 
 Plan = Mapping[str, Compressor]
 """The compressor of each tensor, by name. A plan is not changed once it is made."""

@@ -18,11 +18,12 @@ from hvdcomp.compressors import checked
 from hvdcomp.compressors.protocol import Context, SparseVector
 
 LARGE = 1 << 16
-"""Elements up to which a tensor on the host takes less time in NumPy than in the framework."""
+"""The largest number of elements for which a tensor on the host takes less time in NumPy than in the framework."""
 
 
 def numbers_may_overflow() -> Any:
-    """A context manager that silences NumPy's warnings of overflow, because the step's flag reports an inf or NaN."""
+    """A context manager that silences NumPy's warnings about overflow, because the step's flag reports an inf or
+    NaN."""
     return np.errstate(over="ignore", invalid="ignore", divide="ignore")
 
 

@@ -148,8 +148,8 @@ class MomentumCorrection(Memory):
     Attributes:
         momentum: the factor of u. The optimizer's own momentum must be 0.
         nesterov: whether to use Nesterov momentum, as above.
-        clip: the bound of the 2-norm of this rank's gradient; 0 for no clipping. The norm is computed over all tensors
-            together, before anything is added. With `size` ranks, the bound is multiplied by size**-1/2. With a loss
+        clip: the limit on the 2-norm of this rank's gradient; 0 for no clipping. The norm is computed over all tensors
+            together, before anything is added. With `size` ranks, the limit is multiplied by size**-1/2. With a loss
             scaler, gradients include the loss scale.
         masking: whether u becomes zero for elements that are sent.
 

@@ -31,8 +31,8 @@ from hvdcomp.kernels.limits import SMALLEST_SCALE
 from hvdcomp.specs.described import Rule
 
 _TO_WHOLE = 1.5 * 2.0**23
-"""Rounds to integers: added to a float32 below 2**22 in magnitude, it leaves no bits for a fraction, and the sum's
-lowest bits are the nearest integer, ties to even."""
+"""A number that rounds to integers. If it is added to a float32 below 2**22 in magnitude, the sum has no bits for a
+fraction, and the sum's lowest bits are the nearest integer, ties to even."""
 
 _FORMAT = Rule(lambda value: value in ("e4m3", "e5m2"), '"e4m3" or "e5m2"')
 
@@ -47,7 +47,7 @@ class BlockQuantizer(Gathering):
     Attributes:
         block: number of consecutive elements that share a scale. The last block may be shorter.
         rounding: "nearest", which is the same in every run; or "stochastic", which rounds at random to one of the two
-            neighbours, so that the expectation is the element itself.
+            neighbors, so that the expectation is the element itself.
     """
 
     block: Count = 128
@@ -64,7 +64,8 @@ class BlockQuantizer(Gathering):
         return blocks, xp.row_largest(blocks)
 
     def _encode_bucket(self, bucket: Bucket, mantissa: int = 0) -> None:
-        """Calls the encoding kernel. mantissa: number of mantissa bits if codes are floats; 0 if codes are integers."""
+        """Calls the encoding kernel. `mantissa` is the number of mantissa bits if codes are floats; 0 if codes are
+        integers."""
         nearest = self.rounding == "nearest"
         encode_multiples_of_bucket(bucket, "blocks_encode", bucket.layout.length, mantissa, nearest)
 

@@ -36,7 +36,8 @@ def shared_generator(context: Context, purpose: str) -> np.random.Generator:
 
 
 def rank_generator(context: Context, purpose: str) -> np.random.Generator:
-    """A random generator for this tensor, step, purpose and rank. The generator gives other numbers on each rank."""
+    """A random generator for this tensor, step, purpose and rank. The generator gives different numbers on each
+    rank."""
     return shared_generator(context, f"{purpose}|rank {context.rank}")
 
 
@@ -112,16 +113,16 @@ def tensor_keys(names: Sequence[str], seed: int, purpose: str) -> np.ndarray:
 def step_keys(keys: np.ndarray, step: int, rank: int | None) -> np.ndarray:
     """The keys of a step, computed from `tensor_keys`. With rank None, all ranks get the same keys.
 
-    Each key passes the generator SplitMix64 twice (Steele et al. 2014, doi:10.1145/2660193.2660195). The key is the
-    seed of a first generator, and output number `step` of this generator is the seed of a second one. Output number
+    The generator SplitMix64 is applied to each key twice (Steele et al. 2014, doi:10.1145/2660193.2660195). The key is
+    the seed of a first generator, and output number `step` of this generator is the seed of a second one. Output number
     `rank` of the second generator is the result.
     """
     return _mixed(_mixed(keys, step), -1 if rank is None else rank)
 
 
 def _mixed(keys: Any, number: int) -> Any:
-    """Output `number` of SplitMix64 with each key as the seed. keys: a uint64 array, or an int, for which the function
-    is much faster."""
+    """Output `number` of SplitMix64 with each key as the seed. `keys` is a uint64 array, or an int, for which the
+    function is much faster."""
     keys = keys + (number + 1) * 0x9E3779B97F4A7C15 % 2**64 & _ALL_BITS
     keys = (keys ^ keys >> 30) * 0xBF58476D1CE4E5B9 & _ALL_BITS
     keys = (keys ^ keys >> 27) * 0x94D049BB133111EB & _ALL_BITS

@@ -25,16 +25,16 @@ from hvdcomp.kernels import cuda
 from hvdcomp.kernels.tables import PRODUCT
 
 _ADDRESSES = ("gradient", "result", "source", "kept", "x", "velocity", "next_velocity")
-_OF_MEANS = "#mean"  # means get other random numbers than the chunks
+_OF_MEANS = "#mean"  # means get different random numbers from the chunks
 _OF_KEPT = ("above", "below", "rule", "kept_type")
 
 
 def scatter(method: Codec, xp: ModuleType, x: Array, context: Context) -> Aggregation:
     """Runs a step with exchange "scatter" for one tensor.
 
-    Each chunk has an owner, the rank that averages it. The owner adds its own x without rounding. In chunks of other
-    ranks, C(x) is the decoded payload. In this rank's own chunk, C(x) is x minus N times the rounding error of the
-    mean, with N ranks. Then the C(x) of all ranks add up to N times the result, and one residual accounts for both
+    Each chunk has an owner, which is the rank that averages it. The owner adds its own x without rounding. In chunks of
+    other ranks, C(x) is the decoded payload. In this rank's own chunk, C(x) is x minus N times the rounding error of
+    the mean, with N ranks. Then the C(x) of all ranks add up to N times the result, and one residual accounts for both
     roundings. This residual may overflow even if the mean does not. Such a large mean becomes NaN, and all ranks see
     the NaN.
     """
@@ -83,7 +83,7 @@ def scatter_bucket(method: Codec, bucket: Bucket) -> BucketAggregation:
     decoded = [chunks.decode(method, bucket, payloads) for chunks in layout.decoders]
     found_inf = any_found_inf(found_inf, *decoded)
     own_chunk.keep(bucket)
-    if bucket.widens and bucket.device is None:  # on a device, `EngineBucket` does it
+    if bucket.widens and bucket.device is None:  # on a device, `EngineBucket` does this
         return any_found_inf(bucket.call("narrow_results"), found_inf)
     return found_inf
 
@@ -170,8 +170,8 @@ class _Pieces:
         return np.where(tensors == 0, tensors, tensors + np.uint64(width) * self._starts)
 
     def decode_means(self, method: Codec, whole: Bucket, payloads: Array) -> bool | Array:
-        """Decodes payloads of means to the results. payloads: the payloads of all ranks. The bucket reads only the rows
-        of its own pieces."""
+        """Decodes payloads of means to the results. `payloads` has the payloads of all ranks. The bucket reads only the
+        rows of its own pieces."""
         self.bucket.suffix = _OF_MEANS
         self.bucket.segments["result"] = self.addresses(whole, "result")
         # `flatten` copies the rows only if payloads of other requests of the round are between them.
@@ -197,7 +197,7 @@ class _OtherChunks(_Pieces):
 
 class _AllChunks(_Pieces):
     """The chunks of all ranks, with the layout of the payloads of means. This layout is used if means are compressed at
-    another level."""
+    a different level."""
 
     def decode(self, method: Codec, whole: Bucket, payloads: Array) -> bool | Array:
         """Decodes all payloads of means to the results."""

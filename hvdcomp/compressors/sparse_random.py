@@ -79,7 +79,7 @@ class RandomK(ByRatio):
         return Outcome(xp.reshape(dense, x.shape), SparseVector(indices, xp.astype(sent, dtype)))
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
-        """Like `aggregate`, but in passes over all tensors of the bucket. The names in brackets are the kernels on a
+        """Like `aggregate`, but in passes over all tensors of the bucket. The names in parentheses are the kernels on a
         device, which compute the places again instead of storing them.
 
         1. `random_encode` (`random_take`) draws the places, computes x, and writes its values at the places to the
@@ -123,8 +123,8 @@ class _Layout:
         half: whether the payload is in half precision.
 
     Attributes:
-        payload: the sent values of all tensors. Values of a tensor are next to each other, and among them the values of
-            a task.
+        payload: the sent values of all tensors. The values of a tensor are next to each other, and so are, within a
+            tensor, the values of a task.
         sent: the sent values, as receivers decode them, (values,).
         places: for each sent value, the index of its element within its task, (values,).
         ends: for each task, the end of its values among the values of its tensor (tasks,).

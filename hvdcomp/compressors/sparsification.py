@@ -50,7 +50,7 @@ class ByRatio(WithRatio):
 
     def most_elements(self, budget: float, size: int) -> int:
         """The largest number of elements, for a tensor with `size` elements, whose payload has at most `budget` bytes;
-        1 if there is none."""
+        1 if there is no such number."""
         raise NotImplementedError
 
     def payload_floats(self, shape: tuple[int, ...], level: Level | None = None) -> float:
@@ -84,8 +84,8 @@ class Sparsifier(ByRatio):
         raise NotImplementedError
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
-        """Sends the chosen elements. C(x) has these k elements, and zeros elsewhere. The result is the mean of the
-        ranks' C(x)."""
+        """Sends the chosen elements. C(x) has these k elements, and zeros elsewhere. The result is the mean of C(x)
+        over the ranks."""
         vector = xp.flatten(x)
         parts, sent = self._encode(xp, vector)
         ranks = yield AllGather(parts)
@@ -305,8 +305,8 @@ def aggregate_by_magnitude(
     """Like `Sparsifier.aggregate`, but in passes over all tensors of the bucket:
 
     1. `sparse_encode` computes x and collects candidates. A sample gives a floor, and the candidates are the few
-       elements that reach the floor. Among the candidates, the kernel searches the threshold, chooses k elements, and
-       writes them to the payload.
+       elements that reach the floor. Among the candidates, the kernel searches for the threshold, chooses k elements,
+       and writes them to the payload.
     2. `sparse_keep` subtracts the sent elements from x, so that x becomes the residual.
     3. `sparse_decode` adds the elements of all ranks to the results.
 

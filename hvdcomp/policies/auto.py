@@ -1,13 +1,13 @@
 """Auto chooses the fastest of no compression, fp16 and some compressors, so that compression never costs time.
 
 The performance model lists the candidates and predicts the time of a step for each (`hvdcomp.adaptation.candidates`).
-The training begins with the candidate that has the shortest prediction, and measures it. If the predicted time of
-another candidate is close to the best, the policy tries this candidate for a few steps. The steps before and after the
-trial use the best candidate. Because the speed of a machine changes, only measurements that follow each other can be
-compared. The policy keeps the candidate with the shortest measured time. A trial begins when its expected cost is at
-most a small share of the training time so far, so that the cost of all trials stays below this share. If step times
-have changed since the candidate was chosen, all candidates may be tried again. If the trial of a candidate was long
-ago, the candidate is tried once more.
+Training begins with the candidate that has the shortest predicted time, and the policy measures it. If the predicted
+time of another candidate is close to the best time, the policy tries this candidate for a few steps. The steps before
+and after the trial use the best candidate. Because the speed of a machine changes, only measurements that directly
+follow each other can be compared. The policy keeps the candidate with the shortest measured time. A trial begins when
+its expected cost is at most a small share of the training time so far, so that the cost of all trials stays below this
+share. If step times have changed since the candidate was chosen, all candidates may be tried again. If the trial of a
+candidate was long ago, the candidate is tried once more.
 
 This policy was developed for hvdcomp and is not from a paper.
 """
@@ -39,8 +39,8 @@ from hvdcomp.policies.schedules import Levelled
 from hvdcomp.specs.described import Rule, at_least, number
 
 WARM_UP = 10
-"""Steps at the start of a training that are not counted, before the `SETTLING` steps. Caches, allocators and the
-exchange of names slow them down, so that the first candidate would look worse than it is."""
+"""The number of steps that are not counted at the start of a training run, before the `SETTLING` steps. Caches,
+allocators and the exchange of names slow these steps down, so that the first candidate would look worse than it is."""
 
 DENSE_CANDIDATE = "dense"
 """Name of the candidate without compression."""
@@ -50,7 +50,7 @@ _FEW = 4  # after this number of measurements, the cost of changing to a candida
 _MOST = 16  # largest number of windows to measure a candidate that cannot be distinguished from the best
 # smallest standard error of a trial's ratio, because the speed of a machine changes from minute to minute
 _UNEVEN = 0.05
-_MOST_PATIENCE = 64  # decisions in a row
+_MOST_PATIENCE = 64  # largest value of `AutoState.patience`, in decisions in a row
 _LOOK_S = 1.0  # approximate seconds between decisions, because a decision costs time
 _AGAIN = 100  # after this number of windows, a candidate whose time is known is tried once more
 
@@ -67,7 +67,7 @@ _Excess = Annotated[float, number(lambda value: value > 0, "above 0, such as 0.1
 class Auto(Policy[AutoState]):
     """Chooses no compression, fp16 or a compressor for each set of tensors, so that steps are as fast as possible.
 
-    The compressor is the compressor of the training, or one of `compressors`. Levels do not change. If a compressor has
+    The compressor is that of the training run, or one of `compressors`. Levels do not change. If a compressor has
     `exchange="auto"`, the policy also chooses the faster of "gather" and "scatter".
 
     Attributes:
@@ -75,7 +75,8 @@ class Auto(Policy[AutoState]):
         compressors: further compressors, or their specs, from which to choose. The compressors are stored as specs.
         loss: the policy also considers compressors that raised the loss by at most this share in our measurements
             (`hvdcomp.compressors.evidence`). 0 adds no compressors.
-        model: the model in the calibration; empty for the model whose tensors have the same shapes as in this training.
+        model: the model in the calibration; empty for the model whose tensors have the same shapes as in this training
+            run.
         batch: the batch size of one rank, if it differs from the batch size of the calibration; otherwise 0.
         window: the number of steps for which a candidate is measured. A few steps before the window do not count.
         every: the number of steps between two decisions while no candidate is tried. If these steps take less than a
@@ -302,7 +303,7 @@ class Auto(Policy[AutoState]):
         )
 
     def _until_look(self, seconds: float) -> int:
-        """The number of steps until the next decision. seconds: the time of a step."""
+        """The number of steps until the next decision. `seconds` is the time of a step."""
         return max(self.every, math.ceil(_LOOK_S / seconds))
 
     # States as JSON, in which the fields of the trial are next to the fields of the state.
@@ -314,7 +315,7 @@ class Auto(Policy[AutoState]):
 
     def fields_of(self, data: Mapping[str, Any]) -> dict[str, Any]:
         fields = dict(data)
-        if vars(Trial()).keys() <= fields.keys():  # an incomplete trial is left out, and then reported as missing
+        if vars(Trial()).keys() <= fields.keys():  # an incomplete trial is omitted, and then reported as missing
             fields["trial"] = {name: fields.pop(name) for name in vars(Trial())}
         return super().fields_of(fields)
 

@@ -76,9 +76,9 @@ def typed(kind: Any, value: Any, where: str, texts: Mapping[str, float] | None =
 
 
 def as_fields(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass, to write them to a file. `typed` restores the dataclass from them.
+    """The fields of a dataclass, in a form for files. `typed` restores the dataclass from these fields.
 
-    The class attribute `later` lists fields that earlier versions of hvdcomp did not have. These fields are left out if
+    The class attribute `later` lists fields that earlier versions of hvdcomp did not have. These fields are omitted if
     they have their defaults, so that the file is the same as with earlier versions.
     """
     later = getattr(value, "later", ())

@@ -76,7 +76,7 @@ def method_of(spec: str, residuals: bool) -> Compressor:
 
 
 def require_reduce_scatter(method: Compressor, tensor: TensorInfo) -> Compressor:
-    """The method of a tensor in a reduce-scatter.
+    """Returns the method that a tensor uses in a reduce-scatter.
 
     Args:
         method: the compressor that `method_of` returned.
@@ -174,7 +174,7 @@ def reduce_scatter(
     """This rank's part of the mean of a tensor over the ranks of a process group, in a new tensor.
 
     Raises:
-        SpecError, ConfigurationError, RankMismatchError: as of `exchange`.
+        SpecError, ConfigurationError, RankMismatchError: as in `exchange`.
     """
     check([tensor], None, [name], step)
     check_scattered(tensor, name, group_of(group_name))
@@ -196,7 +196,7 @@ def group_of(name: str) -> dist.ProcessGroup:
     Raises:
         ConfigurationError: if torch.distributed has no process group of this name.
     """
-    # the type of its argument is a new type in PyTorch 2.13
+    # from PyTorch 2.13 on, the argument of this function has a type of its own
     resolve: Any = dist.distributed_c10d._resolve_process_group
     try:
         group: dist.ProcessGroup = resolve(name)
@@ -249,7 +249,7 @@ class _Node:
 
 
 class _Means(_Node):
-    """A node of means of whole tensors, with its engine."""
+    """A node that computes means of whole tensors, with its engine."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -258,7 +258,7 @@ class _Means(_Node):
     def step(
         self, gradients: Mapping[str, torch.Tensor], residuals: Mapping[str, torch.Tensor], step: int
     ) -> dict[str, torch.Tensor]:
-        """The means by name; replaces the values of the residuals."""
+        """Returns the means by name, and replaces the values of the residuals."""
         _check_number(step)
         engine = self._engine
         engine.begin()
@@ -285,7 +285,8 @@ class _Means(_Node):
 
 
 class _PartOfMean(_Node):
-    """A node that computes this rank's part of the mean of one tensor, exactly within a node of the cluster."""
+    """A node that computes this rank's part of the mean of one tensor. Within a node of the cluster, values are sent
+    without loss."""
 
     def __init__(self, group: dist.ProcessGroup, spec: str, residuals: bool, tensors: Any, seed: int) -> None:
         super().__init__(group, spec, residuals, tensors, seed)
@@ -329,7 +330,7 @@ _nodes: dict[tuple[Any, ...], Any] = {}  # all nodes so far, by the values that 
 def _node(
     kind: type[_N], tensors: Mapping[str, torch.Tensor], residuals: bool, spec: str, group_name: str, seed: int
 ) -> _N:
-    """The node of these arguments, made anew if the tensors or the process group have changed."""
+    """The node for these arguments. It is created again if the tensors or the process group have changed."""
     group, key = group_of(group_name), (kind, spec, residuals, group_name, seed, *tensors)
     known: _N | None = _nodes.get(key)
     if known is None or known.group is not group or known.signature != _signature(tensors):

@@ -1,4 +1,4 @@
-"""Reads the settings of Horovod's optimizer, and refuses uses after which ranks would have different weights."""
+"""Reads the settings of Horovod's optimizer, and refuses uses that would make the weights of the ranks differ."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def _clash(optimizer: Any, current: int) -> str | None:
 
 
 def _is_under_way(optimizer: Any) -> bool:
-    """Whether Horovod has gradients of this optimizer for which nobody has waited. The result does not depend on
+    """Whether Horovod has gradients of this optimizer that nobody has waited for yet. The result does not depend on
     whether the exchange of these gradients is complete, because ranks may see completion at different times."""
     return any(map(_is_open, (handle for handle, _ in optimizer._handles.values())))
 
@@ -191,7 +191,7 @@ def _names_of(optimizer: Any) -> dict[str, torch.nn.Parameter]:
 
 
 def _before_step(optimizer: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-    """A step pre-hook of PyTorch. arguments: the arguments of `optimizer.step`, beginning with the optimizer."""
+    """A step pre-hook of PyTorch. `arguments` are the arguments of `optimizer.step`, beginning with the optimizer."""
     _refuse_closure(optimizer, options.get("closure", arguments[1] if len(arguments) > 1 else None))
 
 

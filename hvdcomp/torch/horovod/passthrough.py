@@ -37,7 +37,7 @@ class Passthrough:
     """The part of a binding that handles steps in which gradients are only cast.
 
     Args:
-        engine: the engine. The plan of the engine says how each gradient is cast.
+        engine: the engine. The plan of the engine determines how each gradient is cast.
         parameters: the parameters of the model, by name.
         names: the object that finds the names of gradients.
         optimizer: Horovod's optimizer; None if another function of Horovod is the caller.

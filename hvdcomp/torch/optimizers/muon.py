@@ -75,7 +75,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
     (`adjust_lr_fn="match_rms_adamw"`; Liu et al. 2025, arXiv:2502.16982, section 2.2), so that both can use the same
     learning rate.
 
-    `hidden_matrices` says which parameters of a model Muon trains. To choose them yourself, pass parameter groups:
+    `hidden_matrices` determines which parameters of a model Muon trains. To choose them yourself, pass parameter
+    groups:
 
         optimizer = hvdcomp.torch.MuonWithAdamW(
             [{"params": matrices, "use_muon": True}, {"params": others, "weight_decay": 0.0}], lr=8e-3
@@ -88,7 +89,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         lr: the learning rate of parameter groups that have none of their own.
         head: the head of a model, as in `hidden_matrices`.
         muon, adamw: the options of `torch.optim.Muon` and of `torch.optim.AdamW` for parameter groups that do not set
-            them, such as `adamw={"betas": (0.9, 0.95), "lr": 2e-3}`. Defaults: those of PyTorch, except for
+            them, such as `adamw={"betas": (0.9, 0.95), "lr": 2e-3}`. Defaults: PyTorch's own defaults, except for
             `adjust_lr_fn`.
 
     Raises:

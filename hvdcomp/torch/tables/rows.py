@@ -45,11 +45,11 @@ class RowExchange:
             torch.int8, the largest magnitude of each row is also sent, and the error of an element is at most 1/254 of
             this magnitude. The mean is rounded in the same way a second time. Rounding errors are not kept. Default:
             the table's own type.
-        ratio: the share of a gradient's rows, above 0, that a rank sends, rounded up. The rank sends the rows with the
-            largest norms. The rank keeps the other rows in float32, and adds them to its next gradients (error
-            feedback, as with `TopK`). The kept rows can take as much memory as the table in float32. Do not use `ratio`
-            with a `torch.amp.GradScaler`. The kept rows have the scale of their step, and if the scaler skips a step,
-            the rows that were sent in this step are lost. Default: all rows.
+        ratio: the share of a gradient's rows that a rank sends, above 0. The number of rows is rounded up. The rank
+            sends the rows with the largest norms. The rank keeps the other rows in float32, and adds them to its next
+            gradients (error feedback, as with `TopK`). The kept rows can take as much memory as the table in float32.
+            Do not use `ratio` with a `torch.amp.GradScaler`. The kept rows have the scale of their step, and if the
+            scaler skips a step, the rows that were sent in this step are lost. Default: all rows.
         communicator: the communicator of the ranks. Default: all ranks of torch.distributed, or all ranks of Horovod if
             torch.distributed was not started.
 
@@ -58,8 +58,8 @@ class RowExchange:
         ranks: the communicator of the ranks that exchange rows.
         means: the object that exchanges rows and computes their means.
         ahead: the latest `LookAhead` for these tables; None if there is none.
-        ledger: the ledger, with the bytes of each step as in `Compression.ledger`, but without times. Dense bytes count
-            whole tables.
+        ledger: the ledger, with the bytes of each step as in `Compression.ledger`, but without times. The dense bytes
+            are the bytes of whole tables.
 
     Raises:
         ConfigurationError: on every rank, if a name is not a table, if a table is sharded or has max_norm, or if no
@@ -162,7 +162,7 @@ class RowExchange:
 
 
 def tables_of(model: Any, names: Iterable[str] | None, user: str) -> dict[str, Any]:
-    """The modules of the tables, by the names of their weights. user: a name for error messages."""
+    """The modules of the tables, by the names of their weights. `user` is a name for error messages."""
     if isinstance(model, DistributedDataParallel):
         raise ConfigurationError(
             f"{user} was given a model in DistributedDataParallel, which exchanges its tables already; give {user} the "
