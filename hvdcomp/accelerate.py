@@ -54,7 +54,8 @@ def register(
 
     Raises:
         ConfigurationError: if accelerate has neither wrapped the model in DistributedDataParallel nor sharded it by
-            FSDP2, or if another model uses this `Compression`. For FSDP2, also as in `hvdcomp.fsdp.register`.
+            FSDP2, or if another model uses this `Compression`. For FSDP2, also for the reasons given in
+            `hvdcomp.fsdp.register`.
         RankMismatchError: on every rank, if some ranks raised an error.
     """
     if not isinstance(accelerator, Accelerator):

@@ -75,7 +75,8 @@ def load(
     states = _read(reader, key, needed)
     if residuals == "drop":
         states = list(map(_without_residuals, states))
-    # If the shards have changed, a rank may need the states of all old ranks. They are read only if they are needed.
+    # If the shards have changed, a rank may need the states of all old ranks. These states are read only if they are
+    # needed.
     if states[0] and "shards" in states[0]["shared"]:
         states = [{**states[0], "every": (_read(reader, key, [other])[0] for other in range(count))}]
     elif states[0] and "boxes" in states[0]["own"]:

@@ -1,5 +1,5 @@
-"""Writes files so that they stay complete even if the disk is full: files are replaced by renaming, or extended by
-whole records. Also parses JSON.
+"""Writes files so that they stay complete even if the disk is full. Files are either replaced by renaming, or extended
+by whole records. The module also parses JSON.
 
 If several errors occur, the first error is raised.
 """

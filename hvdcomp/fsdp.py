@@ -68,11 +68,11 @@ def register(
             mesh["shard"], to `fully_shard`. None otherwise.
         optimizer: the model's optimizer. Policies that follow the learning rate or change the batch size need it.
         weights: a quantizer, such as `hvdcomp.Int8()`. FSDP's all-gathers then send quantized changes of the weights,
-            and each rank keeps the whole model. It is allowed only if there are no replicas. None to keep FSDP's own
-            all-gather.
+            and each rank keeps the whole model. `weights` is allowed only if there are no replicas. None to keep FSDP's
+            own all-gather.
         shards: a second `Compression`, for the reduce-scatter over the shards of each replica. Its compressor must be a
-            quantizer, and it must have no policy. It has its own residuals, ledger and checkpoints. It is allowed only
-            if there are replicas. None to keep FSDP's own reduce-scatter.
+            quantizer, and it must have no policy. This `Compression` has its own residuals, ledger and checkpoints. It
+            is allowed only if there are replicas. None to keep FSDP's own reduce-scatter.
 
     Raises:
         ConfigurationError: if the model is neither sharded nor replicated in this way, if another model uses a given

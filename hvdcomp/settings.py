@@ -21,8 +21,8 @@ from hvdcomp.policies import LevelSchedule, Policy
 from hvdcomp.specs.described import is_whole
 from hvdcomp.specs.levels import Level
 
-# The strongest level of a method is its level at this compression factor, for a tensor of this shape. Both are larger
-# than any that occur in practice.
+# The strongest level of a method is its level at this compression factor, for a tensor of this shape. The factor and
+# the shape are larger than any that occur in practice.
 _HARDEST_FACTOR = 1e12
 _LARGEST_TENSOR = (2**20, 2**20)
 

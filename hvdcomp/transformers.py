@@ -64,8 +64,8 @@ class CompressionCallback(TrainerCallback):
                 "training"
             )
         # The Trainer passes the model to a callback, but not the Trainer itself, the wrapped model or the checkpoint.
-        # But `train`, which has called this method, has the Trainer and the checkpoint as arguments. They are read from
-        # its local variables.
+        # But `train`, which has called this method, has the Trainer and the checkpoint as arguments. These arguments
+        # are read from its local variables.
         trainer = caller_local("self", lambda value: isinstance(value, Trainer))
         model = trainer.model_wrapped
         if not isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel):

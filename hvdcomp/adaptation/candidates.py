@@ -2,11 +2,11 @@
 time of a step.
 
 The performance model predicts the time of a step for a few candidates. In the simplest candidates, all tensors are
-uncompressed, all are in half precision, or all are compressed. In mixtures, the tensors that save most are compressed,
-and the others are uncompressed or in half precision. There may be several compressors. If a compressor has
-`exchange="auto"`, "gather" and "scatter" are two candidates. If the policy requests more compressors, this module
-proposes some. Only the two fastest compressed candidates are mixed with others, so that there are few candidates. Only
-rank 0 reads the calibration, and the other ranks receive the result.
+uncompressed, all are in half precision, or all are compressed. In mixtures, the tensors that save most time are
+compressed, and all other tensors are uncompressed or in half precision. There may be several compressors. If a
+compressor has `exchange="auto"`, "gather" and "scatter" are two candidates. If the policy requests more compressors,
+this module proposes some. Only the two fastest compressed candidates are mixed with others, so that there are few
+candidates. Only rank 0 reads the calibration, and the other ranks receive the result.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _OTHER_METHODS = ((DENSE_CANDIDATE, "none"), (FP16, "fp16"))
 compressed also use one of these methods."""
 
 _STARTING = 2**16
-"""Number of elements that is added to a tensor's own number when its encode time is estimated. It accounts for the
-overhead of the operations of a tensor.
+"""When the encode time of a tensor is estimated, this number is added to the tensor's number of elements. It accounts
+for the overhead of the operations on each tensor.
 
 The calibration has only the encode time of the whole model. This time is divided among the tensors in proportion to
-their numbers of elements, after this constant was added. The estimates only determine which mixtures of methods are
+their numbers of elements, each increased by this constant. The estimates only determine which mixtures of methods are
 tried. The trials measure the real times.
 """
 
 _MIXED = 2  # number of compressed candidates that are mixed with others: the fastest according to the model
-_CUTS = 16  # number of mixtures that are predicted for each other method
+_CUTS = 16  # number of mixtures whose time is predicted for each other method
 
 
 def candidates_of(
@@ -86,8 +86,8 @@ class _SingleMethod(NamedTuple):
         candidate: the candidate that compresses some tensors with this method, and sends all others in the same way as
             the training run.
         encode: the time to encode all tensors that the candidate compresses; None if it compresses none.
-        weights: the share of each compressed tensor in `encode`, by tensor name. Tensors for which compression saves
-            most time are first.
+        weights: the share of each compressed tensor in `encode`, by tensor name. The tensors for which compression
+            saves most time come first.
     """
 
     candidate: Candidate

@@ -54,7 +54,7 @@ class CommunicatorBroadcaster:
 
 
 class MessageChannel:
-    """Sends messages of any length. Only rank 0 needs to know the length.
+    """Sends messages of any length. The other ranks need not know the length in advance.
 
     Args:
         make_broadcaster: function that creates the broadcaster. All ranks call it before the first message.
@@ -117,7 +117,7 @@ class DecisionChannel:
         make_broadcaster: function that creates the broadcaster, as in `MessageChannel`.
 
     Attributes:
-        state: the newest state of the policy that all ranks know.
+        state: the newest state of the policy that all ranks have received.
         request: the statistics that the policy requests in `state`.
         latest: the newest state on this rank. On rank 0, after a decision, `latest` is newer than `state` until all
             ranks have received the decision.

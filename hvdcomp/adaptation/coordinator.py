@@ -154,7 +154,7 @@ class Coordinator:
         if self._decides_before_step:
             self._decide_by(self._rates)
         elif Statistic.CANDIDATES in self.channel.request.statistics:
-            # Not earlier, because other ranks may not know that there are candidates until all ranks have compared
+            # This is not done earlier, because the other ranks do not expect candidates until all ranks have compared
             # their settings.
             self._decide(Statistics(self.progress.step, self.progress.epoch_or_none, candidates=self._candidates))
         else:

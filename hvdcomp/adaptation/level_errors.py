@@ -151,7 +151,7 @@ def levels_around(engine: Engine, names: Iterable[str], around: Iterable[float])
     Each level of a tensor occurs once. Levels that a tensor's method does not have are omitted.
 
     Args:
-        engine: the engine of the training.
+        engine: the engine of the training run.
         names: names of the tensors whose level is decided.
         around: the factors by which the own levels are multiplied. The own levels, factor 1, are first in the result.
     """

@@ -26,7 +26,7 @@ class Plans:
     """Makes the plans of decisions. Tensors that a decision does not name keep their own method.
 
     Args:
-        engine: the engine of the training.
+        engine: the engine of the training run.
         names: the names of the tensors whose level the policy decides. All other tensors are sent in the same way as
             without a policy.
 
@@ -70,8 +70,8 @@ class Plans:
         return self._at_factor[key]
 
     def with_methods(self, methods: Mapping[str, str | None], others: str | None) -> Plan:
-        """The plan in which each named tensor has the compressor of its spec, and all others have `others`. None means
-        the engine's own compressor."""
+        """The plan in which each named tensor has the compressor of its spec, and all other tensors have the compressor
+        of the spec `others`. None means the engine's own compressor."""
         compressors = {
             spec: self.engine.compressor if spec is None else parse_compressor(spec)
             for spec in {others, *methods.values()}

@@ -208,8 +208,8 @@ class Previews:
 
 
 def _placed(xp: ModuleType, arrays: Sequence[Array]) -> tuple[Sequence[Array], Sequence[int]] | None:
-    """The addresses of arrays, as from `cuda.placed`, also for arrays on the host. The result is None if the arrays do
-    not fit a bucket."""
+    """The addresses of arrays, as `cuda.placed` returns them, but also for arrays on the host. The result is None if
+    the arrays do not fit a bucket."""
     placed = cuda.placed(arrays)
     return xp.hosted(arrays) if placed is None else placed
 

@@ -76,7 +76,7 @@ def refreshes_among(steps: int, per_gap: int | None) -> int:
     `per_gap` times (Lu et al. 2023, arXiv:2202.06009: k[j + 1] - k[j] = 2**floor(j / kappa)).
 
     Args:
-        steps: number of steps since the start of the training.
+        steps: number of steps since the start of training.
         per_gap: number of refreshes after which the gap doubles (kappa in the paper); None if there is no refresh.
     """
     if per_gap is None or not steps:
@@ -163,8 +163,8 @@ def _kept_by(optimizer: Any) -> set[str]:
         return {str(name) for kept in state.values() if isinstance(kept, Mapping) for name in kept}
     if hasattr(optimizer, "get_slot_names"):  # an optimizer of an older Keras
         return set(optimizer.get_slot_names())
-    # In Keras, a variable's name has two or three parts: the optimizer's name if a step has built the optimizer, the
-    # name of the state, and the name of the model's variable.
+    # In Keras, a variable's name ends with the name of the state and the name of the model's variable. If a step has
+    # built the optimizer, the optimizer's name comes before these two parts.
     own = f"{getattr(optimizer, 'name', '')}/"
     names = (variable.name.removeprefix(own).split("/") for variable in getattr(optimizer, "variables", ()))
     return {parts[0] for parts in names if len(parts) > 1}
@@ -204,7 +204,7 @@ def _harmful(engine: Engine, kinds: Sequence[str]) -> dict[str, dict[Compressor,
     hvdcomp's own training runs measured the harm. The value of each method is the result that shows the harm.
 
     Args:
-        engine: the engine of the training.
+        engine: the engine of the training run.
         kinds: the kinds that are similar to the user's optimizer. A method is judged by the first kind with which it
             was measured.
     """
@@ -223,7 +223,7 @@ def _in_words(learns: str, harmful: Mapping[str, Mapping[Compressor, Measured]])
 
     Args:
         learns: the beginning of the sentence, such as "AdamW learns".
-        harmful: the harmful methods, as from `_harmful`.
+        harmful: the harmful methods, as returned by `_harmful`.
     """
     methods = ", ".join(str(method) for found in harmful.values() for method in found)
     first = next(iter(harmful))

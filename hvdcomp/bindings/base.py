@@ -51,8 +51,8 @@ class Binding(Training):
 
     Attributes:
         presence: the number that this rank contributes to the presence check of the current step.
-        ranks_may_change: whether ranks may join during the training. Then the ranks agree on a state in their first
-            step, because some of them may be new.
+        ranks_may_change: whether ranks may join during training. If so, the ranks agree on a state in their first step,
+            because some of them may be new.
         units: the units of the gradients, such as the loss scale.
     """
 
@@ -116,7 +116,7 @@ class Binding(Training):
 
     def roll_back(self, state: Mapping[str, Any]) -> None:
         """Lets the next step continue from a state that `state_dict` returned earlier. All ranks call this method. An
-        empty state means the state at the start of the training."""
+        empty state means the state at the start of training."""
         self._rolled_back = state or self._first_state
         if state:
             self._level = None
@@ -199,7 +199,7 @@ class Binding(Training):
         self._facts_of_step = self.facts_of_step()
         if self._facts_of_step:
             digest += zlib.crc32(repr(self._facts_of_step).encode())
-        if self._refused is not None:  # a different digest tells all ranks that this rank refuses the step
+        if self._refused is not None:  # a different digest shows all ranks that this rank refuses the step
             digest += _DIGESTS // 3
         self.presence = PRESENCE + digest % _DIGESTS * _UNIT
         if self._refused is None:
@@ -238,8 +238,8 @@ class Binding(Training):
         the engine.
 
         Args:
-            agreed: function that returns whether this rank knows that all ranks make this step at the same levels, as
-                in `Overlap.begin`.
+            agreed: function that returns whether it is certain that all ranks make this step at the same levels, as in
+                `Overlap.begin`.
         """
         # A rank that refuses the step starts no bucket. If all ranks refuse the step, `agreed` is true, although the
         # ranks might have started different buckets.
@@ -247,8 +247,8 @@ class Binding(Training):
             self.engine.expect(self.results_in_place, self._sums(), agreed)
 
     def facts_of_step(self) -> dict[str, Any]:
-        """Values, by name, that must be the same on all ranks in the step that begins, in addition to the levels; empty
-        if there are none."""
+        """Values, by name, that must be the same on all ranks in the step that begins. The levels, which must also be
+        the same, are not included. Empty if there are no such values."""
         return {}
 
     def presence_bytes(self, tensors: int) -> int:

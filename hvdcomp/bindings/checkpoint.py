@@ -29,7 +29,7 @@ def state_of(engine: Engine, coordinator: Coordinator | None, copy: Callable[[Ar
     """Creates the checkpoint of this rank. Call this function between two steps.
 
     Args:
-        engine: the engine that compresses the gradients of the training.
+        engine: the engine that compresses the gradients of the training run.
         coordinator: the coordinator of the policy; None if there is no policy.
         copy: function that returns a copy of an array, which no later step changes.
     """
@@ -69,8 +69,8 @@ def state_of(engine: Engine, coordinator: Coordinator | None, copy: Callable[[Ar
 
 
 def _totals(totals: Cost) -> dict[str, Any]:
-    """The fields of the totals. `bytes_in_node` is left out if it is 0, because earlier versions of hvdcomp do not know
-    this field."""
+    """The fields of the totals. `bytes_in_node` is omitted if it is 0, because earlier versions of hvdcomp do not
+    accept this field."""
     return {name: value for name, value in dataclasses.asdict(totals).items() if value or name != "bytes_in_node"}
 
 
@@ -87,8 +87,8 @@ def restore(
     warning.
 
     Args:
-        state: the checkpoint, as from `state_of`.
-        engine: the engine that compresses the gradients of the training.
+        state: the checkpoint, as returned by `state_of`.
+        engine: the engine that compresses the gradients of the training run.
         coordinator: the coordinator of the policy; None if there is no policy.
         place: function that moves an array to the device of the tensor with this name.
 

@@ -45,7 +45,7 @@ def check_files(policy: Any, decision_log: LogFiles | None, process_set: Any) ->
 
 
 def make_coordinator(training: Training) -> tuple[Coordinator | None, str | None]:
-    """Creates the coordinator of the training's policy.
+    """Creates the coordinator of the training run's policy.
 
     Returns:
         Two values. The first is the coordinator; None if there is no policy. The second is the message of an error on
@@ -141,8 +141,8 @@ class BatchInForce:
     """Adapts the optimizer and the residuals to the batch size that the policy has chosen.
 
     Args:
-        training: the training, with its optimizer and residuals.
-        coordinator: the coordinator of the training's policy.
+        training: the `Training`, with its optimizer and residuals.
+        coordinator: the coordinator of the training run's policy.
 
     Attributes:
         current: the batch size to which the optimizer is set.

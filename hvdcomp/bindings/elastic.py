@@ -71,7 +71,7 @@ def agree_on_state(
     Args:
         communicator: the communicator of the current ranks.
         like: an array with the framework and the device of the communicator's arrays.
-        state: the state of this rank, as from `checkpoint.state_of`.
+        state: the state of this rank, as returned by `checkpoint.state_of`.
         carried: whether this rank has the state from before a change. If not, this rank is new, or the job has just
             begun.
         pack: function that converts a state to bytes.

@@ -18,7 +18,7 @@ def metrics_of(ledger: Ledger, plan: Plan) -> dict[str, float]:
     latest step. There are no times if Horovod or PyTorch itself exchanged the gradients of the latest step.
 
     Args:
-        ledger: the ledger of the training.
+        ledger: the ledger of the training run.
         plan: the compressor of each tensor in the latest step, by name.
     """
     last = ledger.last

@@ -1,7 +1,7 @@
 """Serves the costs of a training run to Prometheus, on a port of the training process.
 
 Training steps do no extra work for this. The thread that answers a request of Prometheus only reads the ledger. This
-thread does not wait for the device, because only the training's own thread records measured times in the ledger.
+thread does not wait for the device, because only the training thread records measured times in the ledger.
 """
 
 from __future__ import annotations

@@ -159,12 +159,12 @@ def parts_of(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, 
 def require_fit(
     shared: Mapping[str, Any], own: Mapping[str, Any], engine: Engine, coordinator: Coordinator | None
 ) -> None:
-    """Raises ConfigurationError if a state does not fit the training.
+    """Raises ConfigurationError if a state does not fit the training run.
 
     Args:
-        shared, own: the two parts of the state, as from `parts_of`.
-        engine: the engine of the training.
-        coordinator: the coordinator of the training's policy; None if there is no policy.
+        shared, own: the two parts of the state, as returned by `parts_of`.
+        engine: the engine of the training run.
+        coordinator: the coordinator of the training run's policy; None if there is no policy.
     """
     tensors = {name: list(tensor.own_shape) for name, tensor in engine.tensors.items()}
     saved_tensors = {name: list(shape) for name, shape in shared["tensors"].items()}
@@ -205,8 +205,8 @@ def require_fit(
 
 
 def _require_memory(saved: str, name: str, engine: Engine, coordinator: Coordinator | None) -> None:
-    """Raises ConfigurationError if the residual of the tensor `name` comes from a kind of memory that this training
-    does not use, because the memory of the state would continue to keep the residual."""
+    """Raises ConfigurationError if the residual of the tensor `name` comes from a kind of memory that this training run
+    does not use. Otherwise this residual would stay with the old memory."""
     specs = () if coordinator is None else coordinator.policy.compressors
     methods = (engine.compressor, *map(parse_compressor, specs))
     kinds = {type(engine.planner.memory_for(leaf)) for method in methods for leaf in method.leaves()}
@@ -311,7 +311,8 @@ def _check_shapes(arrays: Sequence[Array], tensor: TensorInfo, where: str) -> No
 def _check_residual(kept: Mapping[str, Any], tensor: TensorInfo) -> None:
     where = f"the residual of {tensor.name}"
     memory, arrays = parse_memory(kept["memory"]), _listed(kept["arrays"], where)
-    # The number of arrays is computed from shapes alone, because NumPy knows bfloat16 only if ml_dtypes was imported.
+    # The number of arrays is computed from shapes alone, because NumPy supports bfloat16 only if ml_dtypes was
+    # imported.
     needed = len(memory.prepare(shapes, shapes.ShapeArray(tensor.shape, wide_dtype(tensor.dtype)), ()))
     if len(arrays) != needed:
         raise ValueError(f"{where} has {len(arrays)} arrays, but the memory {memory} needs {needed}")
@@ -328,8 +329,8 @@ def _check_warm_start(warm: Mapping[str, Any], tensor: TensorInfo, engine: Engin
     x = shapes.ShapeArray(tensor.shape, tensor.dtype)
     arrays = _listed(warm["arrays"], where)
     fresh = compressor.prepare(shapes, x, (), Context(tensor.name, 0, 0, 0, 1))
-    # The method adapts lengths itself. They depend on the level, and on the shape of the matrix, which was different in
-    # old states.
+    # The method itself adapts the lengths of arrays. These lengths depend on the level, and on the shape of the matrix,
+    # which was different in old states.
     if [len(array.shape) for array in arrays] != [len(array.shape) for array in fresh]:
         raise ValueError(
             f"{where} has arrays of shapes {[list(array.shape) for array in arrays]}, and {compressor} needs arrays of "

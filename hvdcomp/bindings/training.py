@@ -30,9 +30,9 @@ class Training(ABC):
         coordinator: the coordinator of the policy; None if there is no policy.
 
     Class attributes:
-        overlaps_with_policy: whether the framework's library exchanges gradients during the backward pass, without the
-        engine, if they are only cast. The value also holds for training runs with a policy. results_in_place: whether
-        mean gradients may overwrite the gradients, as in Horovod's own allreduce. overlaps: whether buckets may be sent
+        overlaps_with_policy: whether gradients that are only cast are exchanged by the framework's library instead of
+        the engine, during the backward pass, even in a training run with a policy. results_in_place: whether mean
+        gradients may overwrite the gradients, as in Horovod's own allreduce. overlaps: whether buckets may be sent
         during the backward pass. broadcast: code that sends the weights of rank 0 to all ranks, for messages. absence:
         sentences for a message. They explain why a rank may be missing in a step, and what to do.
     """
@@ -106,7 +106,7 @@ class Training(ABC):
 
     def warm_up(self) -> str | None:
         """The spec of the compressor that the optimizer requires in this step, during its warm-up; None if this step
-        uses the training's own compressor."""
+        uses the compressor of the training run itself."""
         return None
 
     def refreshes(self) -> bool:
@@ -124,7 +124,7 @@ class Training(ABC):
 
     @property
     def is_summed(self) -> bool:
-        """Whether the training uses the sum of the ranks' gradients instead of their mean."""
+        """Whether the training run uses the sum of the ranks' gradients instead of their mean."""
         return False
 
     @abstractmethod

@@ -3,8 +3,8 @@
 The contribution of residuals to the next mean gradient is their sum over the ranks, divided by the number of ranks.
 This contribution must not change. How the residuals are distributed over the new ranks does not matter, because every
 memory is linear in its residuals. New rank j gets M / N times the sum of the residuals of the old ranks j, j + M, j +
-2M, and so on. If the training uses the sum of gradients instead of their mean (op=hvd.Sum), new rank j gets this sum
-without the factor M / N.
+2M, and so on. If the training run uses the sum of gradients instead of their mean (op=hvd.Sum), new rank j gets this
+sum without the factor M / N.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def state_for(states: Iterable[Mapping[str, Any]], rank: int, ranks: int, residu
             ranks.
 
     Returns:
-        The state of this rank. It may share arrays with the given states.
+        The state of this rank. This state may share arrays with the given states.
 
     Raises:
         ConfigurationError: if a needed state is missing, or if the states do not come from the same training run and
@@ -84,8 +84,8 @@ def renumbered(own: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Any]:
 def _own_part(
     own: Mapping[str, Any], rank: int, ranks: int, residuals: Mapping[str, _SummedResidual]
 ) -> dict[str, Any]:
-    """The own part of a new rank's state, from the own part of an old rank and the summed residuals of this new
-    rank."""
+    """The own part of a new rank's state, computed from the own part of an old rank and the summed residuals of this
+    new rank."""
     factor = 1.0 if own.get("op") == "sum" else ranks / own["size"]
     return {
         **own,

@@ -93,7 +93,7 @@ class InProcessGroup:
         self._pass_on(rank)
 
     def _fail(self, error: BaseException) -> None:
-        """Records an error if it is the first error. It ends all ranks at their next collective."""
+        """Records an error if it is the first error. This error ends all ranks at their next collective."""
         self.error = self.error or error
 
     def _finish(self) -> None:

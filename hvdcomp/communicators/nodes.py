@@ -74,8 +74,8 @@ class Nodes:
             )
 
     def members(self, rank: int, group: str) -> tuple[int, ...]:
-        """The ranks with which a rank forms a group, in ascending order: all ranks for "all", the ranks of its node for
-        "node", and the ranks with the same local rank for "across"."""
+        """The ranks of a rank's group, in ascending order. "all" means all ranks, "node" means the ranks of its node,
+        and "across" means the ranks with the same local rank."""
         if group == "all":
             return tuple(sorted(self._node_of))
         own_node = self._node_of[rank]

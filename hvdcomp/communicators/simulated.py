@@ -35,7 +35,7 @@ class SimulatedGroup(InProcessGroup):
     Args:
         size: number of ranks.
         costs: for each link, a function that predicts the seconds of collectives; None for a link that takes no time.
-            If a rank needs to know the time, it uses the clock of the first link.
+            If a rank needs the time, it uses the clock of the first link.
         timer: function that returns how many seconds the calling thread has computed.
         finish: function that waits until the accelerator has finished the work of the calling thread.
         ranks_per_node: number of ranks per node; None if all ranks are on one node. If there are several nodes,
@@ -57,7 +57,7 @@ class SimulatedGroup(InProcessGroup):
         self._clocks = np.zeros((size, len(costs)))  # clocks of each rank when its timer was last read
         self._marks: dict[int, float] = {}  # for each rank that computes, the last reading of its timer
         self._starts: dict[int, Moment] = {}  # for each rank, the times at which its contribution was ready
-        self._links_free = np.zeros(len(costs))  # for each link, the time from which on it is free
+        self._links_free = np.zeros(len(costs))  # for each link, the time at which it becomes free
 
     def moment(self, rank: int) -> Moment:
         """The times on the clocks of a rank. Only the thread of this rank may call this method."""

@@ -12,8 +12,8 @@ _LAUNCHERS = ("HOROVOD_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
 def rank_so_far() -> int:
-    """The rank of this process. It comes from Horovod or torch.distributed if they were initialized, or else from the
-    launcher's environment variable. It is 0 if both are missing.
+    """The rank of this process. The rank comes from Horovod or torch.distributed if they were initialized, or else from
+    the launcher's environment variable. The rank is 0 if both are missing.
 
     This function does not wait for other ranks. In a process set or process group, the process may have a different
     rank.

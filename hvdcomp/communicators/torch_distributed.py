@@ -18,8 +18,8 @@ from hvdcomp.communicators.ranks import Ranks
 from hvdcomp.errors import ConfigurationError
 
 UNNAMED = ""
-"""The name of collectives of torch.distributed. They need no names, because torch.distributed matches the collectives
-of different ranks by their order."""
+"""The name of all collectives of torch.distributed. All of them can have the same name, because torch.distributed
+matches the collectives of different ranks by their order."""
 
 _OPS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 # Newer versions of PyTorch have renamed two functions, and warn if the old names are used.
@@ -49,8 +49,8 @@ class TorchDistributedCommunicator(Ranks):
     torch.distributed matches the collectives of different ranks by their order, and ignores their names.
 
     Tensors on the CPU are sent through the process group if its backend accepts them, as Gloo does. Other backends,
-    such as NCCL, do not. Then the constructor creates a second process group of the same ranks with Gloo. Therefore
-    every rank must create the communicator at the same point.
+    such as NCCL, do not accept such tensors. In this case, the constructor creates a second process group of the same
+    ranks with Gloo. Therefore every rank must create the communicator at the same point.
 
     Args:
         group: the process group; None for the process group of all ranks.
@@ -173,7 +173,8 @@ class TorchDistributedCommunicator(Ranks):
 
     def place(self) -> tuple[int, int]:
         """The number of this rank's node and the number of ranks on this node, from torchrun's environment variables.
-        Other launchers do not set these variables. Then the result is a hash of the host's name, and 0."""
+        Other launchers do not set these variables. With such launchers, the result is a hash of the host's name, and
+        0."""
         node, size = os.environ.get("GROUP_RANK"), os.environ.get("LOCAL_WORLD_SIZE")
         if node is not None and size is not None:
             return int(node), int(size)

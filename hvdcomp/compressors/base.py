@@ -73,8 +73,8 @@ class Compressor(Described):
         default, biased methods use error feedback. The rounding of a cast does not count as bias. lossless: whether the
         receivers get the exact gradient. variance: a bound on E|x - C(x)|^2 / |x|^2 that holds for any tensor. The
         bound is given for unbiased methods whose error can be larger than x itself, and is 0 for all other methods.
-        Biased methods leave out a part of
-            x, so their error is not larger than x. In `terngrad`, `globalqsgd`, `natural`, `int8`, `int4` and `fp8`, no
+        Biased methods omit a part of x, so their error is not larger than x. In `terngrad`, `globalqsgd`, `natural`,
+        `int8`, `int4` and `fp8`, no
             element's error is larger than the largest element of x. The expected error of `eden` is smaller than x
             (`known_error`).
         known_error: the expectation of |x - C(x)|^2 / |x|^2, if it is about the same for every large x. Policies then
@@ -165,7 +165,8 @@ class Compressor(Described):
         return ()
 
     def route(self, tensor: TensorInfo) -> Compressor:
-        """The compressor for a tensor: this compressor, or another if this compressor does not suit the tensor."""
+        """The compressor for a tensor. The result is this compressor, or a different compressor if this compressor does
+        not suit the tensor."""
         return self
 
     def method_for(self, tensor: TensorInfo) -> Compressor:
@@ -197,7 +198,7 @@ class Compressor(Described):
             shape: shape of the tensor.
             level: the level at which the payload is sent. Default: the compressor's own level.
             dtype: element type of the uncompressed tensor.
-            ranks: number of ranks. It matters only for exchange "scatter".
+            ranks: number of ranks. This number matters only for exchange "scatter".
         """
         return int(sum(payload.bytes for payload in self.at_level(level).payloads(shape, dtype, ranks)))
 

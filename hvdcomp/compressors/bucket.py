@@ -50,7 +50,7 @@ def least_early_bytes(least: int, everything: int, on_device: bool) -> int:
 
     On a CUDA device, the host launches the kernels of each bucket separately. Launching a small bucket takes about as
     long as launching one bucket with all tensors. In a measurement with a slow host, a step with thirteen buckets took
-    1.9 times as long as with one bucket, and a step with four buckets 1.3 times as long (docs/encoding.md).
+    1.9 times as long as a step with one bucket. A step with four buckets took 1.3 times as long (docs/encoding.md).
 
     Example:
         >>> least_early_bytes(LEAST_BYTES, 100_000_000, on_device=True)
@@ -118,8 +118,8 @@ class Bucket:
         found_inf: whether x, or the sent part of x, contains an inf or NaN, in the form that `call` returns. The bucket
             form must set it before its first request.
         factors: the object that owns the storage of the product that `sent_product` of the table points to, or None.
-            The engine calls the `commit` of this object if the step counts. Keep a reference to this object as long as
-            you use the product.
+            The engine calls the `commit` of this object if the step counts. Keep a reference to this object while you
+            use the product.
         rows: the rows of the payload, if the payload has one row for each of several ranks.
         factor: the number by which this step multiplies the gradients; None for 1.
     """
@@ -214,7 +214,8 @@ class Bucket:
 
         Args:
             kernel: name of the kernel in `src/kernels.def`.
-            arguments: further arguments: numbers, or arrays of `xp`. The kernel gets the addresses of the arrays.
+            arguments: further arguments, which are numbers or arrays of `xp`. The kernel gets the addresses of the
+                arrays.
             aside: whether, on a device, the next request may be sent before the kernel has ended. The bucket's next
                 call still waits for the kernel.
 
@@ -291,8 +292,8 @@ class Bucket:
 
 
 def gathered(rows: Array) -> tuple[Array, int, int]:
-    """Converts the answer of an `AllGather` with room, that is, the payloads of all ranks, into arguments for kernels:
-    the first payload, the number of ranks, and the distance in bytes between two consecutive payloads."""
+    """Converts the answer of an `AllGather` with room (the payloads of all ranks) into arguments for kernels. The
+    arguments are the first payload, the number of ranks, and the distance in bytes between consecutive payloads."""
     stride = rows.strides[0] if isinstance(rows, np.ndarray) else rows.stride(0)
     return rows, len(rows), stride
 
@@ -315,7 +316,7 @@ def take_off(bucket: Bucket, zeros: np.ndarray, x: np.ndarray | None = None) -> 
 
     Args:
         bucket: the bucket, after its tensors were encoded.
-        zeros: used on the host only: a vector of zeros, as long as the largest tensor.
+        zeros: a vector of zeros, as long as the largest tensor. It is used only on the host.
         x: the addresses to which the differences are written; None to overwrite x. If a product of factors was sent,
             None is not allowed.
     """

@@ -65,9 +65,9 @@ class _Cast(Gathering):
     """Base of casts to 16 bits. Ranks exchange the numbers as bit patterns, and add them in float32.
 
     Attributes:
-        rounding: "nearest" (ties to even), which is the same in every run; or "stochastic", which rounds at random to
-            one of the two neighbors, so that the expectation is the element itself. With both values, the same
-            magnitudes become infinite.
+        rounding: "nearest" or "stochastic". "nearest" (ties to even) gives the same result in every run. "stochastic"
+            rounds at random to one of the two neighbors, so that the expectation is the element itself. With both
+            values, the same magnitudes become infinite.
     """
 
     rounding: Rounding = "nearest"

@@ -213,7 +213,7 @@ def _apart(xp: ModuleType, answer: Any, request: Request) -> Any:
 
 
 def without_sharing(array: Array, others: tuple[Array, ...]) -> Array:
-    """The array, or a row-major copy of the array if it shares storage with others."""
+    """The array, or a row-major copy of the array if it shares storage with other arrays."""
     xp = arrays_for(array)
     if any(arrays_for(other) is xp and xp.share_storage(array, other) for other in others):
         return xp.reshape(xp.concatenate([xp.flatten(array)]), tuple(array.shape))

@@ -72,7 +72,7 @@ class Chooser:
 
     def kept_bytes(self, compressor: Compressor) -> int:
         """The bytes that a rank on a device keeps between steps for all tensors: residuals, momentum, and two copies of
-        the method's own arrays. On the host, there are two copies of float32 residuals as well."""
+        the method's own arrays. On the host, float32 residuals also have two copies."""
         kept = 0
         for name, chosen in self.plan_for(compressor).items():
             tensor, memory = self.tensors[name], self.memory_for(chosen)

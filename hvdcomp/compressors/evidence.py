@@ -43,10 +43,10 @@ class Evidence:
     """The result of one of hvdcomp's own training runs: how much quality each method lost.
 
     Attributes:
-        optimizer: kind of the optimizer: "SGD", "Adam", "CompressedAdam", "Muon", or an optimizer of
+        optimizer: kind of the optimizer. This is "SGD", "Adam", "CompressedAdam", "Muon", or an optimizer of
             docs/optimizers.md.
         training: the name of the training run in docs/best-rates.md, docs/optimizers.md or docs/convergence.md.
-        metric: the quality that was compared: "loss" or "accuracy".
+        metric: the quality that was compared, either "loss" or "accuracy".
         lost: for each spec, the loss of quality compared with uncompressed gradients (for CompressedAdam, compared with
             AdamW). The loss of quality is the relative increase of the loss, or the decrease of the accuracy in points.
             0.01 is 1 % or one point.
@@ -104,8 +104,8 @@ def is_at_best_rates(optimizer: str) -> bool:
 
 @cache
 def chosen_by_rule() -> Mapping[str, tuple[str, ...]]:
-    """The methods to try first, for each optimizer in the README's table. They were chosen by the rule of this
-    table."""
+    """The methods to try first, for each optimizer in the README's table. The rule of this table determines these
+    methods."""
     return {optimizer: tuple(specs) for optimizer, specs in _read("evidence.json")["first"].items()}
 
 
@@ -121,9 +121,9 @@ def _parse(record: Mapping[str, Any]) -> Evidence:
 def lost_with(compressor: Compressor, optimizer: str | None) -> float | None:
     """The largest loss of quality that was measured for a method, as in `Evidence`; None if nothing was measured.
 
-    For a two-level method, the results of its inner method are used: the inner method compresses the mean of a node in
-    the same way as the gradient of a rank. The results are not used for the same method with exchange "scatter",
-    because "scatter" rounds each element twice.
+    For a two-level method, the results of its inner method are used, because the inner method compresses the mean of a
+    node in the same way as the gradient of a rank. The results are not used for the same method with exchange
+    "scatter", because "scatter" rounds each element twice.
 
     Args:
         compressor: the method.
@@ -151,7 +151,7 @@ def measured_specs() -> tuple[str, ...]:
 
 def in_words(compressor: Compressor) -> str:
     """A sentence that states how much quality a method lost in measurements."""
-    optimizers = (*OPTIMIZERS, "CompressedAdam", MUON)  # the others are in docs/optimizers.md
+    optimizers = (*OPTIMIZERS, "CompressedAdam", MUON)  # the results for all other optimizers are in docs/optimizers.md
     worst = [found for name in optimizers if (found := worst_with(compressor, name)) is not None]
     if not worst:
         return f"hvdcomp's own trainings did not measure how much accuracy {compressor} loses."

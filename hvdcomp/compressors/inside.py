@@ -1,7 +1,7 @@
 """Chooses the array functions that compress a tensor: those of the framework, or those of NumPy.
 
 On the host, NumPy has less overhead per operation, but the framework uses several threads. So NumPy compresses small
-float32 tensors, with every framework. The framework compresses all other tensors.
+float32 tensors, regardless of the framework. The framework compresses all other tensors.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def numbers_may_overflow() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Inside:
-    """The array functions that compress one tensor. They are those of the tensor's framework, or those of NumPy.
+    """The array functions that compress one tensor, which come either from the tensor's framework or from NumPy.
 
     Attributes:
         framework: the array functions of the tensor's framework.
-        xp: the array functions that compress the tensor: those of its framework, or those of NumPy.
+        xp: the array functions that compress the tensor, either from its framework or from NumPy.
         like: an array of the tensor's framework.
     """
 

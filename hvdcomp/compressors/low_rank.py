@@ -276,7 +276,7 @@ def _width(rows: int) -> int:
 
 
 def as_matrix(xp: ModuleType, x: Array) -> Array:
-    """The tensor as a matrix of `matrix_shape`, in float32 at least."""
+    """The tensor as a matrix of `matrix_shape`, with at least the precision of float32."""
     return xp.reshape(xp.astype(x, wide_dtype(xp.dtype_name(x))), matrix_shape(tuple(x.shape)))
 
 

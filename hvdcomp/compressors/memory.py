@@ -77,16 +77,16 @@ class Memory(Described):
 
 @dataclass(frozen=True)
 class ErrorFeedback(Memory):
-    """Error feedback: compresses x = g + r, the gradient plus the residual, and keeps the new residual r = x - C(x),
-    the part that was not sent (Karimireddy et al. 2019, arXiv:1901.09847, algorithm 2).
+    """Error feedback: compresses x = g + r, the gradient plus the residual. The new residual r = x - C(x) is the part
+    that was not sent (Karimireddy et al. 2019, arXiv:1901.09847, algorithm 2).
 
         hvdcomp.Compression.from_spec("topk:ratio=0.01", memory="error_feedback:dtype=bf16")
 
     Attributes:
         decay: the factor by which the residual is multiplied before it is added. 1 keeps the whole residual.
-        dtype: the element type of the residual between two steps: "float32" (4 bytes per element), or "fp16" or "bf16"
-            (2 bytes per element). With a 16-bit type, x - C(x) is rounded to nearest, and the rounding error is lost.
-            Values beyond the range of the type become its largest number. x itself is not rounded.
+        dtype: the element type of the residual between two steps. This is "float32" (4 bytes per element), "fp16" or
+            "bf16" (2 bytes per element). With a 16-bit type, x - C(x) is rounded to nearest, and the rounding error is
+            lost. Values beyond the range of the type become its largest number. x itself is not rounded.
 
     Example:
         >>> str(ErrorFeedback(decay=0.9))

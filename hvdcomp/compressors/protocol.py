@@ -25,7 +25,7 @@ class AllReduce:
 
     Attributes:
         array: the array to reduce.
-        op: the operation: "mean", "sum" or "max".
+        op: the operation, which is "mean", "sum" or "max".
         with_room: used only for a NumPy vector. It is the storage of the vector with at least 4 unused bytes after its
             end (`bucket.Payload`). The engine can then append its flag and send the vector without a copy.
         group: the ranks that take part, as a `Group`.
@@ -99,7 +99,7 @@ class ReduceScatter:
 
     Attributes:
         array: an array with one row for each rank. The answer is one row.
-        op: the operation: "mean" or "sum".
+        op: the operation, which is "mean" or "sum".
         with_room: always None. The attribute exists because other requests have it.
         group: the ranks that take part, as a `Group`.
     """

@@ -46,8 +46,8 @@ class BlockQuantizer(Gathering):
 
     Attributes:
         block: number of consecutive elements that share a scale. The last block may be shorter.
-        rounding: "nearest", which is the same in every run; or "stochastic", which rounds at random to one of the two
-            neighbors, so that the expectation is the element itself.
+        rounding: "nearest" or "stochastic". "nearest" gives the same result in every run. "stochastic" rounds at random
+            to one of the two neighbors, so that the expectation is the element itself.
     """
 
     block: Count = 128
@@ -119,7 +119,7 @@ class Int4(_WholeNumbers):
 
     Many elements are smaller than this error and become zero. Therefore rounding to nearest is used with error
     feedback. Rounding to nearest is a contraction: |x - C(x)|^2 <= (b - 1) / (b - 1 + 196) |x|^2 with blocks of b
-    elements, which is 0.4 |x|^2 for the default block. Stochastic rounding is unbiased, and is used without error
+    elements. For the default block, this bound is 0.4 |x|^2. Stochastic rounding is unbiased, and is used without error
     feedback.
 
     Example:

@@ -146,8 +146,8 @@ class EDEN(Gathering):
         return (vector * self._signs(xp, vector, context))[: number_of_elements(shape)]
 
     def _signs(self, xp: ModuleType, like: Array, context: Context) -> Array:
-        """The diagonal of D, 1 or -1, float32, with the length of `like`. One random word gives the signs of 32
-        elements."""
+        """The diagonal of D, as a float32 vector of 1 and -1 with the length of `like`. One random word gives the signs
+        of 32 elements."""
         words = random_words(xp, shared_key(context, self.name), like.shape[0] // 32, like)
         bits = (xp.reshape(words, (-1, 1)) >> xp.arange(32, like=words)) & 1
         return xp.flatten(xp.astype(1 - 2 * bits, "float32"))

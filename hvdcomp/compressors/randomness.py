@@ -23,7 +23,8 @@ from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.protocol import Context
 
 _ALL_BITS = 2**64 - 1
-# of the bijection; after only six rounds, some pairs of elements of a small tensor are 1 % more likely than others
+# the bijection has eight rounds, because after six some pairs of elements of a small tensor are 1 % more likely than
+# others
 _ROUNDS = 8
 _LEAST_BITS = 6  # fewest bits of the bijection's domain; with fewer bits, some choices are more likely than others
 
@@ -53,10 +54,11 @@ def distinct_indices(xp: ModuleType, key: int, count: int, size: int, like: Arra
     """Draws `count` different indices in [0, size). The indices are in ascending order and on the device of `like`.
 
     A bijection, chosen by the key, maps 0, 1, 2, ... to the indices. The bijection is a Feistel network of eight
-    rounds. The numbers in the network have as many bits as `size` needs, but at least six. If a result is not below
-    `size`, the bijection is applied again ("cycle walking", Black and Rogaway 2002, doi:10.1007/3-540-45760-7_9). Each
-    half has at most 32 bits, which is enough for sizes up to 2**63. At the end, all indices are shifted by `rotations`,
-    so that each index is equally likely for any bijection. `kernels/src/isa_sparse_random.c` does the same in C.
+    rounds. The numbers in the network have the number of bits that `size` needs, but at least six bits. If a result is
+    not below `size`, the bijection is applied again ("cycle walking", Black and Rogaway 2002,
+    doi:10.1007/3-540-45760-7_9). Each half has at most 32 bits, which is enough for sizes up to 2**63. At the end, all
+    indices are shifted by `rotations`, so that each index is equally likely for any bijection.
+    `kernels/src/isa_sparse_random.c` does the same in C.
 
     Args:
         xp: array functions.

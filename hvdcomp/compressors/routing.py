@@ -26,8 +26,8 @@ from hvdcomp.specs.levels import Level
 
 MOST_NESTED = 32  # maximum depth of nested routers, because most methods are recursive
 ANY = "*"  # the pattern that matches every name
-_PATTERNS_SHOWN, _NAMES_SHOWN = 3, 3  # in an error message
-_NUMBERED = re.compile(r"(allreduce\.noname\.)?\d+(\.\d+)*")  # the names of parameters that have no name from the user
+_PATTERNS_SHOWN, _NAMES_SHOWN = 3, 3  # numbers of patterns and names that an error message shows
+_NUMBERED = re.compile(r"(allreduce\.noname\.)?\d+(\.\d+)*")  # names of parameters that the user has not named
 CONDITION = re.compile(r"(numel|ndim)\s*<\s*(\d+)")  # the condition of a rule, which may replace a pattern
 
 
@@ -328,7 +328,7 @@ def require_matches(compressor: Compressor, names: Collection[str]) -> None:
 
     Args:
         compressor: the compressor. The patterns of its routers are checked.
-        names: the names of all parameters of the model, including frozen ones.
+        names: the names of all parameters of the model, including frozen parameters.
 
     Raises:
         SpecError: if a pattern has no match. The message lists the most similar names.

@@ -34,9 +34,9 @@ def scatter(method: Codec, xp: ModuleType, x: Array, context: Context) -> Aggreg
 
     Each chunk has an owner, which is the rank that averages it. The owner adds its own x without rounding. In chunks of
     other ranks, C(x) is the decoded payload. In this rank's own chunk, C(x) is x minus N times the rounding error of
-    the mean, with N ranks. Then the C(x) of all ranks add up to N times the result, and one residual accounts for both
-    roundings. This residual may overflow even if the mean does not. Such a large mean becomes NaN, and all ranks see
-    the NaN.
+    the mean, with N ranks. With this definition, the sum of C(x) over all ranks is N times the result, and one residual
+    accounts for both roundings. This residual may overflow even if the mean does not. Such a large mean becomes NaN,
+    and all ranks see the NaN.
     """
     ranks, own = context.world_size, context.rank
     vector = xp.flatten(xp.astype(x, "float32"))
@@ -305,7 +305,7 @@ class _Layout:
             same layout as chunks.
         rows: one payload for each rank, uint8 (ranks, length). This rank's own row is unused.
         sent: the payload of the mean, uint8 (length,).
-        zeros: used on the host only: a vector of zeros, as long as the longest piece.
+        zeros: a vector of zeros, as long as the longest piece. It is used only on the host.
     """
 
     def __init__(self, method: Codec, bucket: Bucket) -> None:
@@ -315,7 +315,7 @@ class _Layout:
         own_pieces = [(owner, piece) for owner, piece in pieces if owner == own]
         other_pieces = [(owner, piece) for owner, piece in pieces if owner != own]
         self.own = _OwnChunk(method, bucket, own_pieces)
-        # All ranks compute the lengths of payloads from the pieces, so all ranks know all lengths.
+        # All ranks compute the lengths of payloads from the pieces, so no exchange of lengths is needed.
         owners = np.array([owner for owner, _ in other_pieces], np.int64)
         rows = PayloadRows(owners, ranks, self.own.payload_bytes(method))
         self.others = _OtherChunks(bucket, other_pieces, bucket.memory, rows)

@@ -45,7 +45,7 @@ class SignSGD(Compressor):
     the signs.)
 
     Attributes:
-        zeros: "rows" or "elements": the parts of a tensor that have an extra bit, which indicates whether the part
+        zeros: the parts of a tensor that have an extra bit, "rows" or "elements". The bit indicates whether the part
             votes.
 
     Example:
@@ -136,8 +136,8 @@ class OneBit(Gathering):
     mean of the positive elements, and a 0 as the mean of the other elements (Seide et al. 2014, section 3.2).
 
     Attributes:
-        per_row: whether each row of the gradient matrix (first dimension by the others) has its own pair of means. If
-            False, the tensor has one pair. Seide et al. use one pair for each column of their weight matrices.
+        per_row: whether each row of the gradient matrix (the first dimension gives the rows) has its own pair of means.
+            If False, the tensor has one pair. Seide et al. use one pair for each column of their weight matrices.
 
     Example:
         >>> OneBit().payload_bytes((1000, 1000))

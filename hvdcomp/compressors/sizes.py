@@ -16,7 +16,7 @@ class SentPayload(NamedTuple):
     """One rank's payload for one collective and one tensor.
 
     Attributes:
-        kind: kind of collective: "allreduce", "reducescatter", "allgather" or "alltoall".
+        kind: kind of collective, that is, "allreduce", "reducescatter", "allgather" or "alltoall".
         bytes: the bytes of the payload, including indices and scales. The parts for all ranks are counted together.
         reduction: the operation and element type of an allreduce or reduce-scatter, such as "mean float32". Payloads
             with different reductions do not share a collective. The reduction is empty for allgather and alltoall,

@@ -23,7 +23,7 @@ from hvdcomp.specs.described import Rule, between
 from hvdcomp.specs.levels import Level
 
 VALUES = {"2bit": FOUR_MEANS, "sign": IN_SIGN, "fp16": IN_HALF, "float32": IN_FLOAT}
-"""The allowed encodings of values, each with the number by which kernels know it."""
+"""The allowed encodings of values, each with the number that stands for it in kernels."""
 
 _MEANINGS = "'2bit' (one of four means), 'sign' (a sign), 'fp16' (half precision) or 'float32'"
 _Values = Annotated[str, Rule(lambda values: values in VALUES, _MEANINGS)]
@@ -47,18 +47,18 @@ class ChunkedTopK(Compressor):
 
         bin(v) = round((v - mean) / s + 2), limited to 0 ... 3;  s = 6 sigma / 4
 
-    mean and sigma are the mean and the standard deviation of all values that are sent of the tensor. So the borders
-    between bins are at -2.25, -0.75 and 0.75 sigma from the mean. To compute sigma, the sum of squares is divided by n,
-    not by n - 1, for n values. With this choice, the method is a contraction even if only two values are sent: |x -
-    C(x)| < |x| unless x = 0.
+    mean and sigma are the mean and the standard deviation of all sent values of the tensor. So the borders between bins
+    are at -2.25, -0.75 and 0.75 sigma from the mean. To compute sigma, the sum of squares is divided by n, not by n -
+    1, for n values. With this choice, the method is a contraction even if only two values are sent: |x - C(x)| < |x|
+    unless x = 0.
 
     The paper compresses the change of 30 local steps, with a residual decay of 0.95
     (`memory=error_feedback:decay=0.95`).
 
     With `values=sign`, only the sign of a value is sent. The sign is decoded as plus or minus the mean magnitude of the
-    values that are sent of the tensor. Zero counts as positive. For example, sending the largest of each 8 elements
-    takes 4 bits: one for the sign, and 3 for the place. The mean magnitude is a float64 sum, multiplied by 1 / number
-    in float64. The mean magnitude is then rounded to float32, or to the gradient's type if this has 16 bits. NumPy,
+    sent values of the tensor. Zero counts as positive. For example, sending the largest of each 8 elements takes 4
+    bits: one for the sign, and 3 for the place. The mean magnitude is a float64 sum, multiplied by 1 / number in
+    float64. The mean magnitude is then rounded to float32, or to the gradient's type if this has 16 bits. NumPy,
     PyTorch and kernels may add in different orders, but the error of a float64 sum hardly ever changes the float32
     result. Ranks never differ, because all ranks decode with the magnitude that was sent.
 

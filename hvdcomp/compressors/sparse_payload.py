@@ -72,7 +72,7 @@ def encode(xp: ModuleType, vector: Array, indices: Array, values: str) -> tuple[
         xp: array functions.
         vector: the vector from which elements are sent, (d,).
         indices: the indices of the sent elements, (k,), int32 or int64. Each occurs at most once, in any order.
-        values: the element type of the sent values: "same" as the vector, or "fp16".
+        values: the element type of the sent values. "same" means the type of the vector. The alternative is "fp16".
 
     Returns:
         The parts of the payload, and the sparse vector that receivers decode. The parts are (values, indices) or

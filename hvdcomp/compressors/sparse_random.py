@@ -28,10 +28,10 @@ class RandomK(ByRatio):
     Attributes:
         unbiased: whether values are multiplied by d / k, for d elements of which k are sent. The expectation is then
             the gradient itself, and no error feedback is needed.
-        values: the element type of the values that are sent: "same" as the gradient, or "fp16". With "fp16", sums are
-            in half precision. Values are clipped to half the largest half-precision number divided by the number of
-            ranks, so that sums cannot overflow in any order. If `unbiased`, a value beyond this limit counts as not
-            finite, unless a bucket's memory keeps the excess.
+        values: the element type of the values that are sent. "same" means the type of the gradient. The alternative is
+            "fp16". With "fp16", sums are in half precision. Values are clipped to half the largest half-precision
+            number divided by the number of ranks, so that sums cannot overflow in any order. If `unbiased`, a value
+            beyond this limit counts as not finite, unless a bucket's memory keeps the excess.
 
     Example:
         >>> RandomK(ratio=0.01).payload_bytes((1000, 1000))

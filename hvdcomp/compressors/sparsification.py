@@ -70,8 +70,8 @@ class Sparsifier(ByRatio):
     `sparse_payload` describes the payload. An index takes two bytes if this makes the payload smaller.
 
     Attributes:
-        values: the element type of the values that are sent: "same" as the gradient, or "fp16". The memory keeps the
-            rounding error, and the excess above the largest half-precision number.
+        values: the element type of the values that are sent. "same" means the type of the gradient. The alternative is
+            "fp16". The memory keeps the rounding error, and the excess above the largest half-precision number.
     """
 
     values: sparse_payload.How = field(default="same", kw_only=True)
@@ -177,7 +177,7 @@ class SparsePlaces:
 
     Args:
         bucket: the bucket. `count` and the offsets of the parts in its table are set.
-        values: the element type of the sent values: "same" or "fp16", as in `sparse_payload`.
+        values: the element type of the sent values, "same" or "fp16", as in `sparse_payload`.
 
     Attributes:
         payload: the payload that this rank sends.
@@ -218,7 +218,7 @@ class Selection:
         bucket: the bucket, with `count` set in its table.
 
     Attributes:
-        method: how the threshold is found: `KTH_LARGEST`, `BISECT`, `SAMPLED` or `FITTED`.
+        method: how the threshold is found. The value is `KTH_LARGEST`, `BISECT`, `SAMPLED` or `FITTED`.
         rounds: the number of rounds of the search.
         type: the element type of the values in the payload, as a number of `NARROW`.
         masks: whether the velocity of an element is set to zero when the element is sent.
@@ -312,8 +312,8 @@ def aggregate_by_magnitude(
 
     Args:
         bucket: the bucket that is compressed.
-        values: the element type of the sent values: "same" or "fp16", as in `sparse_payload`.
-        method: how the threshold is found: `KTH_LARGEST`, `BISECT`, `SAMPLED` or `FITTED`.
+        values: the element type of the sent values, "same" or "fp16", as in `sparse_payload`.
+        method: how the threshold is found. The value is `KTH_LARGEST`, `BISECT`, `SAMPLED` or `FITTED`.
         room: a threshold is good if at least k and at most `room` k elements reach it.
         rounds: number of rounds of the search for the threshold.
     """

@@ -112,8 +112,9 @@ class MSTopK(ThresholdSparsifier):
 
     The bisection starts between the mean and the largest magnitude. The bisection ends when exactly k elements reach
     the threshold, or after `rounds` rounds. All elements that reach the upper bound (at most k) are sent. To complete k
-    elements, elements between the lower and the upper bound are sent in index order. (The paper chooses a random run of
-    them.) An element that is not sent is larger than a sent element by at most the distance between the two bounds.
+    elements, elements between the lower and the upper bound are sent in index order. (The paper instead chooses a
+    random run of these elements.) An element that is not sent is larger than a sent element by at most the distance
+    between the two bounds.
 
     Attributes:
         rounds: maximum number of rounds of the bisection, at most 100.
@@ -139,9 +140,9 @@ class MSTopK(ThresholdSparsifier):
 
 @dataclass(frozen=True)
 class RedSync(ThresholdSparsifier):
-    """Sends the k largest elements. A bisection finds a threshold that between k and 2k elements reach, and the k
-    largest of these elements are chosen exactly (Fang et al. 2019, arXiv:1808.04357, trimmed top-k with threshold
-    binary search).
+    """Sends the k largest elements. A bisection finds a threshold that between k and 2k elements reach. Of these
+    elements, exactly the k largest are chosen (Fang et al. 2019, arXiv:1808.04357, trimmed top-k with threshold binary
+    search).
 
     If there is no such threshold (for example because many elements are equal), or 25 rounds do not find one, the k
     elements are chosen among 2k elements: those that reach the nearest tested thresholds, in index order.

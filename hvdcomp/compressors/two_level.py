@@ -341,7 +341,7 @@ class _States:
         whole: the bucket of all tensors, with their states.
         shard: the bucket of the tensors that this rank owns. If this rank owns no tensors, the bucket has one tensor
             with a single zero.
-        dealt: for each rank of the node, the places in the whole bucket of the tensors that the rank owns.
+        dealt: for each rank of the node, the tensors that the rank owns, as places in the whole bucket.
         own: number of this rank in its node.
     """
 
@@ -368,7 +368,7 @@ class _States:
                 state[:] = kept[places]
 
     def updated(self) -> Array:
-        """The new states of this rank's tensors, padded to the longest states that a rank has."""
+        """The new states of this rank's tensors, padded to the length of the longest states on any rank."""
         start = 0
         for state, places in zip(self._shard_states.next, self._places[self._own], strict=True):
             self._sent[start : start + len(places)] = state[: len(places)]
@@ -455,7 +455,7 @@ def within(compressor: Compressor) -> Compressor:
 
 
 def _node_places(context: Context) -> NodePlaces:
-    """This rank's places. Without information about nodes, every rank counts as a node."""
+    """This rank's `NodePlaces`. Without information about nodes, every rank counts as a node."""
     if context.node_places is None:
         return NodePlaces(Place(0, 1), Place(context.rank, context.world_size))
     return context.node_places(context.name)

@@ -46,7 +46,7 @@ DENSE_CANDIDATE = "dense"
 """Name of the candidate without compression."""
 
 _HOPELESS = 1.5  # a trial ends early if its steps are slower, or faster, than the best candidate's by this factor
-_FEW = 4  # after this number of measurements, the cost of changing to a candidate always counts
+_FEW = 4  # from this number of measurements on, the cost of changing to a candidate always counts
 _MOST = 16  # largest number of windows to measure a candidate that cannot be distinguished from the best
 # smallest standard error of a trial's ratio, because the speed of a machine changes from minute to minute
 _UNEVEN = 0.05
@@ -84,7 +84,7 @@ class Auto(Policy[AutoState]):
         margin: a candidate is tried if its steps are expected to be slower than the best steps by at most this share.
         budget: the share of the training time that trials may cost.
         drift: a share of the step time. All candidates may be tried again if, at four decisions in a row, the step time
-            differs by more than this share from the step time at the choice of the current candidate.
+            differs by more than this share from the step time when the current candidate was chosen.
 
     Example:
         >>> str(Auto(calibration="calibration.json"))
@@ -199,7 +199,7 @@ class Auto(Policy[AutoState]):
         return max(0, self.window - len(trial.times))
 
     def _note(self, state: AutoState, latest: Measured) -> AutoState:
-        """Records the time of the chosen candidate, and scales the times of the others in proportion."""
+        """Records the time of the chosen candidate, and scales the times of all other candidates in proportion."""
         old = state.measured.get(state.chosen)
         merged = latest if old is None else old.with_more(latest, _MOST * self.window)
         factor = 1.0 if old is None else merged.seconds / old.seconds

@@ -19,7 +19,7 @@ SETTLING = 2
 """The number of steps that are not counted after a change. The first of them sends residuals, and Horovod negotiates
 new names and sizes."""
 
-LEAST = 2  # fewest steps by which to judge a candidate
+LEAST = 2  # fewest measured steps that are enough to judge a candidate
 _CLOCK_S = 1e-9  # a shorter step time is an error of the clock, and is ignored
 DOUBT = 0.1  # a prediction may be too high by this share; a trial of a candidate within this share counts as free
 _PRIOR = 2  # a prediction counts as this number of measured steps, with DOUBT as its standard error
@@ -102,7 +102,7 @@ class AutoState:
     """The state that `Auto` keeps from one decision to the next.
 
     Attributes:
-        order: the names of the tensors. Tensors for which compression saves most are first.
+        order: the names of the tensors. The tensors for which compression saves most time come first.
         candidates: the candidates with their predicted times, by name; empty before the first decision.
         chosen: name of the current candidate.
         why: the reason for the choice, in words. Decision logs contain these words, and `hvdcomp replay` compares them.

@@ -187,8 +187,8 @@ class AccumulatedGradientPolicy(Policy[State]):
     Attributes:
         steps: number of steps from one decision to the next. Gradients are accumulated over these steps. 0 to count
             epochs instead.
-        statistic: which gradients are accumulated: "local" (those of rank 0) or "aggregated" (the means over the
-            ranks).
+        statistic: which gradients are accumulated, either "local" (the gradients of rank 0) or "aggregated" (the means
+            over the ranks).
     """
 
     steps: Annotated[int, at_least(0)] = 0

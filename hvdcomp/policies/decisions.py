@@ -128,8 +128,8 @@ class MultiLevel(Decision):
         minimum: the factor of the first compression, which compresses the gradient plus the residual.
         candidate: the factor of the second compression, which compresses the result of the first. The factor is
             relative to the uncompressed size. None for no second compression.
-        send: which result is sent: the result of the first compression, the result of the second compression, or
-            "dense" for the uncompressed gradient plus the residual.
+        send: which result is sent. This is the result of the first compression, the result of the second compression,
+            or "dense" for the uncompressed gradient plus the residual.
         factor: the unit of compression factors, "bytes" or "elements", as in `GraVAC`.
         gain: how the gain is computed, as in `GraVAC`.
     """

@@ -104,8 +104,8 @@ class OptimalLevels(Policy[Chosen]):
         levels: the number of levels to choose from. The levels are a geometric sequence from `least` to `most`, and the
             own level replaces the factor nearest to 1. Ranks and bits are rounded. Levels that a method does not have
             are omitted.
-        statistic: which gradients are accumulated: "local" (those of rank 0) or "aggregated" (the means over the
-            ranks).
+        statistic: which gradients are accumulated, either "local" (the gradients of rank 0) or "aggregated" (the means
+            over the ranks).
     """
 
     interval: Annotated[int, at_least(1)] = 100
@@ -125,7 +125,7 @@ class OptimalLevels(Policy[Chosen]):
 
     @property
     def looks(self) -> int:
-        """The number of steps before a decision over which gradients are accumulated."""
+        """The number of steps, directly before a decision, over which gradients are accumulated."""
         return min(self.last, self.interval)
 
     @property

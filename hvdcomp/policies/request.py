@@ -1,6 +1,6 @@
 """The requests of policies, and the statistics that policies get in return.
 
-`Policy.request` names statistics and a period. At the end of the period, the policy gets these statistics as one
+`Policy.request` specifies statistics and a period. At the end of the period, the policy gets these statistics as one
 `Statistics`.
 """
 
@@ -114,7 +114,8 @@ class Candidates:
     """The choices of methods from which a policy can choose (`hvdcomp.adaptation.candidates`).
 
     Attributes:
-        order: the names of the tensors whose method may be chosen. Tensors for which compression saves most are first.
+        order: the names of the tensors whose method may be chosen. The tensors for which compression saves most time
+            come first.
         candidates: the candidates, by name.
     """
 
@@ -250,7 +251,8 @@ class Request:
             before this call.
         period: the period over which gradients are accumulated. `decide` is called at the end of a period. None if
             `decide` is never called again.
-        source: which gradients are accumulated: "local" (those of rank 0) or "aggregated" (the means over the ranks).
+        source: which gradients are accumulated, either "local" (the gradients of rank 0) or "aggregated" (the means
+            over the ranks).
         ever: the statistics that a request in any state may name. With these names, all ranks can prepare for any state
             of rank 0.
         around: the levels for LEVEL_TABLE and EXCHANGE_SECONDS, as factors of each tensor's own level. 1.0 is one of

@@ -24,7 +24,7 @@ def parse(spec: str, kinds: Mapping[str, type[Kind]], noun: str, plugins: Plugin
     """Creates the object that a spec string describes.
 
     Args:
-        spec: the spec string: a name, or a name followed by a colon and settings.
+        spec: the spec string, which is a name, or a name followed by a colon and settings.
         kinds: the classes that the spec string may name, by name.
         noun: word for an object of these classes in error messages, such as "compressor".
         plugins: classes of other packages that the spec string may also name; None if there are none.
@@ -119,8 +119,8 @@ def convert(text: str, kind: Any, where: str) -> Any:
 
     Args:
         text: the text of the value in a spec string.
-        kind: type of the value: bool, str, int, float, a Literal, or a tuple of texts or of numbers. Any other type
-            means an int or a float.
+        kind: type of the value. This is bool, str, int, float, a Literal, or a tuple of texts or of numbers. Any other
+            type means an int or a float.
         where: words that name the setting in error messages.
 
     Raises:

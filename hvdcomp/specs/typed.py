@@ -31,9 +31,9 @@ def typed(kind: Any, value: Any, where: str, texts: Mapping[str, float] | None =
         typed(tuple[int, ...], [1, 2], "ranks")  # (1, 2)
 
     Args:
-        kind: the expected type: Any, str, int, float (whole numbers are allowed), bool, Path, a Literal, an optional of
-            these, `int | float`, a tuple of one type, a Mapping whose keys are texts or numbers, or a dataclass of
-            these.
+        kind: the expected type. Allowed are Any, str, int, float (which also accepts whole numbers), bool, Path, a
+            Literal, an optional of these, `int | float`, a tuple of one type, a Mapping whose keys are texts or
+            numbers, or a dataclass of these.
         value: the value from parsed JSON or TOML.
         where: place of the value in the file, for error messages.
         texts: numbers that JSON cannot contain, such as not-a-number, by their texts in the file, such as "NaN". None

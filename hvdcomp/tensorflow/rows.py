@@ -35,10 +35,10 @@ class RowExchange:
     gradients.
 
     Args:
-        wire_dtype: the element type in which rows and means are sent: tf.bfloat16, tf.float16 or tf.int8. With tf.int8,
-            the largest magnitude of each row is also sent, and the error of an element is at most 1/254 of this
-            magnitude. The mean is rounded in the same way a second time. Rounding errors are not kept. Default: the
-            gradient's own type.
+        wire_dtype: the element type in which rows and means are sent, which is tf.bfloat16, tf.float16 or tf.int8. With
+            tf.int8, the largest magnitude of each row is also sent, and the error of an element is at most 1/254 of
+            this magnitude. The mean is rounded in the same way a second time. Rounding errors are not kept. Default:
+            the gradient's own type.
 
     Attributes:
         ledger: the ledger, with the bytes of each step as in `Compression.ledger`, but without times. It is empty if

@@ -25,7 +25,7 @@ class PresenceCheck:
 
     Args:
         communicator: the communicator of the ranks that take part in the step.
-        waits: whether `agrees` waits for the result, so that it is the same on all ranks.
+        waits: whether `agrees` waits for the result, so that the answer is the same on all ranks.
 
     Attributes:
         waits: whether `agrees` waits for the result.

@@ -303,7 +303,7 @@ class _PartOfMean(_Node):
         return require_reduce_scatter(method, info)
 
     def step(self, gradient: torch.Tensor, step: int) -> torch.Tensor:
-        """The mean of the rows of the gradient that belong to this rank."""
+        """The mean of this rank's rows of the gradient."""
         _check_number(step)
         (info,) = self.infos
         reducer, ranks = self._reducer, self.communicator.world_size

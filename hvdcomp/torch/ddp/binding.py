@@ -90,7 +90,7 @@ class DDPBinding(TorchTraining):
         # same point. These collectives stay in the model's process group. There, they are also matched with a
         # collective of a rank that does not make the step. On a device, the model's process group is used for
         # everything. There, the presence check waits for its result instead of polling, so that all ranks start a
-        # bucket between the same two collectives. Waiting costs little, because the device still has work.
+        # bucket between the same two collectives. Waiting costs little, because the device is still busy.
         on_device = any(parameter.is_cuda for parameter in trained.values())
         self._beside = None if on_device else GroupBeside.of(communicator, self)
         if self._beside is not None:
@@ -197,7 +197,7 @@ class DDPBinding(TorchTraining):
             self._beside.under_way = True
         super().begin()
         self._wire = self._wire_of_plan() if self.engine.passthrough and not self.needs_engine else None
-        # If all steps of a training only cast, no presence check is needed. It would only add latency.
+        # If all steps of a training run only cast, no presence check is needed. It would only add latency.
         self._checks_presence = self._wire is None or self.plan_may_change
         if self._checks_presence:
             self._presence_check.start(self.presence, UNNAMED)
@@ -246,7 +246,8 @@ class DDPBinding(TorchTraining):
 
     def _end_casts(self) -> None:
         if self.coordinator is not None:
-            # The coordinator's clock, and observers of means, need the end of the step. DDP would wait for it now, too.
+            # The coordinator's clock, and observers of means, need the end of the step. Without this call, DDP would
+            # also wait for it now.
             for bucket in self._step:
                 bucket.future.wait()
             for bucket in self._step:

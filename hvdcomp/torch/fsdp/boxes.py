@@ -98,7 +98,7 @@ def on_other_mesh(
     latest decision.
 
     Args:
-        states: the states that all ranks saved, read one by one.
+        states: the states that all ranks saved. They are read one after another.
         own: the rank's own part in any of these states. The counts in this part, such as the number of steps, continue.
         boxes: the boxes that this rank has now, by parameter name.
         rank, ranks: this rank's number among the replicas, and the number of replicas.

@@ -58,7 +58,7 @@ def resharded(
     """Makes the residual of a new rank for each flat gradient, float32 (rows, length).
 
     Args:
-        states: the states of all old ranks, read one by one.
+        states: the states of all old ranks. They are read one after another.
         layouts: the current layout of each flat gradient, by name.
         new: the rows that the new rank owns.
 
@@ -90,8 +90,7 @@ def resharded(
 
 
 def with_plain_names(layout: FlatLayout) -> list[tuple[str, list[int]]]:
-    """A saved layout without the parts of names that come from wrappers. Earlier versions saved names with these
-    parts."""
+    """A saved layout, without the parts that wrappers add to names. Earlier versions saved names with these parts."""
     names = plain_names([name for name, _ in layout])
     return [(name, list(shape)) for name, (_, shape) in zip(names, layout, strict=True)]
 

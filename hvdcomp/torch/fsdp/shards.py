@@ -146,7 +146,7 @@ class ShardsBinding:
         """Computes this rank's row of the mean, of the sum, or of the sum divided by a factor, and writes it to `row`.
 
         Args:
-            flat: the flat gradient that FSDP wants to reduce.
+            flat: the flat gradient that FSDP is about to reduce.
             row, rows, group, op: the arguments of FSDP's own reduce-scatter.
             factor: the factor of `set_gradient_divide_factor`; None for the mean.
         """

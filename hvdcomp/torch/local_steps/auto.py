@@ -1,4 +1,4 @@
-"""Decides, during the training, the number of steps of a round of `LocalSteps` with `every="auto"`."""
+"""Decides, during training, the number of steps of a round of `LocalSteps` with `every="auto"`."""
 
 from __future__ import annotations
 

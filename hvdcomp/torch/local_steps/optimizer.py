@@ -410,8 +410,8 @@ class LocalSteps(torch.optim.Optimizer):
         latest exchange, the outer momentum, the number of steps since the latest exchange, an exchange that has not
         ended yet, and the state of the compression.
 
-        Between two exchanges, this state and the state of the model differ between ranks. To continue bit for bit, save
-        both states on every rank.
+        Between two exchanges, this state and the state of the model differ between ranks. To continue with the same
+        results, bit for bit, save both states on every rank.
         """
         state = self.inner.state_dict()
         if self._anchored:
@@ -433,8 +433,8 @@ class LocalSteps(torch.optim.Optimizer):
 
         You can also pass a state of the inner optimizer alone. Training then starts in the same way as after an
         exchange, without outer momentum. If all ranks load a state that rank 0 has saved between two exchanges, all
-        ranks continue from it, and the steps of the other ranks since the latest exchange are lost. `outer_lr`,
-        `outer_momentum` and `nesterov` are restored.
+        ranks continue from this state. The steps of the other ranks since the latest exchange are then lost.
+        `outer_lr`, `outer_momentum` and `nesterov` are restored.
 
         Raises:
             ConfigurationError: after a step, or if the state belongs to other tensors or another compressor.

@@ -23,7 +23,7 @@ class Momentum:
 
     Attributes:
         mean: m, the first moment before this step. The mean is the same on all ranks.
-        weight: the factor by which `mean` is multiplied when it is added to the gradient: b1 / (1 - b1).
+        weight: b1 / (1 - b1), the factor by which `mean` is multiplied when it is added to the gradient.
 
     Class attributes:
         sent_always: whether the momentum is added even if the exchange is lossless.
@@ -50,7 +50,7 @@ class LocalMomenta:
 
     Attributes:
         mean: m, this rank's first moment before this step.
-        weight: the factor by which `mean` is multiplied: b1 / (1 - b1).
+        weight: b1 / (1 - b1), the factor by which `mean` is multiplied.
         moved: the sum of the learning rate times m, over the earlier steps since the last exchange.
         share: the learning rate of this step, as a share of the sum of the learning rates since the last exchange.
         of_moved: the factor by which `moved` is multiplied.
@@ -350,7 +350,7 @@ class CompressedAdam(torch.optim.AdamW):
     def _meet(
         self, parameter: torch.Tensor, state: dict[str, Any], scale: torch.Tensor, rate: float, b1: float, kept: float
     ) -> None:
-        """Updates a parameter after an exchange of momenta, beginning with its value at the previous exchange."""
+        """Updates a parameter after an exchange of momenta, starting from its value at the previous exchange."""
         assert parameter.grad is not None
         torch.mul(parameter.grad, 1 - b1, out=state["exp_avg"])
         parameter.copy_(state["anchor"].addcdiv_(state["exp_avg"], scale, value=-self._sums[parameter]))

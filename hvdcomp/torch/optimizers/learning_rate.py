@@ -41,7 +41,7 @@ class ScaledSteps:
         """
         self._of_step = self.factor
 
-    # Both Horovod's optimizer and the wrapped one call the hooks in a step.
+    # In a step, both Horovod's optimizer and the wrapped optimizer call the hooks.
 
     def _scale(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         factor = self.factor if self._of_step is None else self._of_step

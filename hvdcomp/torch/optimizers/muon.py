@@ -95,7 +95,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     Raises:
         ConfigurationError: if PyTorch is older than 2.9, which has no Muon; if there is no hidden matrix; if a
             parameter for Muon is not a matrix; or if a state belongs to other parameter groups.
-        TypeError: if PyTorch's optimizer does not have an option.
+        TypeError: if an option does not exist in PyTorch's optimizer.
     """
 
     def __init__(

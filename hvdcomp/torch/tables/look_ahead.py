@@ -56,7 +56,8 @@ class LookAhead:
     gradient of this row was computed and before the row is updated. The update uses the learning rate of the gradient's
     step. All rows are updated at the end of an epoch, before a `state_dict` of the model or the optimizer is made or
     loaded, and by `flush`. A row is also updated before a table looks it up, in training or evaluation. Call `flush`
-    before you read weights in another way. If you create a new LookAhead for the same `RowExchange`, the old one ends.
+    before you read weights in any other way. If you create a new LookAhead for the same `RowExchange`, the old one
+    ends.
 
     Each rank keeps the batches that were read in advance, and 5 bytes for each row of a `RowExchange`. If the loader
     has a position, this position is ahead of the training loop. So save the number of steps instead of the position.

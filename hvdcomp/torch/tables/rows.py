@@ -41,10 +41,10 @@ class RowExchange:
     Args:
         model: the model with the tables, not yet wrapped.
         tables: the modules of the tables, by the names of their weights.
-        wire_dtype: the element type in which rows and means are sent: torch.bfloat16, torch.float16 or torch.int8. With
-            torch.int8, the largest magnitude of each row is also sent, and the error of an element is at most 1/254 of
-            this magnitude. The mean is rounded in the same way a second time. Rounding errors are not kept. Default:
-            the table's own type.
+        wire_dtype: the element type in which rows and means are sent, which is torch.bfloat16, torch.float16 or
+            torch.int8. With torch.int8, the largest magnitude of each row is also sent, and the error of an element is
+            at most 1/254 of this magnitude. The mean is rounded in the same way a second time. Rounding errors are not
+            kept. Default: the table's own type.
         ratio: the share of a gradient's rows that a rank sends, above 0. The number of rows is rounded up. The rank
             sends the rows with the largest norms. The rank keeps the other rows in float32, and adds them to its next
             gradients (error feedback, as with `TopK`). The kept rows can take as much memory as the table in float32.
@@ -116,7 +116,7 @@ class RowExchange:
                 put(table, mean)
 
     def _largest(self, name: str, rows: Rows) -> Rows:
-        """Adds these rows to the kept rows of a table, returns the rows to send, and keeps the others."""
+        """Adds these rows to the kept rows of a table, returns the rows to send, and keeps all other rows."""
         assert self.ratio is not None
         # In 16 bits, adding a small gradient would not change a kept row.
         dtype = torch.promote_types(rows.values.dtype, torch.float32)

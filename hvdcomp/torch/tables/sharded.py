@@ -115,13 +115,13 @@ class ShardedTables:
         """Starts to fetch rows from their owners. Call it on every rank.
 
         Args:
-            by_rank: for each rank and table, the ids of the rows that the rank wants.
+            by_rank: for each rank and table, the ids of the rows that the rank needs.
             owned: the arrays of each table, such as its weight. An array has an entry, of any shape, for each row that
                 this rank owns.
 
         Returns:
             A function that waits for the rows. This function returns a list for each table. For each array of the
-            table, the list has the entries of the ids that this rank wants.
+            table, the list has the entries of the ids that this rank needs.
         """
         size, rank = ranks.world_size, ranks.rank
         row_bytes = [sum(array.new_empty(1, *array.shape[1:]).nbytes for array in arrays) for arrays in owned]

@@ -1,12 +1,12 @@
 """The exchange for sharded tables in `LookAhead`. Gradients of rows are sent to all ranks that have these rows, and
 rows are fetched into a cache.
 
-A rank has the rows that it owns. In a cache, a rank also has the rows that it looks up in the coming batches. All ranks
-know the keys of all ranks in these batches. So each rank knows which rows the other ranks have, without asking them. In
-a step, the gradient of a row is sent to the row's owner, and to the ranks that have the row and will look it up again.
-All these ranks compute the same mean and make the same update. For the update the ranks need the optimizer's state of
-the row, which is fetched together with the row. So the owner always has the latest row, and a cache can drop a row
-after its last use.
+A rank has the rows that it owns. In a cache, a rank also has the rows that it looks up in the coming batches. Every
+rank has the keys that all ranks look up in these batches. So each rank knows which rows the other ranks have, without
+asking them. In a step, the gradient of a row is sent to the row's owner, and to the ranks that have the row and will
+look it up again. All these ranks compute the same mean and make the same update. For the update the ranks need the
+optimizer's state of the row, which is fetched together with the row. So the owner always has the latest row, and a
+cache can drop a row after its last use.
 """
 
 from __future__ import annotations
