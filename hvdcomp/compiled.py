@@ -66,7 +66,7 @@ def allreduce_mean(
     Raises:
         SpecError: if the spec is a policy, if the method keeps a state other than a residual, or if the method needs a
             residual and there is none. Under `torch.compile`, the message appears inside one of PyTorch's own errors.
-        ConfigurationError: if another argument is not allowed.
+        ConfigurationError: if any other argument is not allowed.
         RankMismatchError: on every rank, in the first call, if the arguments of the ranks differ.
 
     Example:
@@ -149,7 +149,7 @@ def reduce_scatter_mean(
 
     Raises:
         SpecError: if the method does not work in a reduce-scatter, or keeps a state.
-        ConfigurationError: if another argument is not allowed.
+        ConfigurationError: if any other argument is not allowed.
         RankMismatchError: on every rank, in the first call, if the arguments of the ranks differ.
 
     Example:

@@ -2,11 +2,11 @@
 time of a step.
 
 The performance model predicts the time of a step for a few candidates. In the simplest candidates, all tensors are
-uncompressed, all are in half precision, or all are compressed. In mixtures, the tensors that save most time are
-compressed, and all other tensors are uncompressed or in half precision. There may be several compressors. If a
-compressor has `exchange="auto"`, "gather" and "scatter" are two candidates. If the policy requests more compressors,
-this module proposes some. Only the two fastest compressed candidates are mixed with others, so that there are few
-candidates. Only rank 0 reads the calibration, and the other ranks receive the result.
+uncompressed, all are in half precision, or all are compressed. In mixtures, the tensors for which compression is most
+worthwhile are compressed, and all other tensors are uncompressed or in half precision. There may be several
+compressors. If a compressor has `exchange="auto"`, "gather" and "scatter" are two candidates. If the policy requests
+more compressors, this module proposes some. Only the two fastest compressed candidates are mixed with others, so that
+there are few candidates. Only rank 0 reads the calibration, and the other ranks receive the result.
 """
 
 from __future__ import annotations

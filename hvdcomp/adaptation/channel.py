@@ -71,7 +71,7 @@ class MessageChannel:
         self._failed: Exception | None = None
 
     def start(self, message: bytes) -> None:
-        """Starts to send rank 0's message. The messages of other ranks are ignored.
+        """Starts sending rank 0's message. The messages of other ranks are ignored.
 
         If sending fails, `finish` raises the error. After the last step of a training run, `finish` is not called,
         because other ranks may have ended and sending may fail.
@@ -162,7 +162,7 @@ class DecisionChannel:
         self._error = error
 
     def send(self) -> None:
-        """Starts to send rank 0's state. Call this on all ranks."""
+        """Starts sending rank 0's state. Call this on all ranks."""
         message = b""
         if self.decides:
             error = self._error

@@ -2,8 +2,8 @@
 replayed.
 
 Each line is one JSON object. There is a start line when a run begins or is resumed, and a line for each decision. The
-JSON is strict. Numbers that strict JSON cannot express are the texts "NaN", "Infinity" and "-Infinity", and numeric
-keys are written as their repr. `hvdcomp.adaptation.log_lines` describes the short form of lines.
+JSON is strict. Numbers that strict JSON cannot express are written as the texts "NaN", "Infinity" and "-Infinity", and
+numeric keys are written as their repr. `hvdcomp.adaptation.log_lines` describes the short form of lines.
 
 When a file reaches its size limit, it is renamed with a number, and a new file begins with its own start line. So each
 file can be read without the others.

@@ -79,7 +79,7 @@ class Framework(Protocol):
 
     def can_bind(self, parameters: Any, optimizer: Any) -> bool:
         """Whether these parameters and this optimizer suffice to create a binding before the first gradient. Each of
-        them may be None."""
+        the two may be None."""
 
     def make_binding(self, setup: Setup, gradient: Any) -> Binding:
         """Creates the binding for a training run.

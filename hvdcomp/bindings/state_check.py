@@ -2,7 +2,7 @@
 training run.
 
 Without these checks, a wrong residual would be noticed in the first step or never, and an inf or NaN would spoil all
-steps.
+later steps.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def checked(state: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def parts_of(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Makes all checks of a state that need no training, and returns the shared part and the rank's own part.
+    """Makes all checks of a state that do not need the engine, and returns the shared part and the rank's own part.
 
     Raises:
         ConfigurationError: if the value is not a state, or has a different version, or if a field is missing, has a

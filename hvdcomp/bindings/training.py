@@ -31,10 +31,11 @@ class Training(ABC):
 
     Class attributes:
         overlaps_with_policy: whether gradients that are only cast are exchanged by the framework's library instead of
-        the engine, during the backward pass, even in a training run with a policy. results_in_place: whether mean
-        gradients may overwrite the gradients, as in Horovod's own allreduce. overlaps: whether buckets may be sent
-        during the backward pass. broadcast: code that sends the weights of rank 0 to all ranks, for messages. absence:
-        sentences for a message. They explain why a rank may be missing in a step, and what to do.
+            the engine, during the backward pass, even in a training run with a policy.
+        results_in_place: whether mean gradients may overwrite the gradients, as in Horovod's own allreduce.
+        overlaps: whether buckets may be sent during the backward pass.
+        broadcast: code that sends the weights of rank 0 to all ranks, for messages.
+        absence: sentences for a message. They explain why a rank may be missing in a step, and what to do.
     """
 
     overlaps_with_policy: ClassVar[bool]

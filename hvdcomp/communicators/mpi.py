@@ -1,5 +1,5 @@
-"""Broadcasts with MPI. Unlike Horovod's broadcasts, they do not wait for the next cycle of Horovod's background
-thread."""
+"""Broadcasts with MPI. Unlike Horovod's broadcasts, these broadcasts do not wait for the next cycle of Horovod's
+background thread."""
 
 from __future__ import annotations
 

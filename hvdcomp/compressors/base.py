@@ -70,11 +70,11 @@ class Compressor(Described):
             has no such field.
         sends: a description, in words, of the payload that one rank sends for a tensor.
         biased: whether the expectation of the result over the method's random choices differs from the gradient. By
-        default, biased methods use error feedback. The rounding of a cast does not count as bias. lossless: whether the
-        receivers get the exact gradient. variance: a bound on E|x - C(x)|^2 / |x|^2 that holds for any tensor. The
-        bound is given for unbiased methods whose error can be larger than x itself, and is 0 for all other methods.
-        Biased methods omit a part of x, so their error is not larger than x. In `terngrad`, `globalqsgd`, `natural`,
-        `int8`, `int4` and `fp8`, no
+            default, biased methods use error feedback. The rounding of a cast does not count as bias.
+        lossless: whether the receivers get the exact gradient.
+        variance: a bound on E|x - C(x)|^2 / |x|^2 that holds for any tensor. The bound is given for unbiased methods
+            whose error can be larger than x itself, and is 0 for all other methods. Biased methods omit a part of x, so
+            their error is not larger than x. In `terngrad`, `globalqsgd`, `natural`, `int8`, `int4` and `fp8`, no
             element's error is larger than the largest element of x. The expected error of `eden` is smaller than x
             (`known_error`).
         known_error: the expectation of |x - C(x)|^2 / |x|^2, if it is about the same for every large x. Policies then
@@ -139,8 +139,8 @@ class Compressor(Described):
         return type(self), tuple(fields.items())
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
-        """Runs one step for all tensors of a bucket in compiled code, with the same results as `aggregate` of each
-        tensor.
+        """Runs one step for all tensors of a bucket in compiled code, with the same results as calling `aggregate` for
+        each tensor.
 
         This form is optional. Tensors that are in no bucket use `aggregate`. Tests also compare the bucket form with
         `aggregate`, which is the reference implementation.

@@ -259,7 +259,7 @@ def _in_half_precision(bucket: Bucket, nearest: int) -> BucketAggregation:
 
 def _wire(bucket: Bucket, dtype: str) -> Payload:
     """A payload with one number for each element. On the host, the payload is the bucket's layout and is reused. On a
-    device, each step allocates it anew, because it would need as much memory as the model."""
+    device, each step allocates a new payload, because keeping it would take as much memory as the model."""
     wire: Payload | None = bucket.layout
     if wire is None:
         sizes = bucket.segments["size"]

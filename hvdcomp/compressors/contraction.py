@@ -61,9 +61,9 @@ def require_bounded_turns(compressors: Iterable[Compressor]) -> None:
 def require_bounded_noise(method: Compressor, b1: float, local_steps: int) -> None:
     """Raises SpecError if the noise of momenta that are sent without error feedback would grow without limit.
 
-    A momentum keeps a share a of the noise of the previous exchange, and the next exchange compresses this share again.
-    So noise with the energy E becomes noise with the energy a^2 (1 + known_error) E in the next exchange, and new noise
-    is added. With exchange "scatter", means are compressed a second time.
+    A momentum keeps a certain share of the noise of the previous exchange. Let a be this share. The next exchange
+    compresses this noise again. So noise with the energy E becomes noise with the energy a^2 (1 + known_error) E in the
+    next exchange, and new noise is added. With exchange "scatter", means are compressed a second time.
 
     Args:
         method: the method, which is used without a memory. A method whose error is unknown is allowed.

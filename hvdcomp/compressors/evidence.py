@@ -2,8 +2,8 @@
 results to propose methods, and `advise` reports them.
 
 `evidence.json` has the complete rows of docs/best-rates.md: each method at its own best learning rate, compared with
-uncompressed training at the best learning rate of uncompressed training. `python -m benchmarks.best_rates.which_method`
-writes this file, including the methods to try first.
+uncompressed training at the best learning rate for uncompressed training. `python -m
+benchmarks.best_rates.which_method` writes this file, including the methods to try first.
 
 `evidence_one_rate.json` has the older training runs of docs/convergence.md, all of them at one learning rate. `python
 -m benchmarks.quality.convergence --evidence hvdcomp/compressors/evidence_one_rate.json` writes this file. The file does

@@ -36,7 +36,7 @@ _COLUMN_PIECE = 1 << 18  # number of elements of a task that processes columns, 
 
 @dataclass(frozen=True)
 class PowerSGD(Compressor):
-    """One power iteration per training step, warm-started (Vogels et al. 2019, arXiv:1905.13727, algorithm 1).
+    """Runs one warm-started power iteration per training step (Vogels et al. 2019, arXiv:1905.13727, algorithm 1).
 
     The gradient is viewed as the matrix M of shape[0] rows. P = M Q is averaged and orthogonalized, Q = M' P is
     averaged, and the result is P Q'. Q is kept for the next step.
@@ -45,7 +45,7 @@ class PowerSGD(Compressor):
     arXiv:2008.01425). Even steps average P = M Q with the orthogonalized Q of the previous step. Odd steps average Q =
     M' P with the orthogonalized P of the previous step. The result is again P Q'. Even steps send rows x rank values,
     and odd steps send columns x rank values. `payload_bytes` and `payload_floats` then return the mean of the two, and
-    a ledger has the bytes of each step.
+    the ledger records the bytes of each step.
 
     Attributes:
         rank: the number of columns of the factors P and Q. The rank is reduced if the gradient matrix has fewer rows or
@@ -132,7 +132,7 @@ class PowerSGD(Compressor):
 
         1. `lowrank_p` computes x, orthogonalizes Q, and computes P = M Q.
         2. `lowrank_q` orthogonalizes the mean of P, and computes Q = M' P.
-        3. `lowrank_decode` writes P Q' to the results, and `lowrank_keep` the new state.
+        3. `lowrank_decode` writes P Q' to the results, and `lowrank_keep` writes the new state.
 
         An alternating step runs the third pass and only one of the first two passes. This pass then computes x.
         """

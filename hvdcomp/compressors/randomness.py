@@ -23,8 +23,8 @@ from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.protocol import Context
 
 _ALL_BITS = 2**64 - 1
-# the bijection has eight rounds, because after six some pairs of elements of a small tensor are 1 % more likely than
-# others
+# The bijection has eight rounds. After only six rounds, some pairs of elements of a small tensor are 1 % more likely
+# than other pairs.
 _ROUNDS = 8
 _LEAST_BITS = 6  # fewest bits of the bijection's domain; with fewer bits, some choices are more likely than others
 

@@ -1,5 +1,5 @@
-"""Counts the bytes that a compressor sends for a tensor. To count the bytes, the function runs the compressor's
-generator on arrays without values."""
+"""Counts the bytes that a compressor sends for a tensor. To count the bytes, the compressor's generator is run on
+arrays without values."""
 
 from __future__ import annotations
 

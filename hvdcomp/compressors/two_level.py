@@ -7,8 +7,8 @@ With n ranks per node, each rank encodes, decodes and sends only 1/n of the mode
 transfers one compressed model in total.
 
 Methods for matrices need whole matrices. For such methods, each tensor has an owner among the ranks of a node, chosen
-by size, and only the owner compresses the tensor. Meanwhile the other ranks of the node exchange a 1 x 1 matrix of
-zero, so that all ranks make the same requests.
+by size, and only the owner compresses the tensor. Meanwhile, the other ranks of the node exchange a 1 x 1 zero matrix,
+so that all ranks make the same requests.
 """
 
 from __future__ import annotations
@@ -450,7 +450,7 @@ def needs_nodes(compressor: Compressor) -> bool:
 
 
 def within(compressor: Compressor) -> Compressor:
-    """The inner compressor of a two-level compressor. Any other compressor is returned itself."""
+    """The inner compressor of a two-level compressor. Any other compressor is returned unchanged."""
     return compressor.compressor if isinstance(compressor, TwoLevel) else compressor
 
 

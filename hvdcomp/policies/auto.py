@@ -250,9 +250,9 @@ class Auto(Policy[AutoState]):
         for name in state.candidates:
             measured = state.measured.get(name)
             if measured is None:
-                # Uncompressed gradients are always tried, because the policy promises never to be slower than them.
-                # After step times have drifted, predictions and earlier trials are no longer valid, so all candidates
-                # are tried.
+                # Uncompressed gradients are always tried, because the policy promises never to be slower than without
+                # compression. After step times have drifted, predictions and earlier trials are no longer valid, so all
+                # candidates are tried.
                 if name == DENSE_CANDIDATE or state.reopened or state.is_near(best, name, self.margin):
                     due.append(name)
             elif name != best and measured.steps < _MOST * self.window:

@@ -102,7 +102,7 @@ class AutoState:
     """The state that `Auto` keeps from one decision to the next.
 
     Attributes:
-        order: the names of the tensors. The tensors for which compression saves most time come first.
+        order: the names of the tensors. The tensors for which compression is most worthwhile come first.
         candidates: the candidates with their predicted times, by name; empty before the first decision.
         chosen: name of the current candidate.
         why: the reason for the choice, in words. Decision logs contain these words, and `hvdcomp replay` compares them.

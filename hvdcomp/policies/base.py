@@ -53,7 +53,7 @@ class Policy(Described, Generic[State]):
 
     def request(self, state: State) -> Request:
         """The request of the policy in a state. The request specifies when the policy decides next, and which
-        statistics it needs for this decision."""
+        statistics the policy needs for this decision."""
         raise NotImplementedError
 
     @property

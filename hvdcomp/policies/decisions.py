@@ -28,7 +28,7 @@ class Decision:
         sets_batch_size: whether decisions set the batch size instead of compression.
         uses_factors: whether decisions give compression factors. A factor may lead to any level.
         shown: names of the attributes that a report shows under the same names.
-        later: names of the fields that logs of earlier versions lack. `to_json` leaves a field out if it has its
+        later: names of the fields that logs of earlier versions lack. `to_json` omits such a field if it has its
             default value.
     """
 

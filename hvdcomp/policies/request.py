@@ -114,7 +114,7 @@ class Candidates:
     """The choices of methods from which a policy can choose (`hvdcomp.adaptation.candidates`).
 
     Attributes:
-        order: the names of the tensors whose method may be chosen. The tensors for which compression saves most time
+        order: the names of the tensors whose method may be chosen. The tensors for which compression is most worthwhile
             come first.
         candidates: the candidates, by name.
     """
@@ -226,7 +226,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Period:
-    """When a policy decides. Two of the first three fields are 0.
+    """Specifies when a policy decides. Two of the first three fields are 0.
 
     Attributes:
         epochs: number of epochs from one decision to the next.

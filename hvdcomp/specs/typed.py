@@ -96,7 +96,7 @@ def with_text_keys(value: Any) -> Any:
 
 
 def shortened(value: Any) -> str:
-    """The text of a value for a message. A long text is cut."""
+    """The text of a value for a message. A long text is shortened."""
     text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 

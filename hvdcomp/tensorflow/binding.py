@@ -187,7 +187,7 @@ class TensorFlowBinding(TensorFlowTraining):
         """Adds the operation that begins a step to the graph that is being made. The operation calls the function
         `begin` with `number`.
 
-        The operation compares weights, but TensorFlow does not know that Python reads them. TensorFlow keeps the order
+        The operation compares weights, but TensorFlow does not see that Python reads them. TensorFlow keeps the order
         of the program only between operations that refer to the same variable. Therefore the graph reads each variable
         twice. The operation waits for the first reads, and so it also waits for earlier changes of the weights. The
         second reads wait for the operation. Later changes, such as the weight decay of Keras, wait for the second

@@ -22,7 +22,7 @@ def as_callback(function: Callable[..., Any]) -> Callable[..., Any]:
     def called(*arguments: Any) -> Any:
         try:
             return function(*arguments)
-        except (HorovodInternalError, MemoryError):  # Horovod and TensorFlow know these errors
+        except (HorovodInternalError, MemoryError):  # Horovod and TensorFlow handle these errors themselves
             raise
         except Exception as error:
             raise ValueError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__) from None

@@ -129,7 +129,7 @@ class PolicyCallback(tf_keras.callbacks.Callback):
         if self._writer is None:
             return
         written: dict[str, float] = {f"hvdcomp/{name}": value for name, value in scalars.items()}
-        written |= self._compression.metrics()  # replaces the compression factor by the factor of the latest step
+        written |= self._compression.metrics()  # replaces the compression factor with the factor of the latest step
         written |= {f"hvdcomp/level/{name}": level for name, level in self._compression.levels.items()}
         with self._writer.as_default(step=self._compression.ledger.steps):
             for name, value in written.items():

@@ -18,7 +18,7 @@ class PolledCommunicator(Communicator, Protocol):
 
 
 class PresenceCheck:
-    """Checks once in each step, by an allreduce during the backward pass, that all ranks take part in the step.
+    """Checks once in each step, with an allreduce during the backward pass, that all ranks take part in the step.
 
     Before any bucket starts, the check detects a rank that has called `join`, has different levels, or refuses the
     step. `Binding.check_presence` raises the error at the end of the step.

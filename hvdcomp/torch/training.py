@@ -50,7 +50,7 @@ class TorchTraining(Binding):
         communicator: the communicator of the ranks that exchange gradients.
         optimizer: the optimizer of these parameters; None if unknown.
         names: names of all parameters of the model, as in `Binding`.
-        shared: names of the parameters whose gradients other groups of ranks have too (`TensorInfo.is_shared`).
+        shared: names of the parameters whose gradients other groups of ranks also have (`TensorInfo.is_shared`).
 
     Class attributes:
         optimizer_from: the code with which a user passes the optimizer to hvdcomp. The code is shown in messages.

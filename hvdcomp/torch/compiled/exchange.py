@@ -2,8 +2,8 @@
 
 A node of a graph gets all inputs of a step as its arguments, and keeps nothing between steps. Each node has an engine,
 which is created when the node runs for the first time. In each step, the engine gets the step number and the residuals.
-The node then gives the same result, bit for bit, as the engine of a training with the same method, seed and names in
-the same step.
+The node then gives the same result, bit for bit, as the engine of a training run with the same method, seed and names
+in the same step.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class _Node:
         self.signature = _signature(tensors)
         self.communicator, like = TorchDistributedCommunicator(group), next(iter(tensors.values()))
         self.infos = [info_of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
-        # If ranks have different specs, some may already wait here.
+        # If ranks have different specs, some ranks may already wait here.
         with refused_on_every_rank(self.communicator, like):
             self.method = self.checked(method_of(spec, residuals))
         facts = {

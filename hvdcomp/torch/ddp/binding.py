@@ -171,7 +171,7 @@ class DDPBinding(TorchTraining):
         if not whole:
             used = {name: gradients[name] for name in names if name not in self._unused} if self._unused else gradients
             self._pending.update(used)
-            if self._uses is None:  # otherwise a gradient that no rank has must not change
+            if self._uses is None:  # otherwise this is done later, because a gradient that no rank has must not change
                 self.add_momenta(used)
                 self.engine.overlap.ready(used)
         if not self._awaited:
@@ -246,8 +246,8 @@ class DDPBinding(TorchTraining):
 
     def _end_casts(self) -> None:
         if self.coordinator is not None:
-            # The coordinator's clock, and observers of means, need the end of the step. Without this call, DDP would
-            # also wait for it now.
+            # The coordinator's clock, and observers of means, need the end of the step. DDP would wait at this point
+            # anyway.
             for bucket in self._step:
                 bucket.future.wait()
             for bucket in self._step:
@@ -304,7 +304,8 @@ class DDPBinding(TorchTraining):
 
 @not_compiled
 def compressed_hook(binding, bucket):
-    """The hook that DDP calls. The hook has no annotations: DDP would compare them with types, but they are strings."""
+    """The hook that DDP calls. The hook has no annotations, because DDP would compare them with types, but they are
+    strings."""
     return binding.reduce(bucket)
 
 

@@ -112,7 +112,7 @@ class FSDPBinding(TorchTraining):
             leave_to_hook(group, functools.partial(self._group_reduced, group))
         self._groups = {name: groups[parameter] for name, parameter in self._sharded.items()}
         for name, parameter in self._sharded.items():
-            # FSDP calls it after the hook of the parameter group, when `grad` is set.
+            # FSDP calls this hook after the hook of the parameter group, when `grad` is set.
             parameter.register_post_accumulate_grad_hook(functools.partial(self._gradient_ready, name))
         before_forward_passes(model, self._forget)
 

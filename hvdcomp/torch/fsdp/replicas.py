@@ -83,7 +83,8 @@ def group_of_shards(model: torch.nn.Module) -> dist.ProcessGroup:
 
 
 def leave_to_nobody(model: torch.nn.Module) -> None:
-    """Makes FSDP only reduce the gradients of a model to this rank's shards. Replicas then have different gradients."""
+    """Limits FSDP to reducing the gradients of a model to this rank's shards. Replicas then have different
+    gradients."""
     for groups in all_parameter_groups(model).values():
         for group in groups:
             if isinstance(group.mesh_info, DDPMeshInfo):
@@ -91,7 +92,8 @@ def leave_to_nobody(model: torch.nn.Module) -> None:
 
 
 def leave_to_hook(group: Any, hook: Callable[[torch.Tensor], None] | None) -> None:
-    """Makes FSDP only reduce the gradients of a parameter group to this rank's shards, and call a hook with the result.
+    """Limits FSDP to reducing the gradients of a parameter group to this rank's shards, and makes it call a hook with
+    the result.
 
     The function sets the hook directly, because `set_all_reduce_hook` refuses modules with several parameter groups.
     There is no public way to skip FSDP's own allreduce: `set_requires_all_reduce(False)` hides the gradients of the

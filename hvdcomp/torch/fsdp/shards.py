@@ -49,7 +49,7 @@ _WITH_MEMORY = " with memory "
 
 
 class ShardsBinding:
-    """Ties one `Compression` to the reduce-scatters of one model. All ranks must create it at the same point.
+    """Ties one `Compression` to the reduce-scatters of one model. All ranks must create this binding at the same point.
 
     Args:
         setup: the `Compression`, and what the user passed to it.

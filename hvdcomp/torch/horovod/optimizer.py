@@ -109,8 +109,8 @@ class HorovodOptimizer:
         """Waits for Horovod's collectives of a step that was abandoned, so that their names can be used again."""
         handles = [handle for handle, _ in getattr(self.optimizer, "_handles", {}).values()]
         for handle in handles:
-            if isinstance(handle, int):  # it is not an int before submission, or for a sparse gradient
-                # somebody has already waited for it, or it has failed
+            if isinstance(handle, int):  # the handle is not an int before submission, or for a sparse gradient
+                # someone else has already waited for this collective, or it has failed
                 with contextlib.suppress(ValueError, HorovodInternalError):
                     hvd.synchronize(handle)
 
@@ -176,7 +176,7 @@ def _is_open(handle: Any) -> bool:
         return False
     try:
         hvd.poll(handle)
-    except ValueError:  # somebody has already waited for it
+    except ValueError:  # someone else has already waited for this collective
         return False
     return True
 

@@ -118,8 +118,8 @@ class Passthrough:
         self._unnamed.clear()  # releases gradients, so that their memory is freed when the user sets them to None
 
     def _names_of_step(self) -> Set[str]:
-        """The names of the tensors of a step. Horovod passes the same tensors in all steps. So if the number is the
-        same as before, the tensors are the same."""
+        """The names of the tensors of a step. Horovod passes the same tensors in all steps. So if the number of tensors
+        is the same as before, the tensors are the same."""
         if not self._unnamed:
             return self._named
         if len(self._unnamed) + len(self._named) == len(self._all):

@@ -12,7 +12,8 @@ import torch
 from hvdcomp.specs.described import Described, at_least, number
 
 MEASURED_ROUNDS = 3
-"""The number of first rounds, of `start` steps each. Their drift determines the drift that is allowed later."""
+"""The number of rounds at the beginning that have `start` steps each. Their drift determines the drift that is allowed
+later."""
 
 WIDTH = 251
 """The number of elements of a sketch. With this number, the standard deviation of the sketch's squared norm is 9 % of

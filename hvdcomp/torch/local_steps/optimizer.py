@@ -72,8 +72,8 @@ class LocalSteps(torch.optim.Optimizer):
         optimizer: the inner optimizer, of any kind, with its own learning rate. Clip gradients as usual.
         every: the number of steps between exchanges; papers use 30 to 500. With 1, the ranks exchange the change of the
             weights in each step instead of the gradient, and all ranks have the same weights after every step. With
-            "auto", or for example "auto:share=0.05,start=10", rank 0 decides the number after each exchange, with the
-            rule of `hvdcomp.torch.AutoRounds`. "auto" does not work with `fragments`, `delay` or `local_share`.
+            "auto", or for example "auto:share=0.05,start=10", rank 0 decides on the number after each exchange, with
+            the rule of `hvdcomp.torch.AutoRounds`. "auto" does not work with `fragments`, `delay` or `local_share`.
         compression: a `Compression` that only this optimizer uses. Default: no compression; values are sent in float32.
             Rules by name and checkpoints use the names in its `named_parameters`. If there are no such names, rules and
             checkpoints use the names in the inner optimizer (with PyTorch 2.6 or later), or else numbers.
@@ -348,7 +348,7 @@ class LocalSteps(torch.optim.Optimizer):
                 parameters[place].copy_(anchors[place])
 
     def _end_round(self) -> None:
-        """Begins the next round, with the number of steps that rank 0 has decided."""
+        """Begins the next round, with the number of steps that rank 0 has decided on."""
         steps, self._steps = self._steps, 0
         if self._auto is None or self._length is None:
             return
@@ -461,8 +461,9 @@ class LocalSteps(torch.optim.Optimizer):
                 moved.zero_()
 
     def change_ranks(self, group: dist.ProcessGroup) -> None:
-        """Continues with other ranks of torch.distributed, beginning with the next step. Call it between two steps, on
-        every rank of the new process group, and on no other rank. You can call it in the middle of a round.
+        """Continues with a different set of ranks of torch.distributed, beginning with the next step. Call it between
+        two steps, on every rank of the new process group, and on no other rank. You can call it in the middle of a
+        round.
 
             group = torch.distributed.new_group([0, 1, 3])  # without rank 2
             if torch.distributed.get_rank() != 2:
@@ -597,7 +598,7 @@ def _require_whole(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _compression_of(compressor: Compressor, **options: Any) -> UsedCompression:
-    """Creates a `hvdcomp.Compression`. The class is imported late, because this layer must not import a higher
+    """Creates an `hvdcomp.Compression`. The class is imported late, because this layer must not import a higher
     layer."""
     compression: UsedCompression = import_module("hvdcomp").Compression(compressor, **options)
     return compression

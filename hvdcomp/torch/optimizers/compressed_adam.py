@@ -96,7 +96,7 @@ class CompressedAdam(torch.optim.AdamW):
     With `local_steps` above 1, each rank makes this number of steps with its own momentum. Then the ranks exchange the
     mean of the momenta since the last exchange, and all ranks apply this mean to the weights of the last exchange. Such
     steps are the local steps of 0/1 Adam (Lu et al. 2023, arXiv:2202.06009, algorithm 1), with a fixed number of local
-    steps between exchanges. Between two exchanges, weights differ between ranks. Therefore save and evaluate when
+    steps between exchanges. Between two exchanges, weights differ between ranks. Therefore save and evaluate only when
     `in_sync` is true. To accumulate the gradients of several backward passes, run all passes except the last inside
     DistributedDataParallel's `no_sync()`.
 
@@ -167,7 +167,7 @@ class CompressedAdam(torch.optim.AdamW):
 
     def _complete(self) -> None:
         """Adds missing options to all parameter groups. Parameter groups from Horovod's wrapper, or from a state of
-        AdamW, may lack some."""
+        AdamW, may lack some options."""
         for group in self.param_groups:
             for option in _OWN:
                 group.setdefault(option, self.defaults[option])
@@ -254,7 +254,7 @@ class CompressedAdam(torch.optim.AdamW):
 
     def momenta(self) -> dict[torch.Tensor, Momentum | LocalMomenta]:
         """The momentum to add to each gradient in the next step, by parameter. Only parameters with a frozen second
-        moment have one."""
+        moment are included."""
         self._freeze()
         return {
             parameter: self._momentum(parameter, group)

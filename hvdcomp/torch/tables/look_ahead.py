@@ -22,8 +22,8 @@ from hvdcomp.torch.tables.sharded import ShardedTables
 from hvdcomp.torch.tables.sharded_exchange import ShardedExchange
 
 _ON_HOST = torch.empty(0)
-# The allowed optimizers, and the allowed values of their options. With these, the update of a row depends only on the
-# row's own gradients, and not on the time of the update.
+# The allowed optimizers, and the allowed values of their options. With these values, the update of a row depends only
+# on the row's own gradients, and not on the time of the update.
 _RULES: dict[type, dict[str, Callable[[Any], bool]]] = {
     torch.optim.SGD: {"momentum": lambda value: value == 0, "weight_decay": lambda value: value == 0},
     torch.optim.Adagrad: {
@@ -56,8 +56,8 @@ class LookAhead:
     gradient of this row was computed and before the row is updated. The update uses the learning rate of the gradient's
     step. All rows are updated at the end of an epoch, before a `state_dict` of the model or the optimizer is made or
     loaded, and by `flush`. A row is also updated before a table looks it up, in training or evaluation. Call `flush`
-    before you read weights in any other way. If you create a new LookAhead for the same `RowExchange`, the old one
-    ends.
+    before you read weights in any other way. If you create a new LookAhead for the same `RowExchange`, the old
+    LookAhead ends.
 
     Each rank keeps the batches that were read in advance, and 5 bytes for each row of a `RowExchange`. If the loader
     has a position, this position is ahead of the training loop. So save the number of steps instead of the position.

@@ -32,8 +32,8 @@ class RowExchange:
         rows.exchange()
         optimizer.step()
 
-    Rows are added in the order of the ranks, in float32 or the table's wider type, so all ranks get the same bits. An
-    inf or NaN is added like other numbers, and reaches all ranks.
+    Rows are added in the order of the ranks, so all ranks get the same bits. Sums have the table's type, but at least
+    float32. An inf or NaN is added like other numbers, and reaches all ranks.
 
     A sparse gradient (`nn.Embedding(sparse=True)`) stays sparse, with the rows of all ranks. All-zero rows of a dense
     gradient are not sent.
@@ -225,7 +225,7 @@ def rows_of(weight: torch.Tensor) -> Rows:
 
 def put(table: Any, rows: Rows) -> None:
     """Sets the gradient of a table to these rows. The gradient keeps its layout (sparse or dense). If there is no
-    gradient, it gets the layout that the table's backward pass would give."""
+    gradient yet, the new gradient gets the layout that the table's backward pass would give it."""
     weight, (ids, values) = table.weight, rows
     if table.sparse if weight.grad is None else weight.grad.is_sparse:
         shape = weight.shape
