@@ -27,7 +27,7 @@ def exchange_seconds_of(
 
     The time is the difference between the step and a step without an exchange. This difference covers encoding,
     exchange and decoding, except for the parts that overlap with the backward pass. If a tensor's method does not have
-    a level, the tensor gets the nearest level.
+    one of these levels, the tensor gets the nearest level.
 
     Args:
         around: the factors by which the own levels are multiplied. 1.0 is one of them.

@@ -20,7 +20,7 @@ class Observer:
     measures: ClassVar[frozenset[Statistic]]
 
     def begin_step(self, period_ends: bool) -> None:
-        """Begins a step. `period_ends` is whether the step is the last of a period."""
+        """Begins a step. `period_ends` is True if the step is the last of a period."""
 
     def before_compress(self, look: Look) -> Mapping[str, Array]:
         """Observes x in a step. The engine calls this method if it was passed to `look.observe`."""

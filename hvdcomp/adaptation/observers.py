@@ -82,7 +82,7 @@ class Observers:
         return (*([] if self.gains is None else [self.gains]), self.sums, self.times, self._predicted)
 
     def begin_step(self, period_ends: bool) -> None:
-        """Begins a step. `period_ends` is whether the step is the last of a period."""
+        """Begins a step. `period_ends` is True if the step is the last of a period."""
         for observer in self.all:
             observer.begin_step(period_ends)
 

@@ -41,8 +41,9 @@ class _Collective:
 class HorovodTensorFlowCommunicator(HorovodRanks):
     """Runs collectives among the ranks of a Horovod process set. By default, this process set has all ranks.
 
-    Started collectives begin together when the engine waits for the first of them. A broadcast, which is possible only
-    for NumPy arrays, begins at once in a thread, and may continue during the next step.
+    Collectives that were started run only when the engine waits for the first of them, and then they run together. A
+    broadcast, which is possible only for NumPy arrays, begins at once in a thread, and may continue during the next
+    step.
 
     Attributes:
         on_device: converter between PyTorch tensors on a GPU and TensorFlow's tensors; None if all arrays are NumPy

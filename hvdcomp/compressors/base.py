@@ -208,7 +208,7 @@ class Compressor(Described):
         return payloads_of(self, tuple(shape), dtype, ranks if self.scatters(ranks) else 1)
 
     def scatters(self, ranks: int) -> bool:
-        """Whether, among this number of ranks, each rank averages one chunk of a tensor for all ranks (`gathering`)."""
+        """Whether, with this number of ranks, each rank averages one chunk of a tensor for all ranks (`gathering`)."""
         return False
 
     def bytes_in_bucket(self, tensor: TensorInfo, context: Context) -> tuple[float, float]:

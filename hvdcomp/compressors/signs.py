@@ -35,9 +35,9 @@ class SignSGD(Compressor):
 
     One bit cannot express that an element is zero. Therefore each rank also sends one bit for each row (first
     dimension). This bit indicates whether the row votes. A row of zeros, such as the embedding of a word that is not in
-    the batch, does not vote. With `zeros="elements"`, each element has such a bit, and no zero votes. The payload then
-    takes two bits per element. With `zeros="rows"`, a zero in a row with a nonzero element does vote. The vote of a
-    zero alternates between + and - from step to step and from rank to rank. So the votes of two ranks for their zeros
+    the batch, does not vote. With `zeros="elements"`, each element has such a bit, and zeros do not vote. The payload
+    then takes two bits per element. With `zeros="rows"`, a zero in a row with a nonzero element does vote. The vote of
+    a zero alternates between + and - from step to step and from rank to rank. So the votes of two ranks for their zeros
     cancel, and the votes of one rank for a zero cancel within two steps.
 
     The elements of the result have magnitude 1 (or 0). Choose the learning rate for this magnitude. As published, the

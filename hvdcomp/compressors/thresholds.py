@@ -239,7 +239,7 @@ class SIDCo(ThresholdSparsifier):
 
     Attributes:
         stages: number of stages of the estimate, at most 100. With 1 stage, the first threshold should already keep the
-            share `ratio`. The paper adapts the number of stages; here it is fixed.
+            share `ratio` of the elements. The paper adapts the number of stages; here it is fixed.
 
     Example:
         >>> SIDCo(ratio=0.01).payload_bytes((1000, 1000))

@@ -244,7 +244,7 @@ class Auto(Policy[AutoState]):
         return self._stay(state, best, step, short)
 
     def _open(self, state: AutoState, best: str) -> list[str]:
-        """The candidates that may be noticeably faster than the best."""
+        """The candidates that may be noticeably faster than the best candidate."""
         due = []
         limit = state.measured[best]
         for name in state.candidates:

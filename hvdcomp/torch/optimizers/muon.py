@@ -84,8 +84,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     Args:
         params: a model, or parameter groups. The parameters of a model are divided into two parameter groups with
-            names. Muon trains the parameter groups with `use_muon=True`. A parameter group may have the options of its
-            optimizer.
+            names. Muon trains the parameter groups with `use_muon=True`. A parameter group may set options of the
+            optimizer that trains it.
         lr: the learning rate of parameter groups that have none of their own.
         head: the head of a model, as in `hidden_matrices`.
         muon, adamw: the options of `torch.optim.Muon` and of `torch.optim.AdamW` for parameter groups that do not set
