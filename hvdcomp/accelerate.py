@@ -31,7 +31,7 @@ def register(
     optimizer: Any = None,
     shards: UsedCompression | None = None,
 ) -> None:
-    """Makes a model that accelerate has prepared exchange compressed gradients.
+    """Sets up the exchange of compressed gradients for a model that accelerate has prepared.
 
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))
@@ -39,11 +39,11 @@ def register(
 
     Call this function on every rank, right after `prepare`. `accelerator.save_state` then saves the state of each rank
     to `compressionRANK.pt` in the checkpoint's folder, and `accelerator.load_state` restores this state. Call
-    `load_state` after `register` and before the first step. If the number of ranks has changed, the new ranks share the
-    residuals of all old ranks. With float16, hvdcomp finds the GradScaler by itself.
+    `load_state` after `register` and before the first step. If the number of ranks has changed, the residuals of the
+    old ranks are redistributed over the new ranks. With float16, hvdcomp finds the GradScaler by itself.
 
-    A model in FSDP2 is registered as by `hvdcomp.fsdp.register`. The states of all ranks are then in the folder
-    `compression` of the checkpoint, in the format of `torch.distributed.checkpoint`.
+    If the model uses FSDP2, this function works like `hvdcomp.fsdp.register`. The states of all ranks are then in the
+    folder `compression` of the checkpoint, in the format of `torch.distributed.checkpoint`.
 
     Args:
         accelerator: the accelerator. It must have two or more processes.
@@ -54,7 +54,8 @@ def register(
 
     Raises:
         ConfigurationError: if accelerate has neither wrapped the model in DistributedDataParallel nor sharded it by
-            FSDP2, or if another model uses this `Compression`. For FSDP2, also as in `hvdcomp.fsdp.register`.
+            FSDP2, or if another model uses this `Compression`. For FSDP2, also for the reasons given in
+            `hvdcomp.fsdp.register`.
         RankMismatchError: on every rank, if some ranks raised an error.
     """
     if not isinstance(accelerator, Accelerator):
@@ -87,7 +88,7 @@ def register(
     prepared = ref(_inner(model))
 
     def names_of(models: list[Any]) -> str | None:
-        """The beginning of the names of this model's files; None if the accelerator no longer has the model."""
+        """The prefix of the names of this model's files; None if the accelerator no longer has the model."""
         # The accelerator passes the modules as they were before it wrapped them in DistributedDataParallel.
         parameters = [_first_parameter(one) for one in models]
         own = _first_parameter(prepared())
@@ -105,8 +106,8 @@ def register(
             trainers.save(compression, Path(folder, f"{name}{accelerator.process_index}.pt"))
 
     def load(models: list[Any], folder: str) -> None:
-        if in_fsdp:  # accelerate has loaded these models already, and passes none
-            models = accelerator._models  # noqa: SLF001  # it has no public name for them
+        if in_fsdp:  # accelerate has already loaded these models, and passes none
+            models = accelerator._models  # noqa: SLF001  # there is no public name for this list
         name = names_of(models)
         if name is not None and in_fsdp:
             if not Path(folder, name).is_dir():

@@ -47,11 +47,11 @@ def allreduce_mean(
         tensor: the tensor of this rank, in float16, bfloat16, float32 or float64, of any shape. It is not changed.
         spec: the method, such as "eden", "int8", "fp8", "bf16" or "none". Write `str(hvdcomp.EDEN(bits=1))` to get
             the spec of an object.
-        step: number of the step, from 0: a whole number, or a tensor with one whole number on the CPU. A method with
-            random numbers draws new numbers in each step. With a tensor, `torch.compile` compiles once. With a Python
-            number, `torch.compile` compiles a second time in the second step.
+        step: number of the step, counted from 0. Pass a whole number, or a tensor on the CPU that contains one whole
+            number. A method with random numbers draws new numbers in each step. With a tensor, `torch.compile` compiles
+            once. With a Python number, `torch.compile` compiles a second time in the second step.
         name: name of the tensor, such as the name of its parameter. Random numbers depend on the name, and rules in
-            `spec` may choose a method by it. Tensors of the same step need different names.
+            `spec` may use the name to choose a method. Within a step, all tensors must have different names.
         group: the process group, or its `group_name`; None for all ranks.
         seed: seed of the random numbers; the same on all ranks.
         residual: the residual of a method with error feedback, such as "int4" or "topk:ratio=0.01": the part of earlier
@@ -65,8 +65,8 @@ def allreduce_mean(
 
     Raises:
         SpecError: if the spec is a policy, if the method keeps a state other than a residual, or if the method needs a
-            residual and there is none. `torch.compile` shows the message inside an error of its own.
-        ConfigurationError: if another argument is not allowed.
+            residual and there is none. Under `torch.compile`, the message appears inside one of PyTorch's own errors.
+        ConfigurationError: if any other argument is not allowed.
         RankMismatchError: on every rank, in the first call, if the arguments of the ranks differ.
 
     Example:
@@ -90,7 +90,7 @@ def allreduce_means(
     seed: int = 0,
     residuals: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Computes the compressed means of several tensors, in few collectives. This is faster than a call of
+    """Computes the compressed means of several tensors, in few collectives. This is faster than calling
     `allreduce_mean` for each tensor.
 
     Args:
@@ -132,14 +132,14 @@ def reduce_scatter_mean(
     """Computes this rank's part of the mean of a tensor over all ranks of a process group.
 
     Within a node, tensors are sent uncompressed, and between nodes they are quantized. `hvdcomp.fsdp.register` does the
-    same for models without replicas. On a single node, nothing is compressed, and rank 0 warns you. In a graph, the
-    call is one node, `torch.ops.hvdcomp.reduce_scatter_mean`.
+    same for models without replicas. On a single node, nothing is compressed, and rank 0 gives a warning. In a graph,
+    the call is one node, `torch.ops.hvdcomp.reduce_scatter_mean`.
 
     Args:
         tensor: the tensor of this rank, in float16, bfloat16, float32 or float64. Its first dimension must be a
             multiple of the number of ranks. The tensor is not changed. Compressed means are computed in float32.
-        spec: a quantizer that keeps nothing from step to step, such as "int8", "int4:rounding=stochastic", "fp8",
-            "eden" or "bf16", or "none".
+        spec: the spec of a quantizer that keeps no state between steps, such as "int8", "int4:rounding=stochastic",
+            "fp8", "eden" or "bf16"; or "none".
         step, name, group, seed: as in `allreduce_mean`.
 
     Returns:
@@ -149,7 +149,7 @@ def reduce_scatter_mean(
 
     Raises:
         SpecError: if the method does not work in a reduce-scatter, or keeps a state.
-        ConfigurationError: if another argument is not allowed.
+        ConfigurationError: if any other argument is not allowed.
         RankMismatchError: on every rank, in the first call, if the arguments of the ranks differ.
 
     Example:
@@ -171,7 +171,7 @@ def compress_reductions(
     least: int = MIN_NUMEL,
     name_of: Callable[[Node], str | None] = lambda node: node.name,
 ) -> list[str]:
-    """Replaces the all-reduces and reduce-scatters in the graph of a training step by compressed means.
+    """Replaces the all-reduces and reduce-scatters in the graph of a training step with compressed means.
 
         traced = make_fx(train)(weights, inputs, classes)
         step = torch.tensor(0)
@@ -181,7 +181,7 @@ def compress_reductions(
             step += 1
 
     The function replaces `all_reduce` and `reduce_scatter_tensor` of `_c10d_functional`, and their forms for several
-    tensors (`all_reduce_coalesced`, `reduce_scatter_tensor_coalesced`), with the operation "sum" or "avg". It also
+    tensors (`all_reduce_coalesced`, `reduce_scatter_tensor_coalesced`), if their operation is "sum" or "avg". It also
     replaces the `wait_tensor` after them, and a division by the number of ranks before or after them. A sum without
     such a division becomes the mean times the number of ranks. Reduce-scatters become `reduce_scatter_mean`. Call the
     function on every rank with the same graph, once for each process group.
@@ -189,21 +189,22 @@ def compress_reductions(
     Args:
         module: a graph from `make_fx`, from Dynamo, or from AOTAutograd. The graph is changed in place.
         spec: spec of a method that keeps no state between steps, such as "eden", "int8" or "fp8".
-        step: number of the step, from 0, in one of two forms. The first form is a tensor with one whole number on the
-            CPU. It becomes a buffer of the module, and you add 1 to it in place after each step. The second form is a
-            node of the graph that has such a tensor as its value, such as a placeholder. Use a node inside Inductor's
-            own passes, because Inductor turns small buffers into constants.
+        step: number of the step, counted from 0, in one of two forms. The first form is a tensor with one whole number
+            on the CPU. It becomes a buffer of the module, and you add 1 to it in place after each step. The second form
+            is a node of the graph that has such a tensor as its value, such as a placeholder. Use a node inside
+            Inductor's own passes, because Inductor turns small buffers into constants.
         group: the process group whose reductions are replaced, or its `group_name`; None for the process group of all
             ranks.
         seed: seed of the random numbers; the same on all ranks.
-        least: least number of elements of a compressed tensor. Smaller tensors, such as the loss, stay uncompressed.
-        name_of: function that gets a node, and returns the name of the tensor that the node reduces, or None to leave
+        least: a tensor is compressed only if it has at least this number of elements. Smaller tensors, such as the
+            loss, stay uncompressed.
+        name_of: function that takes a node, and returns the name of the tensor that the node reduces, or None to leave
             the tensor uncompressed. The node is the `all_reduce` or `reduce_scatter_tensor`; in the forms for several
             tensors, it is the `getitem` that picks the result of this tensor. Default: the name of the node.
 
     Returns:
-        The names of the tensors that are now compressed; an empty list if there are none. All other reductions of the
-        graph have not changed.
+        The names of the tensors that are now compressed; an empty list if there are none. All other reductions in the
+        graph stay unchanged.
 
     Raises:
         SpecError: as in `allreduce_mean`; and if a reduce-scatter would be replaced, but the method does not work in a
@@ -220,8 +221,8 @@ def backend(
 
         train = torch.compile(train, fullgraph=True, backend=hvdcomp.compiled.backend("eden", step))
 
-    The backend finds the reductions that the compiled function calls itself, by `torch.distributed.all_reduce` or a
-    functional collective.
+    The backend finds only the reductions that the compiled function itself starts, with `torch.distributed.all_reduce`
+    or a functional collective.
 
     Args:
         spec, step: as in `compress_reductions`.
@@ -230,8 +231,8 @@ def backend(
     """
 
     def compile_compressed(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        # For each tensor of a module from Dynamo, AOTAutograd looks up its variable in the program. The step has no
-        # such variable, so the graph is put into a new module.
+        # AOTAutograd looks up the program's variable for each tensor of a module from Dynamo. The step has no such
+        # variable, so the graph is put into a new module.
         module = GraphModule(module, module.graph)
         compress_reductions(module, spec, step, **options)
         return rewrite.compile_by(then, module, inputs)

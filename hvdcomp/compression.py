@@ -28,8 +28,8 @@ from hvdcomp.specs.levels import Level
 
 
 class Compression:
-    """Compresses the gradients of one training. Pass it as `compression=` to `hvd.DistributedOptimizer`, or pass it to
-    `hvdcomp.ddp.register` or `hvdcomp.fsdp.register`.
+    """Compresses the gradients of one training run. Pass it as `compression=` to `hvd.DistributedOptimizer`, or pass it
+    to `hvdcomp.ddp.register` or `hvdcomp.fsdp.register`.
 
         compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))
         optimizer = hvd.DistributedOptimizer(
@@ -38,14 +38,15 @@ class Compression:
 
     Args:
         compressor: the compressor, the same on every rank.
-        named_parameters: only for PyTorch: the pairs of name and parameter that you pass to Horovod, or a function that
+        named_parameters: only for PyTorch. The pairs of name and parameter that you pass to Horovod, or a function that
             returns them. Residuals and other state are stored under these names. Default: the names in Horovod's
             optimizer.
-        variables: only for TensorFlow: all trained variables, `model.trainable_variables`, or a function that returns
-            them. Residuals and other state are stored under their names. Default: the variables of the first step.
-        optimizer: only for TensorFlow: the Keras optimizer. It is needed only if you use gradient tapes together with a
+        variables: only for TensorFlow. All trained variables, that is, `model.trainable_variables`, or a function that
+            returns them. Residuals and other state are stored under their names. Default: the variables of the first
+            step.
+        optimizer: only for TensorFlow. The Keras optimizer. It is needed only if you use gradient tapes together with a
             policy that follows the learning rate.
-        memory: the memory, which keeps the part of a gradient that was not sent, for later steps. Default:
+        memory: the memory. It keeps the part of each gradient that was not sent, for use in later steps. Default:
             `ErrorFeedback()` for biased compressors, and no memory for unbiased compressors and casts. `NoMemory()`
             turns error feedback off.
         policy: a policy that decides when, and how strongly, gradients are compressed, such as `Accordion(low=4,
@@ -53,25 +54,27 @@ class Compression:
             `WarmUp(levels=(0.25, 0.05), epochs=1)`. Default: the compressor's own level in every step.
         steps_per_epoch: number of optimizer steps per epoch, such as `len(loader)`, for policies that count epochs.
         seed: seed of the compressors' random numbers.
-        min_numel, min_ndim: least number of elements, and least number of dimensions, of a compressed tensor. All other
-            tensors, such as biases and the weights of norm layers, are sent uncompressed, together.
-        overlap: only for PyTorch: whether gradients are compressed and sent during the backward pass (`True`), or after
-            it (`False`). With `"auto"`, they are sent during the backward pass if possible. This setting changes at
-            most the last bits of sums.
-        bucket_bytes: least size of a bucket in bytes of gradients, if there is overlap. A smaller model is one bucket.
-            Default: the best size according to the calibration of the policy `Auto`. Without this policy, the default
-            is 25 MiB, and on a CUDA device at least a quarter of all gradients.
-        gathered_bytes: largest size, in bytes, of the gathered payloads that a rank has in memory at a time; None for
-            no limit. If a step gathers more, the ranks exchange in several parts after the backward pass, even with
-            overlap. A single tensor may exceed the limit. The limit does not change results.
+        min_numel, min_ndim: a tensor is compressed only if it has at least this number of elements and this number of
+            dimensions. All other tensors, such as biases and the weights of norm layers, are sent together,
+            uncompressed.
+        overlap: only for PyTorch. `True` to compress and send gradients during the backward pass, `False` to do so
+            after it, or `"auto"` to do so during the backward pass if possible. This setting changes at most the last
+            bits of sums.
+        bucket_bytes: smallest size of a bucket, in bytes of gradients. It is used only with overlap. A smaller model is
+            one bucket. Default: the best size according to the calibration of the policy `Auto`. Without this policy,
+            the default is 25 MiB, or, on a CUDA device, a quarter of all gradients if this is more.
+        gathered_bytes: largest size, in bytes, of the gathered payloads that a rank may have in memory at the same
+            time; None for no limit. If a step gathers more, the ranks exchange in several parts after the backward
+            pass, even with overlap. A single tensor may exceed the limit. The limit does not change results.
         process_set: the Horovod process set of the optimizer, if it is not the global one.
         decision_log: file to which rank 0 adds each decision of the policy with its statistics, for `hvdcomp replay`
             and `hvdcomp report`. Default: no file.
         decision_log_bytes: size in bytes at which the decision log continues in a new file.
-        decision_log_files: largest number of files of the decision log. If there are more, the oldest are removed.
-        grad_scaler: the `torch.amp.GradScaler` or Keras `LossScaleOptimizer` of the training, if there is one. If its
-            loss scale changes, residuals are rescaled. It is not needed if the LossScaleOptimizer contains
-            `hvd.DistributedOptimizer`.
+        decision_log_files: largest number of decision log files to keep. If there are more, the oldest files are
+            removed.
+        grad_scaler: the `torch.amp.GradScaler` or Keras `LossScaleOptimizer` that you train with, if there is one. If
+            its loss scale changes, residuals are rescaled. You can omit this argument if the LossScaleOptimizer
+            contains `hvd.DistributedOptimizer`.
 
     Attributes:
         ledger: bytes, floats and times of each step (`hvdcomp.exchange.ledger`). Empty if Horovod has only one rank.
@@ -79,7 +82,7 @@ class Compression:
     Raises:
         ConfigurationError: if both `named_parameters` and `variables` are given; if `named_parameters` are not pairs
             with unique names; if the variables are those of Keras 3, which Horovod does not support; if the optimizer
-            or the loss scaler is invalid. On rank 0, if a file of the policy cannot be used.
+            or the loss scaler is invalid. On rank 0, also if the policy's file cannot be used.
         SpecError: if the compressor, the memory, `overlap` or a number is invalid; or if residuals would grow without
             limit, as with error feedback of unbiased methods with high variance.
     """
@@ -166,7 +169,7 @@ class Compression:
     @property
     def level(self) -> Level | None:
         """The level of the next step: a ratio, a rank or a number of bits. None if the compressor has no level, or if a
-        schedule or a policy sends tensors uncompressed or at different levels (`levels` has these)."""
+        schedule or a policy sends tensors uncompressed or at different levels (see `levels`)."""
         if self._binding is not None:
             return self._binding.level
         return self.settings.compressor.level if self._level is None else self._level
@@ -178,7 +181,7 @@ class Compression:
 
     @property
     def levels(self) -> dict[str, Level]:
-        """The level of each tensor in the latest step, by name. Tensors that are sent uncompressed are left out."""
+        """The level of each tensor in the latest step, by name, without the tensors that are sent uncompressed."""
         return {name: compressor.level for name, compressor in self.plan.items() if compressor.level is not None}
 
     def metrics(self) -> dict[str, float]:
@@ -188,10 +191,10 @@ class Compression:
             wandb.log(compression.metrics(), step=step)
 
         Returns:
-            The metrics, by name. Each name is "hvdcomp/" followed by the name of one of these values: from the ledger
-            `bytes_sent`, `bytes_in_node`, `dense_bytes`, `compression_factor`, `encode_seconds`, `communicate_seconds`
-            and `decode_seconds`; and the mean level of the tensors that have a level, `mean_ratio`, `mean_rank` or
-            `mean_bits`. Unknown values are left out.
+            The metrics, by name. Each name begins with "hvdcomp/". The values from the ledger are `bytes_sent`,
+            `bytes_in_node`, `dense_bytes`, `compression_factor`, `encode_seconds`, `communicate_seconds` and
+            `decode_seconds`. The mean level of the tensors that have a level is `mean_ratio`, `mean_rank` or
+            `mean_bits`. Unknown values are omitted.
         """
         return metrics_of(self.ledger, self.plan)
 
@@ -227,14 +230,14 @@ class Compression:
     def paused(self) -> AbstractContextManager[None]:
         """A context manager for work between two steps, such as an evaluation.
 
-        The times of steps do not include the time of this work. Some policies, such as GraVAC and Auto, decide by the
-        times of steps.
+        The measured times of steps do not include the time of this work. Some policies, such as GraVAC and Auto, base
+        their decisions on these times.
         """
         coordinator = None if self._binding is None else self._binding.coordinator
         return nullcontext() if coordinator is None else coordinator.clock.paused()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the compression, for a checkpoint between two steps.
+        """Returns the state of the compression, for a checkpoint. Call this method between two steps.
 
         The policy, the levels and the warm starts are the same on all ranks, but the residuals are not. Every rank must
         therefore save the state, with `torch.save` to its own file or with `hvdcomp.dcp`.
@@ -244,8 +247,8 @@ class Compression:
     def load_state_dict(self, state: Mapping[str, Any], optimizer: Any = None) -> None:
         """Restores a state that `state_dict` returned. Call this method on every rank, before the first step.
 
-        Each rank loads the state that it saved, or all ranks load the state of rank 0. If all ranks load the state of
-        rank 0, or the number of ranks has changed, residuals start at zero, with a warning.
+        Either each rank loads the state that it saved, or all ranks load the state of rank 0. If all ranks load the
+        state of rank 0, or the number of ranks has changed, residuals start at zero, with a warning.
 
         Args:
             state: the state that `state_dict` returned.
@@ -254,7 +257,7 @@ class Compression:
 
         Raises:
             ConfigurationError: if the state is damaged, or comes from another model, compressor or policy; or if a step
-                was already made.
+                has already been made.
         """
         if self._binding is not None and self._binding.has_begun:
             raise ConfigurationError("load_state_dict was called after the first step; call it before the first step")
@@ -268,13 +271,13 @@ class Compression:
                 "optimizer=optimizer)"
             )
 
-    # Methods for elastic Horovod, whose ranks change during a training.
+    # Methods for elastic Horovod, whose ranks change during a training run.
 
     def roll_back(self, state: Mapping[str, Any]) -> None:
-        """Restores a state that `state_dict` returned earlier in this training. Call this method on every rank.
+        """Restores a state that `state_dict` returned earlier in this training run. Call this method on every rank.
 
-        `hvd.elastic.TorchState(..., compression=compression)` calls this method after a failure. In the next step, all
-        ranks wait for each other, and continue from rank 0's shared state, as in the first step of a training.
+        `hvd.elastic.TorchState(..., compression=compression)` calls this method after a failure. In the next step, as
+        in the first step of a training run, all ranks wait for each other and continue from rank 0's shared state.
         """
         if self._binding is None:
             self._restored = dict(state) or None
@@ -310,8 +313,8 @@ class Compression:
         parameters of this model.
 
         Raises:
-            ConfigurationError: if a training already uses this `Compression`, because the copy would send the same
-                residuals.
+            ConfigurationError: if a training run already uses this `Compression`, because the copy would send the same
+                residuals again.
         """
         if self._binding is not None:
             raise ConfigurationError(
@@ -346,7 +349,7 @@ class Compression:
         return tensor if ctx is None else self._binding.decompress(tensor, ctx)
 
     def serve(self, make_binding: Callable[[Setup], Any], optimizer: Any = None) -> Any:
-        """Creates and returns the binding, which connects this `Compression` with a training.
+        """Creates and returns the binding, which connects this `Compression` to a training run.
 
         Args:
             make_binding: function that creates the binding.

@@ -46,10 +46,11 @@ def load(
     """Restores the states that `by_rank` saved. Call this function on every rank, before the first step.
 
     If the number of ranks has changed, each rank gets its share of the old ranks' residuals, as in `hvdcomp.state_for`.
-    With FSDP, each rank then reads the states of all old ranks one by one, also if only the mesh has changed.
+    With FSDP, each rank then reads the states of all old ranks, one after another. With FSDP, this also happens if only
+    the mesh has changed.
 
     Args:
-        compression: the `Compression` of the training, before its first step.
+        compression: the `Compression` of the training run, before its first step.
         saved: the folder of the checkpoint, or a storage reader of `torch.distributed.checkpoint`.
         key: the key of the states in the dictionary that was saved.
         optimizer: the model's optimizer, as in `Compression.load_state_dict`; None if it is not needed.
@@ -58,7 +59,7 @@ def load(
 
     Raises:
         ConfigurationError: if the checkpoint has no states under this key; if the number of ranks has changed and ranks
-            exchange in several process groups; or for a reason of `Compression.load_state_dict`.
+            exchange in several process groups; or for one of the reasons given in `Compression.load_state_dict`.
     """
     check_residuals(residuals)
     reader = torch.distributed.checkpoint.FileSystemReader(saved) if isinstance(saved, str | os.PathLike) else saved
@@ -74,7 +75,8 @@ def load(
     states = _read(reader, key, needed)
     if residuals == "drop":
         states = list(map(_without_residuals, states))
-    # If the shards have changed, a rank may need the states of all old ranks. They are read only if they are needed.
+    # If the shards have changed, a rank may need the states of all old ranks. These states are read only if they are
+    # needed.
     if states[0] and "shards" in states[0]["shared"]:
         states = [{**states[0], "every": (_read(reader, key, [other])[0] for other in range(count))}]
     elif states[0] and "boxes" in states[0]["own"]:

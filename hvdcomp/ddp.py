@@ -18,15 +18,14 @@ __all__ = ["register"]
 def register(
     model: DistributedDataParallel, compression: UsedCompression, optimizer: Any = None, grad_scaler: Any = None
 ) -> None:
-    """Makes a model that is wrapped in DistributedDataParallel exchange compressed gradients.
+    """Sets up the exchange of compressed gradients for a model that is wrapped in DistributedDataParallel.
 
         model = torch.nn.parallel.DistributedDataParallel(model)
         hvdcomp.ddp.register(model, hvdcomp.Compression(hvdcomp.TopK(ratio=0.01)))
 
-    Call this function on every rank, before the first backward pass. The rest of the training does not change. The
-    attributes and methods of `Compression` (`ledger`, `set_level`, `state_dict`, ...) work as with Horovod. Tensors
-    have the names of the parameters in the model, without the prefixes of wrappers ("module.", "_orig_mod." and
-    others).
+    Call this function on every rank, before the first backward pass. The rest of the training loop stays the same. The
+    attributes and methods of `Compression` (`ledger`, `set_level`, `state_dict`, ...) work as with Horovod. Tensors are
+    named after the parameters of the model, without the prefixes of wrappers ("module.", "_orig_mod." and others).
 
     Args:
         model: a model that is wrapped in DistributedDataParallel and has no other communication hook. It may also be
@@ -34,7 +33,7 @@ def register(
         compression: a `Compression` that no other model uses. Call its `load_state_dict` before `register`, or between
             `register` and the first step.
         optimizer: the model's optimizer. Policies that follow the learning rate or change the batch size need it.
-        grad_scaler: the `torch.amp.GradScaler` of the training, if there is one. `Compression(grad_scaler=...)`
+        grad_scaler: the `torch.amp.GradScaler` that you train with, if there is one. `Compression(grad_scaler=...)`
             overrides it.
 
     Raises:

@@ -1,4 +1,4 @@
-"""hvdcomp's errors and warnings. Each message names the wrong value and the allowed values, and says what to do."""
+"""hvdcomp's errors and warnings. Each message names the wrong value and the allowed values, and explains what to do."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RankMismatchError(RuntimeError):
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """Lists names for a message. If there are more than `most` names, it lists the first ones, and counts the others.
+    """Lists names for a message. If there are more than `most` names, it lists the first names and counts the others.
 
     >>> listed(["a", "b", "c", "d", "e"])
     'a, b, c and 2 more'
@@ -46,11 +46,11 @@ def listed(names: Sequence[str], most: int = 3) -> str:
 
 
 def warn_alone(message: str) -> None:
-    """Warns on this rank only. It never raises an error, also with `python -W error`, because the other ranks would
-    then wait forever.
+    """Warns on this rank only. The function never raises an error, not even with `python -W error`, because the other
+    ranks would then wait forever.
 
-    The warning points to the line of the user's program that led to it. This is the innermost line outside hvdcomp,
-    outside installed packages and outside Python itself. If there is no such line, as in a thread of a framework, the
+    The warning points to the line of the user's program that caused it. This is the innermost line that is not in
+    hvdcomp, in an installed package or in Python itself. If there is no such line, as in a thread of a framework, the
     warning points to the caller of this function.
     """
     stack = list(traceback.walk_stack(inspect.currentframe()))[1:]

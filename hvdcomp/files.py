@@ -1,5 +1,5 @@
-"""Writes files so that they stay complete even if the disk is full: files are replaced by renaming, or extended by
-whole records. Also parses JSON.
+"""Writes files so that they stay complete even if the disk is full. Files are either replaced by renaming, or extended
+by whole records. The module also parses JSON.
 
 If several errors occur, the first error is raised.
 """
@@ -22,8 +22,8 @@ from typing import Any
 _PART = ".part"
 
 DEEPEST_JSON = 100
-"""Largest allowed depth of nested lists and objects in a JSON file. hvdcomp uses a far smaller depth, and recursive
-functions can process this depth."""
+"""Largest allowed depth of nested lists and objects in a JSON file. The files of hvdcomp are far less deep, and
+recursive functions can process this depth."""
 
 _ROOT = Path(__file__).parents[1]
 
@@ -52,8 +52,8 @@ def replace_files(contents: Mapping[Path, bytes]) -> None:
     """Writes files. Afterwards, each file is either complete or unchanged.
 
     All files are first written under temporary names, and then renamed. If the disk is full, no file is replaced. The
-    temporary names are unpredictable and must not exist yet. Otherwise, if other users can write to the folder, a link
-    with a temporary name could lead to another place.
+    temporary names are unpredictable and must not exist yet. Otherwise, in a folder that other users can write to,
+    someone could prepare a link with a temporary name that points to another place.
 
     Args:
         contents: the content of each file, by path. If a path is a link, the file that it points to is replaced. A pipe
@@ -88,7 +88,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def commits_in_words(commits: Iterable[str]) -> str:
-    """Lists the commits of measurements for a page of the manual, each commit once."""
+    """Lists the commits of some measurements, each commit once, for a page of the manual."""
     return ", ".join(f"`{commit}`" for commit in sorted(set(commits)))
 
 
@@ -108,7 +108,7 @@ def provenance_last(page: str) -> str:
 
 
 def with_block(text: str, begin: str, end: str, block: str) -> str | None:
-    """Replaces the lines between two marks in a text by `block`. The result is None if the text does not contain both
+    """Replaces the lines between two marks in a text with `block`. The result is None if the text does not contain both
     marks."""
     before, first, rest = text.partition(begin)
     _, last, after = rest.partition(end)
@@ -118,8 +118,8 @@ def with_block(text: str, begin: str, end: str, block: str) -> str | None:
 def csv_of(rows: Sequence[Mapping[str, Any]]) -> bytes:
     """The content of a CSV file with a heading and one or more rows.
 
-    Numbers are written as numbers. A text that a spreadsheet would interpret as a formula gets an apostrophe before it,
-    because names of runs and models may be any text.
+    Numbers are written as numbers. A text that a spreadsheet would interpret as a formula gets a leading apostrophe.
+    This is needed because names of runs and models may be any text.
     """
     stream = io.StringIO()
     writer = csv.DictWriter(stream, fieldnames=list(rows[0]))
@@ -162,7 +162,7 @@ def write_file(path: Path, content: bytes | memoryview) -> None:
 
 
 def aside(path: Path, number: int) -> Path:
-    """The path that a file gets if it is put aside with a number, such as "log.2.jsonl" for "log.jsonl"."""
+    """The path that a file gets when it is put aside under a number, such as "log.2.jsonl" for "log.jsonl"."""
     return path.with_name(f"{path.stem}.{number}{path.suffix}")
 
 
@@ -180,7 +180,7 @@ def put_aside_before(path: Path) -> dict[int, Path]:
 
 
 def put_aside(path: Path, most: int) -> None:
-    """Renames a file so that a new file can begin under its name. The new name has the next number (`aside`).
+    """Renames a file so that a new file can begin under its name. The new name contains the next number (see `aside`).
 
     Args:
         path: path of the file.
@@ -195,8 +195,8 @@ def put_aside(path: Path, most: int) -> None:
 
 
 def bring_back(path: Path, number: int) -> None:
-    """Undoes `put_aside` for the files with numbers above `number`. The file with the next number gets its old name
-    back, and everything that was written later is lost.
+    """Undoes `put_aside` for the files with numbers above `number`. The file with the number `number + 1` gets its old
+    name back, and everything that was written later is lost.
 
     If this function was interrupted, call it again.
 

@@ -1,4 +1,5 @@
-"""Gradient compression for FSDP2: between the nodes of its reduce-scatter, or between replicas of a model."""
+"""Gradient compression for FSDP2: in its reduce-scatter between nodes, or in the exchange between replicas of a
+model."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ def register(
     weights: Compressor | None = None,
     shards: UsedCompression | None = None,
 ) -> None:
-    """Makes a model that is sharded by `fully_shard`, or replicated by `replicate`, send compressed gradients between
-    nodes.
+    """Compresses the gradients that are sent between nodes, for a model that is sharded by `fully_shard` or replicated
+    by `replicate`.
 
     If the model is sharded on a mesh with replicas (HSDP), hvdcomp compresses the exchange of its shards between the
     replicas:
@@ -48,30 +49,30 @@ def register(
         fully_shard(model)
         hvdcomp.fsdp.register(model, hvdcomp.Compression(hvdcomp.Int4()))
 
-    If the shards of a replica are on several nodes too, a second compression quantizes the reduce-scatter within each
-    replica:
+    If each replica's shards are also spread over several nodes, a second compression quantizes the reduce-scatter
+    within each replica:
 
         quantized = hvdcomp.Compression(hvdcomp.Int8())
         hvdcomp.fsdp.register(model, hvdcomp.Compression(hvdcomp.TopK(ratio=0.01)), shards=quantized)
 
     Call this function on every rank, after all calls of `fully_shard`, before the first backward pass. docs/fsdp.md
-    describes all cases. If there are replicas, shards are exchanged during the backward pass. If there is a policy, the
-    ranks with the same shard decide separately from the others, and the decision log contains only the decisions for
-    rank 0's shard.
+    describes all cases. If there are replicas, shards are exchanged during the backward pass. If there is a policy,
+    each group of ranks with the same shard makes its own decisions, and the decision log contains only the decisions
+    for rank 0's shard.
 
     Args:
         model: a model that is sharded by `fully_shard`, or replicated by `replicate`.
         compression: a `Compression` that no other model uses. If there are no replicas, its compressor must be a
             quantizer, and it must have no policy.
-        mesh: the dimension of the replicas, mesh["replicate"], if `fully_shard` got only the dimension of the shards,
-            mesh["shard"]. None otherwise.
+        mesh: the mesh dimension of the replicas, mesh["replicate"], if you passed only the dimension of the shards,
+            mesh["shard"], to `fully_shard`. None otherwise.
         optimizer: the model's optimizer. Policies that follow the learning rate or change the batch size need it.
         weights: a quantizer, such as `hvdcomp.Int8()`. FSDP's all-gathers then send quantized changes of the weights,
-            and each rank keeps the whole model. It is allowed only if there are no replicas. None for FSDP's own
-            all-gather.
+            and each rank keeps the whole model. `weights` is allowed only if there are no replicas. None to keep FSDP's
+            own all-gather.
         shards: a second `Compression`, for the reduce-scatter over the shards of each replica. Its compressor must be a
-            quantizer, and it must have no policy. It has its own residuals, ledger and checkpoints. It is allowed only
-            if there are replicas. None for FSDP's own reduce-scatter.
+            quantizer, and it must have no policy. This `Compression` has its own residuals, ledger and checkpoints. It
+            is allowed only if there are replicas. None to keep FSDP's own reduce-scatter.
 
     Raises:
         ConfigurationError: if the model is neither sharded nor replicated in this way, if another model uses a given

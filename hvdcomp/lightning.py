@@ -24,15 +24,16 @@ __all__ = ["CompressedFabricStrategy", "CompressedStrategy"]
 
 
 class CompressedStrategy(DDPStrategy):
-    """A strategy with which a Lightning Trainer exchanges compressed gradients, in DistributedDataParallel.
+    """A DistributedDataParallel strategy that makes a Lightning Trainer exchange compressed gradients.
 
         compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))
         trainer = lightning.Trainer(strategy=hvdcomp.lightning.CompressedStrategy(compression), ...)
 
-    The rest of the training does not change. Next to each checkpoint that contains an optimizer, each rank saves its
-    state to `CHECKPOINT.rankRANK` with the Trainer's own `CheckpointIO`. `trainer.fit(ckpt_path=...)` restores this
-    state. If the number of ranks has changed, the new ranks share the residuals of all old ranks. With float16, the
-    strategy finds the GradScaler by itself. The times of steps, which some policies use, do not include validations.
+    The rest of the training code stays the same. Next to each checkpoint that contains an optimizer, each rank saves
+    its state to `CHECKPOINT.rankRANK` with the Trainer's own `CheckpointIO`. `trainer.fit(ckpt_path=...)` restores this
+    state. If the number of ranks has changed, the residuals of the old ranks are redistributed over the new ranks. With
+    float16, the strategy finds the GradScaler by itself. The times of steps, which some policies use, do not include
+    validations.
 
     Args:
         compression: a `Compression` for one call of `Trainer.fit`.
@@ -40,7 +41,7 @@ class CompressedStrategy(DDPStrategy):
 
     Raises:
         ConfigurationError: if `compression` is not a `Compression`, or has a policy that changes the batch size. In
-            `fit`, if another call of `fit` has used this `Compression`.
+            `fit`, if an earlier call of `fit` has used this `Compression`.
     """
 
     def __init__(self, compression: UsedCompression, **options: Any) -> None:
@@ -64,7 +65,7 @@ class CompressedStrategy(DDPStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Restores the state of this rank if the Trainer continues a training, and loads the checkpoint."""
+        """Restores the state of this rank if the Trainer continues a training run, and loads the checkpoint."""
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             _restore(self, checkpoint_path)
         return super().load_checkpoint(checkpoint_path, weights_only)
@@ -84,18 +85,18 @@ class CompressedStrategy(DDPStrategy):
 
 
 class CompressedFabricStrategy(FabricDDPStrategy):
-    """A strategy with which Fabric exchanges compressed gradients, in DistributedDataParallel.
+    """A DistributedDataParallel strategy that makes Fabric exchange compressed gradients.
 
         compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))
         fabric = lightning.Fabric(strategy=hvdcomp.lightning.CompressedFabricStrategy(compression), ...)
 
-    The rest of the program does not change. If `fabric.save` saves an optimizer, each rank also saves its state to
+    The rest of the program stays the same. If `fabric.save` saves an optimizer, each rank also saves its state to
     `CHECKPOINT.rankRANK`. If `fabric.load` loads an optimizer, each rank also restores this state. Call `fabric.load`
-    before the first step. If the number of ranks has changed, the new ranks share the residuals of all old ranks. With
-    float16, the strategy finds the GradScaler by itself.
+    before the first step. If the number of ranks has changed, the residuals of the old ranks are redistributed over the
+    new ranks. With float16, the strategy finds the GradScaler by itself.
 
     Args:
-        compression: the `Compression` of the training. Call `fabric.setup` for only one model.
+        compression: the `Compression` of the training run. Call `fabric.setup` for only one model.
         options: other arguments of `lightning.fabric.strategies.DDPStrategy`.
 
     Raises:
@@ -111,7 +112,7 @@ class CompressedFabricStrategy(FabricDDPStrategy):
         self._optimizer: Optimizer | None = None
 
     def setup_module_and_optimizers(self, module: Any, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
-        """Notes the optimizer, because some policies follow its learning rate, and sets up the model."""
+        """Sets up the model, and stores the optimizer for policies that follow its learning rate."""
         self._optimizer = next(iter(optimizers), None)
         return super().setup_module_and_optimizers(module, optimizers, scheduler)
 
@@ -136,7 +137,7 @@ class CompressedFabricStrategy(FabricDDPStrategy):
         return super().load_checkpoint(path, state, *arguments, **options)
 
     def _trains(self, state: dict[str, Any]) -> bool:
-        """Whether a training can continue from this state, because it contains an optimizer.
+        """Whether this state contains an optimizer, so that a training run can continue from it.
 
         Raises:
             ConfigurationError: if the state contains the `Compression`.
@@ -153,12 +154,12 @@ class CompressedFabricStrategy(FabricDDPStrategy):
 def _save(strategy: CompressedStrategy | CompressedFabricStrategy, checkpoint: Any, storage_options: Any) -> None:
     state = strategy.compression.state_dict()
     strategy.checkpoint_io.save_checkpoint(state, _file(checkpoint, strategy.global_rank), storage_options)
-    strategy.barrier()  # only after all ranks have saved their states, rank 0 saves the checkpoint
+    strategy.barrier()  # rank 0 saves the checkpoint only after all ranks have saved their states
 
 
 def _restore(strategy: CompressedStrategy | CompressedFabricStrategy, checkpoint: Any) -> None:
-    # The path may be a link to the last checkpoint. The states of the ranks are next to the checkpoint, not next to the
-    # link. A URL is not a path, and stays as it is.
+    # The path may be a link to the latest checkpoint. The states of the ranks are next to the checkpoint, not next to
+    # the link. A URL is not a path, and stays as it is.
     path = checkpoint if "://" in str(checkpoint) else os.path.realpath(checkpoint)
 
     def read(rank: int) -> Any:

@@ -1,4 +1,4 @@
-"""The settings of a user, and the checks of these settings before a training begins."""
+"""The settings of a user, and the checks of these settings before training begins."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from hvdcomp.policies import LevelSchedule, Policy
 from hvdcomp.specs.described import is_whole
 from hvdcomp.specs.levels import Level
 
-# To find the strongest level of a method, we ask for its level at this compression factor, for a tensor of this shape.
-# Both are larger than all real ones.
+# The strongest level of a method is its level at this compression factor, for a tensor of this shape. The factor and
+# the shape are larger than any that occur in practice.
 _HARDEST_FACTOR = 1e12
 _LARGEST_TENSOR = (2**20, 2**20)
 
@@ -60,13 +60,13 @@ class Settings:
 
     @property
     def compressors(self) -> tuple[Compressor, ...]:
-        """All compressors that the training may use: its own compressor, and those that the policy may choose."""
+        """All compressors that the training run may use: its own compressor, and those that the policy may choose."""
         specs = self.policy.compressors if isinstance(self.policy, Policy) else ()
         return (self.compressor, *map(parse_compressor, specs))
 
     def require_matches(self, names: Collection[str]) -> None:
-        """Raises SpecError if a pattern of a router matches none of the tensor names `names`, for all compressors that
-        the training may use."""
+        """Checks all compressors that the training run may use. Raises SpecError if a router has a pattern that matches
+        none of the tensor names `names`."""
         for compressor in self.compressors:
             require_matches(compressor, names)
 
@@ -103,8 +103,9 @@ class Settings:
         self.require_all_turns(local_steps, f"local_steps={local_steps} of CompressedAdam")
 
     def require_all_turns(self, every: int | None, option: str) -> None:
-        """Raises SpecError if a method would never send a part of the gradient. Some methods send one of several parts
-        in each step, in turn. If the ranks exchange only in every n-th step, some parts may never have their turn.
+        """Raises SpecError if some part of the gradient would never be sent. Some methods divide the gradient into
+        parts, and send a different part in each step, in rotation. If the ranks exchange only in every n-th step, some
+        parts may never be sent.
 
         Args:
             every: number of steps from one exchange to the next; None if this number changes.
@@ -177,11 +178,11 @@ def check(
 def check_policy(
     policy: LevelSchedule | Policy[Any], steps_per_epoch: int | None, compressor: Compressor, memory: Memory | None
 ) -> LevelSchedule | Policy[Any]:
-    """Checks a policy. With all compressors and levels that the policy may choose, residuals must stay bounded.
+    """Checks a policy. Residuals must stay bounded with every compressor and level that the policy may choose.
 
     Returns:
-        The policy, with the specs of its compressors in canonical form. If the policy also lists the training's own
-        compressor, this spec is removed.
+        The policy, with the specs of its compressors in canonical form. If the policy also lists the compressor of the
+        training run itself, this spec is removed.
 
     Raises:
         SpecError: if the policy cannot work with this compressor, memory or run.
@@ -207,8 +208,8 @@ def check_policy(
 
 
 def _checked_choices(policy: Policy[Any], compressor: Compressor, memory: Memory | None) -> tuple[str, ...]:
-    """The specs of the compressors that a policy may choose, in canonical form, without the training's own
-    compressor."""
+    """The specs of the compressors that a policy may choose, in canonical form, without the compressor of the training
+    run itself."""
     choices = [parse_compressor(spec) for spec in policy.compressors]
     specs = list(map(str, choices))
     if twice := sorted({spec for spec in specs if specs.count(spec) > 1}):
@@ -233,7 +234,7 @@ def _checked_choices(policy: Policy[Any], compressor: Compressor, memory: Memory
 
 @dataclass(frozen=True)
 class _Watched:
-    """A compressor for the check of a policy. If the policy tries a level with which residuals would grow without
+    """A compressor that is used to check a policy. If the policy tries a level with which residuals would grow without
     limit, `at_level` raises SpecError."""
 
     compressor: Compressor

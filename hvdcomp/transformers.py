@@ -24,26 +24,26 @@ __all__ = ["CompressionCallback"]
 
 
 class CompressionCallback(TrainerCallback):
-    """A callback with which a Trainer exchanges compressed gradients, and saves the state of each rank in its
+    """A callback that makes a Trainer exchange compressed gradients, and save the state of each rank in its
     checkpoints.
 
         compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))
         trainer = Trainer(model, arguments, callbacks=[hvdcomp.transformers.CompressionCallback(compression)], ...)
 
-    The rest of the training does not change. Start two or more ranks, with torchrun or accelerate launch. Each rank
+    The rest of the training code stays the same. Start two or more ranks, with torchrun or accelerate launch. Each rank
     saves its state to `compressionRANK.pt` in the folder of each checkpoint, and
-    `trainer.train(resume_from_checkpoint=...)` restores it. If the number of ranks has changed, the new ranks share the
-    residuals of all old ranks. With float16, the callback finds the Trainer's GradScaler by itself. The times of steps,
-    which some policies use, do not include evaluations and checkpoints.
+    `trainer.train(resume_from_checkpoint=...)` restores it. If the number of ranks has changed, the residuals of the
+    old ranks are redistributed over the new ranks. With float16, the callback finds the Trainer's GradScaler by itself.
+    The times of steps, which some policies use, do not include evaluations and checkpoints.
 
     Args:
-        compression: a `Compression` that only the model of this Trainer uses. If `train` is called again, the training
-            continues with the present residuals.
+        compression: a `Compression` that only the model of this Trainer uses. If `train` is called again, training
+            continues with the current residuals.
 
     Raises:
         ConfigurationError: if `compression` is not a `Compression`, or has a policy that changes the batch size. In
             `train`, if the Trainer has not wrapped the model in DistributedDataParallel, for example because there is
-            only one rank. In `hyperparameter_search`, which trains several models.
+            only one rank. In `hyperparameter_search`, always, because it trains several models.
     """
 
     def __init__(self, compression: UsedCompression) -> None:
@@ -64,8 +64,8 @@ class CompressionCallback(TrainerCallback):
                 "training"
             )
         # The Trainer passes the model to a callback, but not the Trainer itself, the wrapped model or the checkpoint.
-        # `train`, which has called this method, has the Trainer and the checkpoint in local variables. Their names are
-        # the names of its arguments.
+        # But `train`, which has called this method, has the Trainer and the checkpoint as arguments. These arguments
+        # are read from its local variables.
         trainer = caller_local("self", lambda value: isinstance(value, Trainer))
         model = trainer.model_wrapped
         if not isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel):

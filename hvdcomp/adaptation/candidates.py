@@ -1,12 +1,12 @@
-"""The candidates of the policy `auto`. A candidate is a way to send the gradients of a training, with the predicted
+"""The candidates of the policy `auto`. A candidate is a way to send the gradients of a training run, with the predicted
 time of a step.
 
 The performance model predicts the time of a step for a few candidates. In the simplest candidates, all tensors are
-uncompressed, all are in half precision, or all are compressed. In mixtures, the tensors that save most are compressed,
-and the others are uncompressed or in half precision. There may be several compressors. If a compressor has
-`exchange="auto"`, "gather" and "scatter" are two candidates. If the policy asks for more compressors, this module
-proposes them. Only the two fastest compressed candidates are mixed with others, so that there are few candidates. Only
-rank 0 reads the calibration, and the other ranks receive the result.
+uncompressed, all are in half precision, or all are compressed. In mixtures, the tensors for which compression is most
+worthwhile are compressed, and all other tensors are uncompressed or in half precision. There may be several
+compressors. If a compressor has `exchange="auto"`, "gather" and "scatter" are two candidates. If the policy requests
+more compressors, this module proposes some. Only the two fastest compressed candidates are mixed with others, so that
+there are few candidates. Only rank 0 reads the calibration, and the other ranks receive the result.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _OTHER_METHODS = ((DENSE_CANDIDATE, "none"), (FP16, "fp16"))
 compressed also use one of these methods."""
 
 _STARTING = 2**16
-"""Number of elements that is added to a tensor's own number when its encode time is estimated. It accounts for the
-overhead of the operations of a tensor.
+"""When the encode time of a tensor is estimated, this number is added to the tensor's number of elements. It accounts
+for the overhead of the operations on each tensor.
 
 The calibration has only the encode time of the whole model. This time is divided among the tensors in proportion to
-their numbers of elements, after this constant was added. The estimates decide only which mixtures of methods are tried;
-the trials measure the real times.
+their numbers of elements, each increased by this constant. The estimates only determine which mixtures of methods are
+tried. The trials measure the real times.
 """
 
-_MIXED = 2  # number of compressed candidates that are mixed with others, beginning with the fastest by the model
-_CUTS = 16  # number of mixtures that are predicted for each other method
+_MIXED = 2  # number of compressed candidates that are mixed with others: the fastest according to the model
+_CUTS = 16  # number of mixtures whose time is predicted for each other method
 
 
 def candidates_of(
@@ -56,17 +56,18 @@ def candidates_of(
     others: Sequence[str] = (),
     criteria: Criteria | None = None,
 ) -> Candidates:
-    """The candidates of a training, with their predicted times.
+    """The candidates of a training run, with their predicted times.
 
     Args:
-        engine: the engine, with the training's tensors, compressor, memory and ranks.
+        engine: the engine, with the tensors, compressor, memory and ranks of the training run.
         source: a calibration file, or the name of a preset.
-        model: the model in the calibration; None for the model whose tensors have the same shapes as in this training.
+        model: the model in the calibration; None for the model whose tensors have the same shapes as in this training
+            run.
         batch: the batch size of one rank; None for the batch size of the calibration.
-        overlaps: whether Horovod itself exchanges tensors that are only cast, during the backward pass.
-        others: the specs of further compressors, in addition to the compressor of the training.
-        criteria: the criteria for proposed compressors; None for no proposals. A warning says which compressors cannot
-            be proposed.
+        overlaps: whether Horovod itself exchanges, during the backward pass, the tensors that are only cast.
+        others: the specs of further compressors, in addition to the compressor of the training run.
+        criteria: the criteria for proposed compressors; None for no proposals. A warning lists the compressors that
+            cannot be proposed.
 
     Raises:
         CalibrationError: if the calibration cannot be read, belongs to another model, or lacks a time that is needed.
@@ -82,11 +83,11 @@ class _SingleMethod(NamedTuple):
     """A candidate with one compressor for all tensors.
 
     Attributes:
-        candidate: the candidate that compresses some tensors with this method, and sends all others as the training
-            does.
+        candidate: the candidate that compresses some tensors with this method, and sends all others in the same way as
+            the training run.
         encode: the time to encode all tensors that the candidate compresses; None if it compresses none.
-        weights: the share of each compressed tensor in `encode`, by tensor name. Tensors for which compression saves
-            most time are first.
+        weights: the share of each compressed tensor in `encode`, by tensor name. The tensors for which compression
+            saves most time come first.
     """
 
     candidate: Candidate
@@ -95,7 +96,7 @@ class _SingleMethod(NamedTuple):
 
 
 class _CandidateModel:
-    """Makes the candidates of one training with its performance model."""
+    """Makes the candidates of one training run with its performance model."""
 
     def __init__(self, steps: StepModel) -> None:
         self.engine = steps.engine
@@ -103,7 +104,7 @@ class _CandidateModel:
         self._plans = Plans(self.engine, levelled_tensors(self.engine))
 
     def all(self, specs: Sequence[str]) -> Candidates:
-        """All candidates. If two names mean the same candidate, only the first is kept."""
+        """All candidates. If two names refer to the same candidate, only the first is kept."""
         self._choose_buckets(specs)
         candidates: dict[str, Candidate] = {}
         sent: list[dict[str, object]] = []
@@ -135,8 +136,8 @@ class _CandidateModel:
         return Candidates((*order, *(name for name in self._plans.names if name not in order)), candidates)
 
     def proposed(self, specs: Sequence[str], criteria: Criteria) -> tuple[str, ...]:
-        """The specs of proposed compressors. Two-level compressors are proposed only if the user has named one. Only if
-        the user has named one, hvdcomp knows that all nodes have the same number of ranks."""
+        """The specs of proposed compressors. Two-level compressors are proposed only if the user has specified one.
+        Otherwise it is not certain that all nodes have the same number of ranks."""
         methods = self._methods(specs).values()
         ways = [self._way(method, self._plans.with_methods({}, method)) for method in methods]
         free = [(self._plans.with_methods({}, method), method) for _, method in _OTHER_METHODS]
@@ -158,7 +159,7 @@ class _CandidateModel:
         """The specs of the compressors to consider, by name. A compressor with `exchange="auto"` is listed twice, with
         "gather" and with "scatter".
 
-        The name is the spec, unless the compressor of the training is the only compressor.
+        The name is the spec, unless the compressor of the training run is the only compressor.
         """
         own = self.engine.compressor
         methods: dict[str, str | None] = {str(compressor): str(compressor) for compressor in self._in_each_way(own)}
@@ -178,8 +179,8 @@ class _CandidateModel:
         return in_each_way(compressor) if open_ else (compressor,)
 
     def _way(self, method: str | None, plan: Plan) -> _SingleMethod:
-        """The candidate that uses one compressor for all tensors. plan: the plan of this compressor."""
-        self._steps.exchange(plan, overlapped=False)  # raises an error for methods that the model does not know
+        """The candidate that uses one compressor for all tensors. `plan` is the plan of this compressor."""
+        self._steps.exchange(plan, overlapped=False)  # raises an error for methods that are unknown to the model
         weights = self._worthwhile(plan)
         encode = self._steps.encode(self._compressor(method)) if weights else None
         return _SingleMethod(Candidate(self._steps.seconds(plan, encode), 0, method), encode, weights)
@@ -197,7 +198,7 @@ class _CandidateModel:
         return known.get(spec) if spec != UNCOMPRESSED else None
 
     def _compressor(self, method: str | None) -> Compressor:
-        """The compressor of a spec. For None, the compressor of the training."""
+        """The compressor of a spec. For None, the result is the compressor of the training run."""
         return self.engine.compressor if method is None else parse_compressor(method)
 
     def _worthwhile(self, plan: Plan) -> dict[str, float]:
@@ -231,9 +232,9 @@ class _CandidateModel:
         return best
 
     def _choose_buckets(self, specs: Sequence[str]) -> None:
-        """Chooses the bucket size, if the user has left this choice to rank 0. The performance model finds the fastest
-        compressor, and then the best bucket size for this compressor. The size changes only if the gain exceeds the
-        noise of the calibration."""
+        """Chooses the bucket size, if the user has not set it. The performance model finds the fastest compressor, and
+        then the best bucket size for this compressor. The size changes only if the gain exceeds the noise of the
+        calibration."""
         overlap = self.engine.overlap
         if overlap.least_bytes is None or not overlap.from_rank_0 or self._steps.facts.early_bytes is not None:
             return

@@ -54,7 +54,7 @@ class CommunicatorBroadcaster:
 
 
 class MessageChannel:
-    """Sends messages of any length. Only rank 0 needs to know the length.
+    """Sends messages of any length. The other ranks need not know the length in advance.
 
     Args:
         make_broadcaster: function that creates the broadcaster. All ranks call it before the first message.
@@ -71,10 +71,10 @@ class MessageChannel:
         self._failed: Exception | None = None
 
     def start(self, message: bytes) -> None:
-        """Starts to send rank 0's message. The messages of other ranks are ignored.
+        """Starts sending rank 0's message. The messages of other ranks are ignored.
 
-        If sending fails, `finish` raises the error. After the last step of a training, `finish` is not called, because
-        other ranks may have ended and sending may fail.
+        If sending fails, `finish` raises the error. After the last step of a training run, `finish` is not called,
+        because other ranks may have ended and sending may fail.
         """
         self._message = message
         head = len(message).to_bytes(_HEADER_BYTES, "little") + message
@@ -107,7 +107,7 @@ def _of_length(message: bytes, length: int) -> np.ndarray:
 
 
 class DecisionChannel:
-    """Sends rank 0's decisions to all ranks. A message is the policy's state in JSON, so that every rank could continue
+    """Sends rank 0's decisions to all ranks. A message is the policy's state in JSON, so that every rank can continue
     from this state.
 
     Args:
@@ -117,10 +117,10 @@ class DecisionChannel:
         make_broadcaster: function that creates the broadcaster, as in `MessageChannel`.
 
     Attributes:
-        state: the newest state of the policy that all ranks know.
+        state: the newest state of the policy that all ranks have received.
         request: the statistics that the policy requests in `state`.
-        latest: the newest state on this rank. On rank 0, the newest state is newer than `state` after a decision, until
-            all ranks have received the decision.
+        latest: the newest state on this rank. On rank 0, after a decision, `latest` is newer than `state` until all
+            ranks have received the decision.
         latest_request: the statistics that the policy requests in `latest`.
         in_flight: whether a state was sent but not yet received.
     """
@@ -162,7 +162,7 @@ class DecisionChannel:
         self._error = error
 
     def send(self) -> None:
-        """Starts to send rank 0's state. Call this on all ranks."""
+        """Starts sending rank 0's state. Call this on all ranks."""
         message = b""
         if self.decides:
             error = self._error

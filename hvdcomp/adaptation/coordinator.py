@@ -1,7 +1,8 @@
 """The coordinator of a policy. Rank 0 decides, and every rank applies the decision in the same step.
 
 Rank 0 runs the policy. A `DecisionChannel` sends the policy's decisions, and `Observers` measure the statistics that
-the policy requests. The coordinator counts steps and epochs, and sets the plan of the engine as decided.
+the policy requests. The coordinator counts steps and epochs, and sets the plan of the engine according to the
+decisions.
 
 With `lag=1`, rank 0 makes a decision at the end of a step, and the decision takes effect when the next step begins. So
 the broadcast overlaps with the optimizer's step and the forward pass. A decision may need the learning rate of the step
@@ -34,7 +35,7 @@ from hvdcomp.policies.request import Candidates, LearningRates, Statistic, Stati
 
 
 class Coordinator:
-    """Drives one policy for one engine.
+    """Runs one policy for one engine.
 
     Args:
         policy: the policy, the same on all ranks.
@@ -88,7 +89,7 @@ class Coordinator:
 
     @property
     def policy(self) -> Policy[Any]:
-        """The policy of the training."""
+        """The policy of the training run."""
         return self.channel.policy
 
     @property
@@ -153,7 +154,7 @@ class Coordinator:
         if self._decides_before_step:
             self._decide_by(self._rates)
         elif Statistic.CANDIDATES in self.channel.request.statistics:
-            # Not earlier, because other ranks may not know that there are candidates until all ranks have compared
+            # This is not done earlier, because the other ranks do not expect candidates until all ranks have compared
             # their settings.
             self._decide(Statistics(self.progress.step, self.progress.epoch_or_none, candidates=self._candidates))
         else:
@@ -164,8 +165,8 @@ class Coordinator:
         require_same_levels(self.engine.communicator, self.engine.planner.digest, self._like)
 
     def observe(self, gradients: Mapping[str, Array], factor: float) -> None:
-        """Accumulates the gradients of a step that the engine does not handle. `source` says whether these are local or
-        aggregated gradients.
+        """Accumulates the gradients of a step that the engine does not handle. `source` determines whether these are
+        local or aggregated gradients.
 
         If any gradient is not finite, no gradient is added.
 
@@ -180,7 +181,7 @@ class Coordinator:
             self.observers.sums.add(gradients, factor * self.batch_size.accumulation, found_inf)
 
     def sums_of_step(self, factor: float) -> Sums | None:
-        """The sums that `Engine.step` must accumulate, or None. factor: as in `observe`."""
+        """The sums that `Engine.step` must accumulate, or None. `factor` is as in `observe`."""
         if not self.observes:
             return None
         return self.observers.sums.of_step(factor * self.batch_size.accumulation, self.source == "aggregated")
@@ -230,7 +231,7 @@ class Coordinator:
             "steps_per_epoch": self.progress.steps_per_epoch,
             "ended": None if self._ended is None else [self._ended.step, self._ended.epoch],
             "period_rates": self._first_rates,
-            # only if True, because earlier versions do not know this key
+            # only if True, because earlier versions cannot read this key
             **({"partial": True} if self._partial else {}),
         }
 
@@ -262,8 +263,8 @@ class Coordinator:
 
     @property
     def _period_ends(self) -> bool:
-        """Whether the current step (or, between two steps, the next one) is the last of a period of steps. The same on
-        all ranks."""
+        """Whether the current step (or, between two steps, the next one) is the last of a period of steps. The result
+        is the same on all ranks."""
         return self.progress.next_ends(self.channel.request.period)
 
     @property
@@ -286,7 +287,8 @@ class Coordinator:
             self._ended = statistics
 
     def _decide_by(self, following: Rates) -> None:
-        """Makes the decision of a period that has ended. following: the learning rates of the step after the period."""
+        """Makes the decision of a period that has ended. `following` are the learning rates of the step after the
+        period."""
         assert self._ended is not None
         assert self._first_rates is not None
         statistics, self._ended = self._ended, None

@@ -2,8 +2,8 @@
 replayed.
 
 Each line is one JSON object. There is a start line when a run begins or is resumed, and a line for each decision. The
-JSON is strict. Numbers that strict JSON cannot express are the texts "NaN", "Infinity" and "-Infinity", and numeric
-keys are written as their repr. `hvdcomp.adaptation.log_lines` describes the short form of lines.
+JSON is strict. Numbers that strict JSON cannot express are written as the texts "NaN", "Infinity" and "-Infinity", and
+numeric keys are written as their repr. `hvdcomp.adaptation.log_lines` describes the short form of lines.
 
 When a file reaches its size limit, it is renamed with a number, and a new file begins with its own start line. So each
 file can be read without the others.
@@ -35,20 +35,20 @@ NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """The numbers that JSON cannot represent, by the text that the log contains instead."""
 
 _WRITTEN = {"candidates": "survey"}
-"""The fields of `Statistics` that have another name in the log, because they were renamed later."""
+"""The fields of `Statistics` that have a different name in the log, because they were renamed later."""
 
 _FORMAT = 2
-"""Format number of start lines. Earlier versions wrote none, and no short lines after it."""
+"""The format number in start lines. Earlier versions wrote no format number, and no short lines."""
 
 _FIRST_BYTES = (b'{"kind":"start",', b'{"kind": "start", ')  # the second form was written by earlier versions
 _PARTS = ("statistics", "state", "decision")
-_NOT_WRITTEN = ("file", "line", *_PARTS)  # fields that are not written, or are written in another way
+_NOT_WRITTEN = ("file", "line", *_PARTS)  # fields that are not written, or are written in a different way
 
 FILE_BYTES = 64 * 2**20
-"""Default of the size, in bytes, at which the log continues in a new file."""
+"""The default size, in bytes, at which the log continues in a new file."""
 
 FILES = 16
-"""Default of the largest number of files of a log."""
+"""The default largest number of files of a log."""
 
 
 class DecisionLogError(ValueError):
@@ -60,7 +60,7 @@ class RemovedPolicyError(DecisionLogError):
 
     Attributes:
         start: the start line of the log.
-        reason: the message that says which policy was removed.
+        reason: the message that names the removed policy.
     """
 
     def __init__(self, start: Start, reason: str) -> None:
@@ -124,11 +124,11 @@ class Decided:
 
 
 class DecisionLog:
-    """Writes a decision log, on rank 0. If the log exists, the log is continued, and an incomplete last line is
+    """Writes a decision log, on rank 0. If the log already exists, it is continued, and an incomplete last line is
     dropped.
 
-    The first line opens the file. Each line is written immediately, so that the log is complete even if the run is
-    killed. If the disk is full, the file ends with the last complete line.
+    The file is opened when the first line is written. Each line is written immediately, so that the log is complete
+    even if the run is killed. If the disk is full, the file ends with the last complete line.
 
     Args:
         path: the path of the newest file. New lines are written to this file.
@@ -138,7 +138,7 @@ class DecisionLog:
     """
 
     def __init__(self, path: Path, file_bytes: int = FILE_BYTES, files: int = FILES) -> None:
-        """Checks that the file can be written. The check leaves no file.
+        """Checks that the file can be written. The check leaves no file behind.
 
         Raises:
             ConfigurationError: if the file cannot be written, or is not a decision log.
@@ -242,7 +242,7 @@ class LogFiles(NamedTuple):
 
 
 def log_files(path: str | Path | None, file_bytes: int, files: int, policy: object) -> LogFiles | None:
-    """The files of the decision log that a user asked for; None for no log.
+    """The files of the decision log that a user requested; None for no log.
 
     Args:
         path, file_bytes, files: the arguments of `DecisionLog`. If `path` is None, there is no log.
@@ -265,11 +265,11 @@ def log_files(path: str | Path | None, file_bytes: int, files: int, policy: obje
 
 
 def read_decisions(path: Path) -> Iterator[Start | Decided]:
-    """Yields the lines of a decision log. An incomplete last line is left out.
+    """Yields the lines of a decision log. An incomplete last line is omitted.
 
     Args:
-        path: the path of the newest file; the numbered files are then read first. Or the path of a numbered file, to
-            read only this file.
+        path: either the path of the newest file, or the path of a numbered file. With the path of the newest file, all
+            numbered files are read before it. With the path of a numbered file, only this file is read.
 
     Raises:
         DecisionLogError: if a line is invalid (the message names the file and the line), or if a file between two
@@ -369,7 +369,7 @@ def _key_text(key: Any) -> str:
 
 
 def _check_writable(path: Path) -> None:
-    """Raises OSError if the path cannot be written, and ConfigurationError if it is another kind of file."""
+    """Raises OSError if the path cannot be written, and ConfigurationError if the file is not a decision log."""
     if not path.exists():
         folder = next(place for place in path.absolute().parents if place.exists())
         tempfile.TemporaryFile(dir=folder).close()

@@ -1,5 +1,5 @@
 """Sums of squares (energies) of x, and of the compression error x - C(x). The sums stay on the device of the gradients
-until somebody reads them."""
+until they are read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Energies:
         self._parts.append(_Part(tuple(names), tuple(places or range(count)), tuple(weights or [1.0] * count), values))
 
     def extend(self, energies: Energies) -> None:
-        """Adds all sums of another `Energies`. The tensors may be the same or others."""
+        """Adds all sums of another `Energies`. The tensors may be the same or different ones."""
         self._parts += energies._parts
 
     def total(self) -> float:
@@ -61,7 +61,7 @@ def _numbers(part: _Part) -> Iterator[tuple[str, float]]:
 
 
 def of_arrays(xp: AllFunctions, xs: dict[str, Array], factor: Array | None = None) -> Energies:
-    """||factor x||^2 of each array x, by name. factor: None for 1."""
+    """||factor x||^2 of each array x, by name. `factor` is None for 1."""
     energies = Energies()
     if xs:
         norms = xp.norms(list(xs.values()))

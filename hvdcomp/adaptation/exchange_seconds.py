@@ -22,12 +22,12 @@ def exchange_seconds_of(
     batch: int | None = None,
     overlaps: bool = True,
 ) -> dict[int, float]:
-    """Predicts the time of a step's exchange for several levels. At each level, all tensors have the same factor of
-    their own levels.
+    """Predicts the time of a step's exchange for several levels. For each of these levels, the own levels of all
+    tensors are multiplied by the same factor.
 
     The time is the difference between the step and a step without an exchange. This difference covers encoding,
-    exchange and decoding, as far as they do not overlap with the backward pass. If a tensor's method does not have a
-    level, the tensor gets the nearest level.
+    exchange and decoding, except for the parts that overlap with the backward pass. If a tensor's method does not have
+    one of these levels, the tensor gets the nearest level.
 
     Args:
         around: the factors by which the own levels are multiplied. 1.0 is one of them.
@@ -42,7 +42,7 @@ def exchange_seconds_of(
     with errors_of(source):
         steps = StepModel(engine, source, model, batch, overlaps)
         plans = Plans(engine, levelled_tensors(engine))
-        steps.exchange(plans.own(), overlapped=False)  # raises an error for methods that the model does not know
+        steps.exchange(plans.own(), overlapped=False)  # raises an error for methods that are unknown to the model
         own, *other_levels = levels_around(engine, plans.names, around)
         levels: dict[str, list[Level]] = {name: [level] for name, level in own.items()}
         for at_factor in other_levels:

@@ -29,8 +29,8 @@ class CompressionGains(Observer):
     """The two compressions of GraVAC (Tyagi and Swany 2023, arXiv:2305.12201, algorithm 1).
 
     Args:
-        plans: object that creates the plans of the training.
-        decision: the decision of the policy: its compression factors, and which result is sent.
+        plans: object that creates the plans of the training run.
+        decision: the policy's decision, that is, the compression factors, and which result is sent.
         measuring: whether this rank measures the gains.
         clock: the clock that times steps.
 
@@ -90,8 +90,8 @@ class CompressionGains(Observer):
         """Measures the errors of both compressions of some tensors.
 
         Returns:
-            The inputs of the second compression, without tensors whose input is x. Then marks of the time before,
-            between and after the two compressions.
+            The inputs of the second compression, without tensors whose input is x; and then three time marks, which
+            were taken before, between and after the two compressions.
         """
         like, sends = look.like, self._decision.send
         start = look.xp.mark(like)
@@ -120,7 +120,7 @@ class CompressionGains(Observer):
     def statistics(self, request: Request, batches: int) -> dict[str, Any]:
         values: dict[str, Any] = {}
         if Statistic.GAINS in request.statistics:
-            # gains are read first, because reading them waits for the device; after this wait, times are known, too
+            # gains are read first, because reading them waits for the device; after this wait, times are also known
             values["gains"] = self.gains()
         if Statistic.TIMING in request.statistics:
             samples = batches * self._engine.communicator.world_size
@@ -128,7 +128,7 @@ class CompressionGains(Observer):
         return values
 
     def gains(self) -> GravacGains:
-        """The gains of the whole model in the last step, in which gains were `due`; 1.0 if nothing was compressed.
+        """The gains of the whole model in the last step in which gains were `due`; 1.0 if nothing was compressed.
 
         Waits for the device.
         """

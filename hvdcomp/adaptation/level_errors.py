@@ -29,7 +29,7 @@ class LevelErrors:
     Nothing is sent, and no state changes.
 
     Args:
-        plans: object that creates plans, and knows the tensors whose level the policy decides.
+        plans: object that creates plans, and has the names of the tensors whose level the policy decides.
     """
 
     def __init__(self, plans: Plans) -> None:
@@ -37,8 +37,8 @@ class LevelErrors:
         self._engine = plans.engine
         self._names = plans.names
         self._around: tuple[float, ...] = ()
-        # The compressors for `_around`. They are made once, because previews are fastest with compressors that they
-        # already know.
+        # The compressors for `_around`. They are made once, because previews are fastest with compressors that were
+        # used before.
         self._levels: list[dict[str, Level]] = []
         self._known: list[dict[str, float]] = []  # the errors of tensors whose errors are known
         self._compressors: list[dict[str, Compressor]] = []  # the compressors of all other tensors
@@ -148,10 +148,10 @@ def bytes_of(engine: Engine, name: str, compressor: Compressor) -> int:
 def levels_around(engine: Engine, names: Iterable[str], around: Iterable[float]) -> list[dict[str, Level]]:
     """For each factor, the levels of tensors that are nearest to the factor times their own levels.
 
-    Each level of a tensor occurs once. Levels that a tensor's method does not have are left out.
+    Each level of a tensor occurs once. Levels that a tensor's method does not have are omitted.
 
     Args:
-        engine: the engine of the training.
+        engine: the engine of the training run.
         names: names of the tensors whose level is decided.
         around: the factors by which the own levels are multiplied. The own levels, factor 1, are first in the result.
     """

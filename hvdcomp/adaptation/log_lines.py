@@ -35,7 +35,7 @@ class Shorthand:
         self._places = {str(place): name for place, name in enumerate(self._names)}
 
     def short(self, parts: Parts, before: Parts) -> dict[str, Any]:
-        """Shortens the parts of a line: values that the previous line also has are left out.
+        """Shortens the parts of a line by omitting values that are the same in the previous line.
 
         Args:
             parts: the parts of the line, by name.

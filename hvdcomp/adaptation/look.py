@@ -14,8 +14,8 @@ from hvdcomp.exchange.tensor_group import TensorGroup
 
 
 class Look(Mapping[str, Array]):
-    """A mapping from names to x of every tensor of a step, with methods that compute energies and errors. Nothing is
-    computed before it is needed.
+    """A mapping from the name of every tensor of a step to its x, with methods that compute energies and errors.
+    Nothing is computed before it is needed.
 
     An array contains x only until the tensor is compressed. Do not change the arrays.
 
@@ -107,7 +107,7 @@ def observe(engine: Engine, function: Callable[[Look], Mapping[str, Array]] | No
     Args:
         engine: the engine that compresses.
         function: function that gets the `Look`. It returns arrays, by tensor name, that are compressed in place of x.
-            None to call no function any more.
+            None to stop calling a function.
     """
     if function is None:
         engine.before_compress = None

@@ -20,7 +20,7 @@ class Observer:
     measures: ClassVar[frozenset[Statistic]]
 
     def begin_step(self, period_ends: bool) -> None:
-        """Begins a step. period_ends: whether the step is the last of a period."""
+        """Begins a step. `period_ends` is True if the step is the last of a period."""
 
     def before_compress(self, look: Look) -> Mapping[str, Array]:
         """Observes x in a step. The engine calls this method if it was passed to `look.observe`."""
@@ -32,7 +32,7 @@ class Observer:
         Args:
             request: the request of the policy, which names some of `measures`.
             batches: number of batches that this rank has processed in the period. A batch has the batch size at the
-                start of the training.
+                start of training.
         """
         raise NotImplementedError
 

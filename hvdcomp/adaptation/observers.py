@@ -1,4 +1,4 @@
-"""All observers of one training."""
+"""All observers of one training run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hvdcomp.policies.request import Request, Statistic
 
 
 class Predicted(Observer):
-    """Predictions that are made before the training and do not change.
+    """Predictions that are made before training and do not change.
 
     Args:
         exchange_seconds: the predicted times of exchanges, as in `Statistics`; None if the policy does not request
@@ -38,7 +38,7 @@ class Observers:
     """All observers of one rank. They measure the statistics that the policy requests.
 
     Args:
-        plans: object that creates plans, and knows the tensors whose level the policy decides.
+        plans: object that creates plans, and has the names of the tensors whose level the policy decides.
         measuring: whether this rank measures statistics. Rank 0 does.
         clock: the clock that times steps.
         exchange_seconds: the predicted times of exchanges, as in `Predicted`.
@@ -82,12 +82,12 @@ class Observers:
         return (*([] if self.gains is None else [self.gains]), self.sums, self.times, self._predicted)
 
     def begin_step(self, period_ends: bool) -> None:
-        """Begins a step. period_ends: whether the step is the last of a period."""
+        """Begins a step. `period_ends` is True if the step is the last of a period."""
         for observer in self.all:
             observer.begin_step(period_ends)
 
     def end_step(self, ever: Set[Statistic]) -> None:
-        """Ends a step. ever: the statistics that the policy may ever request."""
+        """Ends a step. `ever` has all statistics that the policy may request at any time."""
         if self._measuring and self.times.measures & ever:
             self.times.end_step()
 

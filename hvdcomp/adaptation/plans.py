@@ -26,8 +26,9 @@ class Plans:
     """Makes the plans of decisions. Tensors that a decision does not name keep their own method.
 
     Args:
-        engine: the engine of the training.
-        names: the names of the tensors whose level the policy decides. All other tensors are sent as without a policy.
+        engine: the engine of the training run.
+        names: the names of the tensors whose level the policy decides. All other tensors are sent in the same way as
+            without a policy.
 
     Attributes:
         previews: object that computes C(x) and the compression error for a plan, without sending anything.
@@ -59,8 +60,8 @@ class Plans:
         return self._with({name: at_factor(self.engine, name, factor) for name, factor in factors.items()})
 
     def at_factor(self, factor: float, of: Unit = "bytes") -> Plan:
-        """The plan in which all of `names` have the same compression factor. The plan is cached, because GraVAC asks
-        for it in every step."""
+        """The plan in which all of `names` have the same compression factor. The plan is cached, because GraVAC
+        requests it in every step."""
         key = factor, of
         if key not in self._at_factor:
             if len(self._at_factor) == _MOST_KEPT:
@@ -69,8 +70,8 @@ class Plans:
         return self._at_factor[key]
 
     def with_methods(self, methods: Mapping[str, str | None], others: str | None) -> Plan:
-        """The plan in which each named tensor has the compressor of its spec, and all others have `others`. None means
-        the engine's own compressor."""
+        """The plan in which each named tensor has the compressor of its spec, and all other tensors have the compressor
+        of the spec `others`. None means the engine's own compressor."""
         compressors = {
             spec: self.engine.compressor if spec is None else parse_compressor(spec)
             for spec in {others, *methods.values()}

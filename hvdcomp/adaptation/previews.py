@@ -69,8 +69,7 @@ class Previews:
         Args:
             compressors: the compressor of each tensor, by name. If you pass the same mapping again, the function is
                 faster.
-            sources: arrays that are compressed in place of x, by tensor name. For tensors that are not in it, x is
-                compressed.
+            sources: arrays that are compressed in place of x, by tensor name. For all other tensors, x is compressed.
         """
         return self._lost(look.xp, names, look, look.addresses, compressors, look.context, sources)
 
@@ -167,7 +166,8 @@ class Previews:
     def _grouped(
         self, xp: AllFunctions, names: Sequence[str], xs: Mapping[str, Array], compressors: Mapping[str, Compressor]
     ) -> list[_PreviewBucket]:
-        """Puts tensors that are compressed together into buckets. On a device, only tensors that kernels support."""
+        """Puts tensors that are compressed together into buckets. On a device, this includes only tensors that kernels
+        support."""
         if not names:
             return []
         first: AnyArray = xs[names[0]]
@@ -208,8 +208,8 @@ class Previews:
 
 
 def _placed(xp: AllFunctions, arrays: Sequence[Array]) -> tuple[Sequence[Array], Sequence[int]] | None:
-    """The addresses of arrays, as from `cuda.placed`, also for arrays on the host. The result is None if the arrays do
-    not fit a bucket."""
+    """The addresses of arrays, as `cuda.placed` returns them, but also for arrays on the host. The result is None if
+    the arrays do not fit a bucket."""
     placed = cuda.placed(arrays)
     return xp.hosted(arrays) if placed is None else placed
 
@@ -283,7 +283,7 @@ class _PreviewBucket:
         bucket.compressors[0].preview_bucket(bucket)
 
     def means(self, xp: AllFunctions, like: Array) -> Sequence[Array]:
-        """C(x) of each tensor. like: an array of the framework."""
+        """C(x) of each tensor. `like` is an array of the framework."""
         means = self._made[1]
         if self.bucket.device is not None:
             return means
@@ -294,7 +294,7 @@ class _PreviewBucket:
         ]
 
     def lost(self, xp: AllFunctions, like: Array) -> Array:
-        """The squared compression error of each tensor, ||x - C(x)||^2, float64 (tensors,). like: an array of the
+        """The squared compression error of each tensor, ||x - C(x)||^2, float64 (tensors,). `like` is an array of the
         framework."""
         sums = self.bucket.sums_of("measure_left")
         return xp.from_numpy(sums, like=like) if self.bucket.device is None else sums

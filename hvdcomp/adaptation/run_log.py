@@ -16,7 +16,7 @@ from hvdcomp.policies.request import Statistics
 
 class RunLog:
     """Writes to a decision log. If writing fails, the object stops writing, because a full disk must not end the
-    training or block the ranks.
+    training run or block the ranks.
 
     Args:
         log: the decision log; None if there is no log.
@@ -30,7 +30,7 @@ class RunLog:
         self._progress = progress
 
     def start(self, plans: Plans) -> None:
-        """Writes that a run begins or is resumed."""
+        """Records that a run begins or is resumed."""
         engine, policy = plans.engine, self._channel.policy
         self._write(
             DecisionLog.start,

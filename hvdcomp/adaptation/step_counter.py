@@ -1,4 +1,4 @@
-"""Counts the steps and epochs of a training, also if batches grow, and measures step times."""
+"""Counts the steps and epochs of a training run, even if batches grow, and measures step times."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class StepClock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A context manager. The time inside does not count for the next step."""
+        """A context manager. The time that is spent inside it does not count toward the next step."""
         start = self._clock()
         self._pauses += 1
         try:

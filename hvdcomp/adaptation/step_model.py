@@ -1,4 +1,4 @@
-"""The performance model of one training. The model predicts the time of a step for a plan, with a calibration.
+"""The performance model of one training run. The model predicts the time of a step for a plan, with a calibration.
 
 Only rank 0 reads the calibration. The other ranks get the results.
 """
@@ -18,18 +18,19 @@ from hvdcomp.perfmodel.ways import encode_time_at, encode_time_of
 
 
 class StepModel:
-    """Predicts the steps of one training.
+    """Predicts the steps of one training run.
 
     Args:
-        engine: the engine, with the training's tensors, compressor, memory and ranks.
+        engine: the engine, with the tensors, compressor, memory and ranks of the training run.
         source: a calibration file, or the name of a preset.
-        model: the model in the calibration; None for the model whose tensors have the same shapes as in this training.
+        model: the model in the calibration; None for the model whose tensors have the same shapes as in this training
+            run.
         batch: the batch size of one rank; None for the batch size of the calibration.
-        overlaps: whether Horovod itself exchanges tensors that are only cast, during the backward pass.
+        overlaps: whether Horovod itself exchanges, during the backward pass, the tensors that are only cast.
 
     Raises:
         CalibrationError: if the calibration cannot be read, or belongs to another model.
-        ValueError: if `batch` is given but the calibration does not say its own batch size.
+        ValueError: if `batch` is given but the calibration does not contain its own batch size.
     """
 
     def __init__(
@@ -49,8 +50,8 @@ class StepModel:
         Args:
             plan: the compressor of each tensor in the step, by name.
             encode: the encode time of all compressed tensors; None if no tensor is compressed.
-            early: least bytes of gradients in a bucket that is sent during the backward pass; None for the engine's
-                setting.
+            early: smallest size, in bytes of gradients, of a bucket that is sent during the backward pass; None for the
+                engine's setting.
         """
         exchange = self.exchange(plan, self.carried(plan))
         network, compute = self.calibration.network, self.facts.compute
@@ -66,10 +67,10 @@ class StepModel:
         return float(step)
 
     def exchange(self, plan: Plan, overlapped: bool) -> Exchange:
-        """The exchange of a plan. overlapped: as in `Exchange`.
+        """The exchange of a plan. `overlapped` is as in `Exchange`.
 
         Raises:
-            SpecError: if the model does not know a method.
+            SpecError: if a method is unknown to the model.
         """
         tensors, ranks = self.engine.tensors.values(), self.engine.communicator.world_size
         return exchange_of_plan(tensors, plan, overlapped, ranks, self.ranks_per_node)

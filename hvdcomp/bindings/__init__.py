@@ -1,4 +1,4 @@
-"""The part of bindings that all frameworks share. A binding connects a `Compression` with a training."""
+"""The part of bindings that all frameworks share. A binding connects a `Compression` to a training run."""
 
 from hvdcomp.bindings.adam import kind_of
 from hvdcomp.bindings.callers import caller_local

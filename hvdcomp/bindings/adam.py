@@ -1,4 +1,5 @@
-"""Adam in all frameworks: checks the settings of `CompressedAdam`, and warns of methods that harm other optimizers.
+"""Adam in all frameworks: checks the settings of `CompressedAdam`, and warns about compressors that harm other
+optimizers.
 
 Adam squares gradients in its second moment. Therefore it also squares the errors of compression, and residuals that
 arrive later. Other optimizers that keep a second moment do the same.
@@ -44,9 +45,9 @@ _BY_STATE = {
 """The measured kind of an optimizer with a second moment, by a name in its state that other kinds do not have."""
 _LION = "Lion"
 _WAYS_OUT = {"Adam": FIRST["Adam"][0], MUON: FIRST.get(MUON, FIRST["Adam"])[0]}
-"""For each kind of optimizer, the spec of the method that the warning recommends instead of a harmful method."""
+"""For each kind of optimizer, the spec of the compressor that the warning recommends instead of a harmful one."""
 _WAY_OUT_OF_OTHERS = "int4"
-"""The method that lost least with all other measured optimizers (docs/optimizers.md)."""
+"""The compressor with the smallest loss of accuracy across all other measured optimizers (docs/optimizers.md)."""
 
 
 def name_of_adam(optimizer: Any) -> str | None:
@@ -57,24 +58,25 @@ def name_of_adam(optimizer: Any) -> str | None:
 
 
 def kind_of(optimizer: Any) -> str | None:
-    """The kind of an optimizer, as in hvdcomp's own trainings (`hvdcomp.compressors.evidence`); None for an optimizer
-    that these trainings do not have."""
+    """The kind of an optimizer, as in hvdcomp's own training runs (`hvdcomp.compressors.evidence`); None for an
+    optimizer that was not used in these runs."""
     kinds = [kind.__name__ for kind in type(optimizer).__mro__]
     if _COMPRESSED_ADAM in kinds:
         return _COMPRESSED_ADAM
-    if _is_muon(optimizer) and is_at_best_rates(MUON):  # otherwise our trainings with Muon are too short for proposals
+    if _is_muon(optimizer) and is_at_best_rates(MUON):  # otherwise our runs with Muon are too short for proposals
         return MUON
     return "Adam" if name_of_adam(optimizer) else "SGD" if "SGD" in kinds else None
 
 
 def refreshes_among(steps: int, per_gap: int | None) -> int:
-    """The number of times that 0/1 Adam refreshes its frozen second moment in the first `steps` steps of a training.
+    """The number of times that 0/1 Adam refreshes its frozen second moment in the first `steps` steps of a training
+    run.
 
     The first step refreshes the second moment. The gaps between refreshes are 1, 2, 4, ... steps, and each gap occurs
     `per_gap` times (Lu et al. 2023, arXiv:2202.06009: k[j + 1] - k[j] = 2**floor(j / kappa)).
 
     Args:
-        steps: number of steps since the start of the training.
+        steps: number of steps since the start of training.
         per_gap: number of refreshes after which the gap doubles (kappa in the paper); None if there is no refresh.
     """
     if per_gap is None or not steps:
@@ -85,8 +87,8 @@ def refreshes_among(steps: int, per_gap: int | None) -> int:
 
 
 def is_refresh(step: int, freeze_after: int, per_gap: int | None) -> bool:
-    """Whether the step with the number `step`, from 0, refreshes second moments that were frozen after `freeze_after`
-    steps. `per_gap` is as in `refreshes_among`."""
+    """Whether the step with the number `step`, counted from 0, refreshes second moments that were frozen after
+    `freeze_after` steps. `per_gap` is as in `refreshes_among`."""
     return step >= freeze_after and refreshes_among(step + 1, per_gap) > refreshes_among(step, per_gap)
 
 
@@ -110,13 +112,14 @@ def check_freezing(freeze_after: Any, floor: Any, refreshes_per_gap: Any) -> Non
 
 
 class HarmWarning:
-    """Warns once, on rank 0, if the user's optimizer is known to learn badly with a compressor of the training.
+    """Warns once, on rank 0, if the user's optimizer is known to learn badly with a compressor that the training run
+    uses.
 
     Optimizers of known classes are checked in the first step. For any other optimizer, the check looks at the state
     that the optimizer keeps for each parameter, which exists only after the optimizer's first step.
 
     Args:
-        training: the training of this rank.
+        training: the `Training` of this rank.
     """
 
     def __init__(self, training: Training) -> None:
@@ -160,22 +163,22 @@ def _kept_by(optimizer: Any) -> set[str]:
         return {str(name) for kept in state.values() if isinstance(kept, Mapping) for name in kept}
     if hasattr(optimizer, "get_slot_names"):  # an optimizer of an older Keras
         return set(optimizer.get_slot_names())
-    # In Keras, a variable's name has two or three parts: the optimizer's name if a step has built the optimizer, the
-    # name of the state, and the name of the model's variable.
+    # In Keras, a variable's name ends with the name of the state and the name of the model's variable. If a step has
+    # built the optimizer, the optimizer's name comes before these two parts.
     own = f"{getattr(optimizer, 'name', '')}/"
     names = (variable.name.removeprefix(own).split("/") for variable in getattr(optimizer, "variables", ()))
     return {parts[0] for parts in names if len(parts) > 1}
 
 
 def _keeps_second_moment(kept: Set[str]) -> bool:
-    """Whether one of these names of an optimizer's state means a mean of squared gradients. The names are those of
-    libraries for PyTorch and Keras."""
+    """Whether one of these names in an optimizer's state stands for a mean of squared gradients. The names are those
+    that libraries for PyTorch and Keras use."""
     found = any("exp_avg_sq" in name for name in kept) or not kept.isdisjoint(_SECOND_MOMENTS)
     return found or {"m", "v"} <= kept or {"r", "c"} <= kept
 
 
 def kinds_by_state(kept: Set[str]) -> tuple[str, ...]:
-    """The kinds of measured optimizers that keep such a state, the most similar kind first; empty if there is none.
+    """The kinds of measured optimizers that keep a similar state, the most similar kind first; empty if there is none.
 
     Args:
         kept: the names of the state that an optimizer keeps for each parameter.
@@ -190,19 +193,20 @@ def kinds_by_state(kept: Set[str]) -> tuple[str, ...]:
         return (_LION,) if "exp_avg" in kept else ()
     own = next((kind for name, kind in _BY_STATE.items() if name in kept), None)
     if own == _ADAFACTOR:
-        # Without momentum, residuals did not harm it in our trainings. With momentum, we did not train it.
+        # Without momentum, residuals did not harm Adafactor in our training runs. We did not measure Adafactor with
+        # momentum.
         return ("Adam",) if "exp_avg" in kept else (own,)
     return ("Adam",) if own is None else (own, "Adam")
 
 
 def _harmful(engine: Engine, kinds: Sequence[str]) -> dict[str, dict[Compressor, Measured]]:
-    """The methods in the engine's compressor that harm an optimizer, by the kind of the optimizer in hvdcomp's own
-    trainings. Each method has the result that shows the harm.
+    """The methods in the engine's compressor that harm the user's optimizer, by the kind of optimizer with which
+    hvdcomp's own training runs measured the harm. The value of each method is the result that shows the harm.
 
     Args:
-        engine: the engine of the training.
-        kinds: the kinds that are similar to the user's optimizer. The first kind with which a method was measured
-            decides about the method.
+        engine: the engine of the training run.
+        kinds: the kinds that are similar to the user's optimizer. A method is judged by the first kind with which it
+            was measured.
     """
     found: dict[str, dict[Compressor, Measured]] = {}
     for leaf in dict.fromkeys(engine.compressor.leaves()):
@@ -219,7 +223,7 @@ def _in_words(learns: str, harmful: Mapping[str, Mapping[Compressor, Measured]])
 
     Args:
         learns: the beginning of the sentence, such as "AdamW learns".
-        harmful: the harmful methods, as from `_harmful`.
+        harmful: the harmful methods, as returned by `_harmful`.
     """
     methods = ", ".join(str(method) for found in harmful.values() for method in found)
     first = next(iter(harmful))

@@ -1,8 +1,8 @@
-"""The base class of the bindings of all frameworks. A binding connects one `Compression` with one training.
+"""The base class of the bindings of all frameworks. A binding connects one `Compression` to one training run.
 
 A binding gets gradients from its framework, and returns mean gradients. A step is the same in all frameworks. First,
-`begin` fixes the plan; in the first step, the ranks compare their settings before. Then `check_presence` checks that
-all ranks take part, and use the same levels. Finally, `run_engine` runs the engine and informs the coordinator.
+`begin` fixes the plan. In the first step, the ranks compare their settings before that. Then `check_presence` checks
+that all ranks take part, and use the same levels. Finally, `run_engine` runs the engine and informs the coordinator.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SMALLEST_LOSS_SCALE = 2.0**-126  # a smaller scale has no inverse in float32
 
 
 class Binding(Training):
-    """Connects one `Compression` with one training.
+    """Connects one `Compression` to one training run.
 
     Args:
         setup: the `Compression`, and what the user passed to it.
@@ -50,9 +50,9 @@ class Binding(Training):
         names: names of all parameters of the model; by default the names of `tensors`.
 
     Attributes:
-        presence: the number that this rank contributes to the presence check of the present step.
-        ranks_may_change: whether ranks may join during the training. Then the ranks agree on a state in their first
-            step, because some of them may be new.
+        presence: the number that this rank contributes to the presence check of the current step.
+        ranks_may_change: whether ranks may join during training. If so, the ranks agree on a state in their first step,
+            because some of them may be new.
         units: the units of the gradients, such as the loss scale.
     """
 
@@ -84,7 +84,7 @@ class Binding(Training):
     def connect(self, communicator: Ranks) -> None:
         """Creates the objects that depend on the ranks, such as the engine, for the ranks of this communicator."""
         self.communicator = communicator
-        self._refused: str | None = None  # the reason why this rank refuses the present step
+        self._refused: str | None = None  # the reason why this rank refuses the current step
         self._has_agreed = False  # whether all ranks have agreed on a state since the ranks may have changed
         setup = self.setup
         settings = setup.compression.settings
@@ -120,8 +120,8 @@ class Binding(Training):
         return self._rolled_back is not None or self.communicator.is_stale
 
     def roll_back(self, state: Mapping[str, Any]) -> None:
-        """Makes the next step continue from a state that `state_dict` returned earlier. All ranks call this method. An
-        empty state means the state at the start of the training."""
+        """Lets the next step continue from a state that `state_dict` returned earlier. All ranks call this method. An
+        empty state means the state at the start of training."""
         self._rolled_back = state or self._first_state
         if state:
             self._level = None
@@ -143,8 +143,8 @@ class Binding(Training):
         self.engine.set_level(level)
 
     def follow_ranks(self) -> None:
-        """Continues with the present ranks after a change. They agree on the shared state in their next step. Every
-        rank calls this method, except new ranks.
+        """Continues with the current ranks after a change. In their next step, the ranks agree on the shared state.
+        Call this method on every rank, except on new ranks.
 
         Raises:
             ConfigurationError: on every rank, if a rank cannot continue.
@@ -165,7 +165,7 @@ class Binding(Training):
             return
         self._has_agreed = True
         carried, self._carried = self._carried, None
-        require_agreement(self.communicator, {}, self.like)  # raises if creating the binding failed on another rank
+        require_agreement(self.communicator, {}, self.like)  # raises if another rank could not create its binding
         state = self.state_dict() if carried is None else carried
         ranks = self.communicator
         agreed = elastic.agree_on_state(ranks, self.like, state, carried is not None, self.pack, self.unpack)
@@ -204,7 +204,7 @@ class Binding(Training):
         self._facts_of_step = self.facts_of_step()
         if self._facts_of_step:
             digest += zlib.crc32(repr(self._facts_of_step).encode())
-        if self._refused is not None:  # a different digest tells all ranks that this rank refuses the step
+        if self._refused is not None:  # a different digest shows all ranks that this rank refuses the step
             digest += _DIGESTS // 3
         self.presence = PRESENCE + digest % _DIGESTS * _UNIT
         if self._refused is None:
@@ -243,8 +243,8 @@ class Binding(Training):
         the engine.
 
         Args:
-            agreed: function that returns whether this rank knows that all ranks make this step at the same levels, as
-                in `Overlap.begin`.
+            agreed: function that returns whether it is certain that all ranks make this step at the same levels, as in
+                `Overlap.begin`.
         """
         # A rank that refuses the step starts no bucket. If all ranks refuse the step, `agreed` is true, although the
         # ranks might have started different buckets.
@@ -252,8 +252,8 @@ class Binding(Training):
             self.engine.expect(self.results_in_place, self._sums(), agreed)
 
     def facts_of_step(self) -> dict[str, Any]:
-        """Values, by name, that must be the same on all ranks in the step that begins, in addition to the levels; empty
-        if there are none."""
+        """Values, by name, that must be the same on all ranks in the step that begins. The levels, which must also be
+        the same, are not included. Empty if there are no such values."""
         return {}
 
     def presence_bytes(self, tensors: int) -> int:
@@ -272,7 +272,8 @@ class Binding(Training):
         """Passes the gradients of a step without the engine to the coordinator, for the statistics of the policy.
 
         Args:
-            source: the kind of these gradients. Nothing happens if the policy uses another kind (`Coordinator.source`).
+            source: the kind of these gradients. Nothing happens if the policy uses a different kind
+                (`Coordinator.source`).
             gradients: the gradients, by name.
         """
         if self.coordinator is not None and self.coordinator.source == source:
@@ -280,7 +281,7 @@ class Binding(Training):
 
     @property
     def needs_engine(self) -> bool:
-        """Whether the present step must use the engine, even if its plan has only casts."""
+        """Whether the current step must use the engine, even if its plan only casts gradients."""
         return self.units.engine_only or (self.coordinator is not None and self.coordinator.needs_engine)
 
     # Settings and refusals.
@@ -296,7 +297,7 @@ class Binding(Training):
         return self._first_steps.has_begun
 
     def refuse(self) -> None:
-        """Raises ConfigurationError if this rank refuses the present step."""
+        """Raises ConfigurationError if this rank refuses the current step."""
         if self._refused is not None:
             raise ConfigurationError(self._refused)
 

@@ -1,4 +1,4 @@
-"""Reads local variables of callers. It is needed for values that Horovod or a trainer does not pass to hvdcomp."""
+"""Reads local variables of callers. This is needed for values that Horovod or a trainer does not pass to hvdcomp."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def caller_local(name: str, suits: Callable[[Any], Any], function: str | None = 
         name: name of the variable.
         suits: function that returns whether a value is suitable. It is called with None for a caller without the
             variable.
-        function: name of the only functions that are searched; None to search all callers. Reading the variables of a
+        function: only functions with this name are searched; None to search all callers. Reading the variables of a
             function keeps their values alive. Therefore the user's own training loop should not be searched.
     """
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  # Python documents this name

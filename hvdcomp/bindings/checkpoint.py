@@ -1,4 +1,4 @@
-"""Checkpoints: the state of a training that later steps need.
+"""Checkpoints: the state of a training run that later steps need.
 
 A checkpoint has two parts. The `shared` part is the same on all ranks: the step, the levels, the state of the policy
 and the warm starts of methods. The `own` part belongs to one rank: its residuals, and on rank 0 the statistics for the
@@ -29,7 +29,7 @@ def state_of(engine: Engine, coordinator: Coordinator | None, copy: Callable[[An
     """Creates the checkpoint of this rank. Call this function between two steps.
 
     Args:
-        engine: the engine that compresses the gradients of the training.
+        engine: the engine that compresses the gradients of the training run.
         coordinator: the coordinator of the policy; None if there is no policy.
         copy: function that returns a copy of an array, which no later step changes.
     """
@@ -42,8 +42,8 @@ def state_of(engine: Engine, coordinator: Coordinator | None, copy: Callable[[An
         if state.compressor
     }
     residuals = {
-        # Residuals are saved in 32 bits at least. If another number of ranks continues, it adds up residuals, and sums
-        # of 16-bit residuals would be rounded.
+        # Residuals are saved in 32 bits at least. If a different number of ranks continues from the checkpoint,
+        # residuals are added up, and sums of 16-bit residuals would be rounded.
         name: {"memory": str(state.keeper), "arrays": [copy(_widened(array)) for array in state.memory]}
         for name, state in states
         if state.memory
@@ -69,8 +69,8 @@ def state_of(engine: Engine, coordinator: Coordinator | None, copy: Callable[[An
 
 
 def _totals(totals: Cost) -> dict[str, Any]:
-    """The fields of the totals. `bytes_in_node` is left out if it is 0, because earlier versions of hvdcomp do not know
-    this field."""
+    """The fields of the totals. `bytes_in_node` is omitted if it is 0, because earlier versions of hvdcomp do not
+    accept this field."""
     return {name: value for name, value in dataclasses.asdict(totals).items() if value or name != "bytes_in_node"}
 
 
@@ -87,14 +87,14 @@ def restore(
     warning.
 
     Args:
-        state: the checkpoint, as from `state_of`.
-        engine: the engine that compresses the gradients of the training.
+        state: the checkpoint, as returned by `state_of`.
+        engine: the engine that compresses the gradients of the training run.
         coordinator: the coordinator of the policy; None if there is no policy.
         place: function that moves an array to the device of the tensor with this name.
 
     Raises:
         ConfigurationError: if the checkpoint is damaged, or comes from other tensors, another compressor or another
-            policy. Nothing has changed then.
+            policy. In these cases, nothing is changed.
     """
     shared, own = parts_of(state)
     require_fit(shared, own, engine, coordinator)

@@ -1,4 +1,4 @@
-"""Connects a policy with a training: creates the coordinator, and makes the optimizer follow the batch size."""
+"""Connects a policy to a training run: creates the coordinator, and makes the optimizer follow the batch size."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_files(policy: Any, decision_log: LogFiles | None, process_set: Any) ->
 
 
 def make_coordinator(training: Training) -> tuple[Coordinator | None, str | None]:
-    """Creates the coordinator of the training's policy.
+    """Creates the coordinator of the training run's policy.
 
     Returns:
         Two values. The first is the coordinator; None if there is no policy. The second is the message of an error on
@@ -113,8 +113,8 @@ def _exchange_seconds(policy: Any, training: Training) -> Mapping[int, float] | 
     policy does not request them.
 
     Raises:
-        ConfigurationError: if the calibration of the policy cannot be used, or if no level keeps the limit of the
-            policy.
+        ConfigurationError: if the calibration of the policy cannot be used, or if no level stays within the limit of
+            the policy.
     """
     request = policy.first_request
     if Statistic.EXCHANGE_SECONDS not in request.ever:
@@ -138,11 +138,11 @@ def _cannot_use(calibration: str, error: ValueError) -> str:
 
 
 class BatchInForce:
-    """Adapts the optimizer and the residuals to the batch size that the policy has decided.
+    """Adapts the optimizer and the residuals to the batch size that the policy has chosen.
 
     Args:
-        training: the training, with its optimizer and residuals.
-        coordinator: the coordinator of the training's policy.
+        training: the `Training`, with its optimizer and residuals.
+        coordinator: the coordinator of the training run's policy.
 
     Attributes:
         current: the batch size to which the optimizer is set.
@@ -175,7 +175,7 @@ class BatchInForce:
         return changed
 
     def undo(self) -> None:
-        """Sets the optimizer to the batch size that the training had at its start."""
+        """Sets the optimizer to the batch size at the start of training."""
         if self.current != BatchSize():
             self._training.follow_batch_size(BatchSize())
 

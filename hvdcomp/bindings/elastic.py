@@ -1,4 +1,4 @@
-"""Handles changes of the ranks during a training, as in elastic Horovod.
+"""Handles changes of the ranks during a training run, as in elastic Horovod.
 
 After every change, all ranks agree on a state in their next step. The shared state (step, levels, state of the policy,
 warm starts) comes from rank 0, because Horovod has also broadcast the weights of rank 0. Each remaining rank keeps its
@@ -29,7 +29,7 @@ _NOBODY = -1
 
 
 class Survivor(NamedTuple):
-    """What a rank tells all ranks after a change of the ranks.
+    """The information that a rank sends to all ranks after a change of the ranks.
 
     Attributes:
         rank: number of this rank before the change; -1 if the rank is new.
@@ -51,7 +51,7 @@ def may_change() -> bool:
 
 
 def survivor(state: Mapping[str, Any]) -> Survivor:
-    """What a remaining rank tells all ranks, from its state before the change."""
+    """The information that a remaining rank sends to all ranks, taken from its state before the change."""
     own = state["own"]
     residuals = [kept["arrays"][-1] for kept in own["residuals"].values()]  # a memory's last array is the residual
     norms = [float(arrays_for(residual).norms([residual])[0]) for residual in residuals]
@@ -69,9 +69,9 @@ def agree_on_state(
     """Waits for all ranks, and returns the state from which this rank continues.
 
     Args:
-        communicator: the communicator of the present ranks.
+        communicator: the communicator of the current ranks.
         like: an array with the framework and the device of the communicator's arrays.
-        state: the state of this rank, as from `checkpoint.state_of`.
+        state: the state of this rank, as returned by `checkpoint.state_of`.
         carried: whether this rank has the state from before a change. If not, this rank is new, or the job has just
             begun.
         pack: function that converts a state to bytes.
@@ -156,7 +156,7 @@ def _change_in_words(ranks: Sequence[Survivor]) -> str:
 
 
 def track(state: Any, compression: Any) -> Any:
-    """Adds an `hvdcomp.Compression` to an elastic state of Horovod, so that the state also commits, restores and
+    """Adds an `hvdcomp.Compression` to one of Horovod's elastic states, so that this state also commits, restores and
     synchronizes the `Compression`.
 
         state = hvdcomp.track(hvd.elastic.TensorFlowKerasState(model, optimizer, batch=0), compression)
@@ -165,7 +165,7 @@ def track(state: Any, compression: Any) -> Any:
 
     Args:
         state: an elastic state of Horovod.
-        compression: the `Compression` of the same training.
+        compression: the `Compression` of the same training run.
 
     Returns:
         The elastic state `state`.

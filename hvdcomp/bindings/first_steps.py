@@ -1,5 +1,5 @@
-"""Compares the ranks: their settings in the first step, and their weights in the first step in which these must be the
-same.
+"""Compares the ranks: their settings in the first step, and their weights in the first step in which the weights must
+be the same.
 
 During the backward pass, a rank waits for all ranks only in these comparisons.
 """
@@ -16,14 +16,14 @@ from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import WEIGHTS, facts_of_kernels, refused_on_every_rank, require_agreement
 from hvdcomp.files import VERSION
 
-MPI4PY = "mpi4py for decisions (install it on all hosts or on none)"  # the name, in messages, of whether it is used
+MPI4PY = "mpi4py for decisions (install it on all hosts or on none)"  # the setting's name in messages
 
 
 class FirstSteps:
     """Compares the settings and the weights of all ranks.
 
     Args:
-        training: the training of this rank.
+        training: the `Training` of this rank.
         error: message of an error that occurred on this rank while its binding was created. It is raised on all ranks
             in the first step. None if there was no error.
     """
@@ -45,7 +45,7 @@ class FirstSteps:
         return self._settings_agreed and self._weights_agreed
 
     def compare(self) -> None:
-        """Makes the comparisons that the present step needs. If it needs any, this method waits for all ranks.
+        """Makes the comparisons that the current step needs. If the step needs any, this method waits for all ranks.
 
         Raises:
             RankMismatchError: on every rank, if the settings or the weights of the ranks differ.
@@ -74,7 +74,7 @@ class FirstSteps:
         if not self._settings_agreed:
             settings = training.setup.compression.settings
             if any(map(needs_nodes, settings.compressors)):
-                training.engine.levels.find()  # an error occurs now, not when a policy chooses a two-level exchange
+                training.engine.levels.find()  # so an error occurs now, not when a policy chooses a two-level exchange
             if training.coordinator is not None:
                 training.coordinator.start_log()
         self._settings_agreed, self._weights_agreed = True, weights_due
@@ -106,7 +106,7 @@ class FirstSteps:
         return {f"{WEIGHTS}{name}": f"{number:x}" for name, number in zip(names, numbers, strict=True)}
 
     def _doubled_momentum(self) -> str | None:
-        """The optimizer's momentum, in words, if the memory applies momentum too; None if not both apply momentum."""
+        """The optimizer's momentum, in words, if both the optimizer and the memory apply momentum; otherwise None."""
         memory = self._training.engine.memory
         return self._training.momentum_of_optimizer() if memory is not None and memory.is_momentum else None
 

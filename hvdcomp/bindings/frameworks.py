@@ -1,8 +1,8 @@
-"""Lists the frameworks that hvdcomp supports, and finds the framework of a training.
+"""Lists the frameworks that hvdcomp supports, and finds the framework of a training run.
 
 Each framework has a folder `hvdcomp/NAME/` with a module `framework`, which has the functions and constants of the
-class `Framework` below. These modules, and this one, do not import the framework before they get one of its gradients,
-variables or optimizers. Therefore `import hvdcomp` is quick, and works if only one framework is installed.
+class `Framework` below. These modules, and the present module, import the framework only when they get one of its
+gradients, variables or optimizers. Therefore `import hvdcomp` is quick, and works if only one framework is installed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Framework(Protocol):
         """Raises ConfigurationError if a user must not pass this optimizer to `Compression`."""
 
     def prepare(self, kind: type) -> None:
-        """Makes the preparations of the framework for a new `Compression`.
+        """Prepares the framework for a new `Compression`.
 
         Args:
             kind: class of the `Compression`.
@@ -79,10 +79,10 @@ class Framework(Protocol):
 
     def can_bind(self, parameters: Any, optimizer: Any) -> bool:
         """Whether these parameters and this optimizer suffice to create a binding before the first gradient. Each of
-        them may be None."""
+        the two may be None."""
 
     def make_binding(self, setup: Setup, gradient: Any) -> Binding:
-        """Creates the binding of a training.
+        """Creates the binding for a training run.
 
         Args:
             setup: the `Compression`, and what the user passed to it.
@@ -216,8 +216,8 @@ def require_scaler(value: Any, name: str | None) -> None:
 
 
 def not_compiled(function: Function) -> Function:
-    """Excludes a function, and all functions that it calls, from `torch.compile`, if the user compiles a whole training
-    step.
+    """Excludes a function, and all functions that it calls, from `torch.compile`. This matters if the user compiles a
+    whole training step.
 
     On CPUs, hooks of the backward pass run in the thread that is being compiled, so Dynamo would trace them.
     `torch.compiler.disable` would exclude the function at once, but needs PyTorch, which takes seconds to import.

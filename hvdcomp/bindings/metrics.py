@@ -18,7 +18,7 @@ def metrics_of(ledger: Ledger, plan: Plan) -> dict[str, float]:
     latest step. There are no times if Horovod or PyTorch itself exchanged the gradients of the latest step.
 
     Args:
-        ledger: the ledger of the training.
+        ledger: the ledger of the training run.
         plan: the compressor of each tensor in the latest step, by name.
     """
     last = ledger.last
@@ -82,10 +82,10 @@ def write_metrics(compression: UsedCompression, writer: ScalarWriter, step: int 
         hvdcomp.write_metrics(compression, writer)
 
     Args:
-        compression: the `Compression` of the training.
+        compression: the `Compression` of the training run.
         writer: a `torch.utils.tensorboard.SummaryWriter`, or another object with the same method `add_scalar`.
-        step: the number of the step to write. Default: the number of steps that the training has made, including steps
-            before a restart.
+        step: the number of the step to write. Default: the number of steps that the training run has made, including
+            steps before a restart.
     """
     at = compression.ledger.steps if step is None else step
     for name, value in compression.metrics().items():

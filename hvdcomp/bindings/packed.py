@@ -1,5 +1,5 @@
 """Converts states to bytes for other ranks, as JSON and raw NumPy arrays. Unlike unpickling, reading these bytes cannot
-run code."""
+execute code."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Serves the costs of a training to Prometheus, on a port of the training's process.
+"""Serves the costs of a training run to Prometheus, on a port of the training process.
 
-This costs the steps of the training no extra work. The thread that answers a request of Prometheus reads the ledger. It
-does not wait for the device, because only the training's own thread records measured times in the ledger.
+Training steps do no extra work for this. The thread that answers a request of Prometheus only reads the ledger. This
+thread does not wait for the device, because only the training thread records measured times in the ledger.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Collector:
     metrics.
 
     Args:
-        compression: the `Compression` of the training.
+        compression: the `Compression` of the training run.
     """
 
     def __init__(self, compression: UsedCompression) -> None:
         self._compression = compression
 
     def collect(self) -> Iterator[Any]:
-        """Yields all metrics, also those without a value. The registry calls this method for each request of
+        """Yields all metrics, including those without a value. The registry calls this method for each request of
         Prometheus."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
@@ -74,8 +74,8 @@ class Collector:
         for kind, mean in mean_levels(plan).items():
             levels.add_metric([kind], mean)
         yield levels
-        # All tensors with the same method and level are one time series. A time series for each tensor would be
-        # hundreds.
+        # All tensors with the same method and level are one time series. A time series for each tensor would mean
+        # hundreds of time series.
         tensors = GaugeMetricFamily(
             "hvdcomp_tensors",
             "Number of tensors that are compressed with this method and level.",
@@ -117,22 +117,22 @@ class MetricsServer:
 
 
 def serve_metrics(compression: UsedCompression, port: int, address: str = "127.0.0.1") -> MetricsServer:
-    """Serves the costs of a training to Prometheus at `http://HOST:PORT/metrics`. Call it once, on rank 0.
+    """Serves the costs of a training run to Prometheus at `http://HOST:PORT/metrics`. Call it once, on rank 0.
 
         if hvd.rank() == 0:
             hvdcomp.serve_metrics(compression, 9400)
 
-    The port has no access control. By default, only programs on the same host can reach it. The server costs the steps
-    of the training no extra work, and they do not wait for the device.
+    The port has no access control. By default, only programs on the same host can reach it. Training steps do no extra
+    work for the server, and do not wait for the device because of it.
 
     Args:
-        compression: the `Compression` of the training.
+        compression: the `Compression` of the training run.
         port: port to listen on; 0 for any free port. The attribute `port` of the result is the port in use.
         address: address of this host to listen on; "0.0.0.0" for all addresses, so that other hosts can read the
             metrics.
 
     Returns:
-        The server. It ends with the process, or if you call `close()`.
+        The server. It stops when the process ends, or when you call `close()`.
 
     Raises:
         ConfigurationError: if prometheus_client is not installed, or if the port is not available.

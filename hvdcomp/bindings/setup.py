@@ -1,4 +1,4 @@
-"""What a `Compression` and its binding know about each other."""
+"""The interface between a `Compression` and its binding."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Checks a state before it is restored: it must be complete, have the right types, be finite, and fit the training.
+"""Checks a state before it is restored: the state must be complete, have the right types, be finite, and fit the
+training run.
 
 Without these checks, a wrong residual would be noticed in the first step or never, and an inf or NaN would spoil all
-steps.
+later steps.
 """
 
 from __future__ import annotations
@@ -131,11 +132,11 @@ def checked(state: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def parts_of(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Makes all checks of a state that need no training, and returns the shared part and the rank's own part.
+    """Makes all checks of a state that do not need the engine, and returns the shared part and the rank's own part.
 
     Raises:
-        ConfigurationError: if the value is not a state, or has another version, or if a field is missing, has a wrong
-            type or is not finite.
+        ConfigurationError: if the value is not a state, or has a different version, or if a field is missing, has a
+            wrong type or is not finite.
     """
     shared, own = (state.get("shared"), state.get("own")) if isinstance(state, Mapping) else (None, None)
     if not isinstance(shared, Mapping) or not isinstance(own, Mapping) or shared.get("format") != FORMAT:
@@ -158,12 +159,12 @@ def parts_of(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, 
 def require_fit(
     shared: Mapping[str, Any], own: Mapping[str, Any], engine: Engine, coordinator: Coordinator | None
 ) -> None:
-    """Raises ConfigurationError if a state does not fit the training.
+    """Raises ConfigurationError if a state does not fit the training run.
 
     Args:
-        shared, own: the two parts of the state, as from `parts_of`.
-        engine: the engine of the training.
-        coordinator: the coordinator of the training's policy; None if there is no policy.
+        shared, own: the two parts of the state, as returned by `parts_of`.
+        engine: the engine of the training run.
+        coordinator: the coordinator of the training run's policy; None if there is no policy.
     """
     tensors = {name: list(tensor.own_shape) for name, tensor in engine.tensors.items()}
     saved_tensors = {name: list(shape) for name, shape in shared["tensors"].items()}
@@ -204,8 +205,8 @@ def require_fit(
 
 
 def _require_memory(saved: str, name: str, engine: Engine, coordinator: Coordinator | None) -> None:
-    """Raises ConfigurationError if the residual of the tensor `name` comes from a kind of memory that this training
-    does not use, because that memory would continue to keep the residual."""
+    """Raises ConfigurationError if the residual of the tensor `name` comes from a kind of memory that this training run
+    does not use. Otherwise this residual would stay with the old memory."""
     specs = () if coordinator is None else coordinator.policy.compressors
     methods = (engine.compressor, *map(parse_compressor, specs))
     kinds = {type(engine.planner.memory_for(leaf)) for method in methods for leaf in method.leaves()}
@@ -310,7 +311,8 @@ def _check_shapes(arrays: Sequence[AnyArray], tensor: TensorInfo, where: str) ->
 def _check_residual(kept: Mapping[str, Any], tensor: TensorInfo) -> None:
     where = f"the residual of {tensor.name}"
     memory, arrays = parse_memory(kept["memory"]), _listed(kept["arrays"], where)
-    # The number of arrays is computed from shapes alone, because NumPy knows bfloat16 only if ml_dtypes was imported.
+    # The number of arrays is computed from shapes alone, because NumPy supports bfloat16 only if ml_dtypes was
+    # imported.
     needed = len(memory.prepare(shapes, shapes.ShapeArray(tensor.shape, wide_dtype(tensor.dtype)), ()))
     if len(arrays) != needed:
         raise ValueError(f"{where} has {len(arrays)} arrays, but the memory {memory} needs {needed}")
@@ -318,8 +320,8 @@ def _check_residual(kept: Mapping[str, Any], tensor: TensorInfo) -> None:
 
 
 def _check_warm_start(warm: Mapping[str, Any], tensor: TensorInfo, engine: Engine) -> None:
-    """Checks the warm start of a tensor. A warm start of another method than the tensor's present one is not used, and
-    so not checked."""
+    """Checks the warm start of a tensor. A warm start of a method other than the tensor's current method is not used,
+    and is therefore not checked."""
     compressor = engine.planner.choose(engine.compressor, tensor)
     if compressor.name != warm["method"]:
         return
@@ -327,8 +329,8 @@ def _check_warm_start(warm: Mapping[str, Any], tensor: TensorInfo, engine: Engin
     x = shapes.ShapeArray(tensor.shape, tensor.dtype)
     arrays = _listed(warm["arrays"], where)
     fresh = compressor.prepare(shapes, x, (), Context(tensor.name, 0, 0, 0, 1))
-    # The method adapts lengths itself. They depend on the level, and on the shape of the matrix, which was different in
-    # old states.
+    # The method itself adapts the lengths of arrays. These lengths depend on the level, and on the shape of the matrix,
+    # which was different in old states.
     if [len(array.shape) for array in arrays] != [len(array.shape) for array in fresh]:
         raise ValueError(
             f"{where} has arrays of shapes {[list(array.shape) for array in arrays]}, and {compressor} needs arrays of "

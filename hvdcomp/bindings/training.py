@@ -1,4 +1,4 @@
-"""The interface of a training. The binding of each framework implements it."""
+"""The class `Training`: an interface that the binding of each framework implements."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from hvdcomp.policies.decisions import BatchSize
 
 
 class Training(ABC):
-    """One training, with the methods that need to know its framework.
+    """One training run, with the methods that depend on its framework.
 
     Attributes:
         setup: the `Compression`, and what the user passed to it.
         communicator: the communicator of the ranks that exchange gradients.
         like: an empty array of the framework on the device of the communicator's arrays.
-        early_bytes: least bytes of gradients in a bucket that is sent during the backward pass, if the user does not
-            set `bucket_bytes`.
+        early_bytes: smallest size, in bytes of gradients, of a bucket that is sent during the backward pass, if the
+            user does not set `bucket_bytes`.
         engine: the engine that compresses and exchanges gradients.
         coordinator: the coordinator of the policy; None if there is no policy.
 
     Class attributes:
-        overlaps_with_policy: whether the framework's library exchanges gradients that are only cast during the backward
-            pass, without the engine, also if the training has a policy.
+        overlaps_with_policy: whether gradients that are only cast are exchanged by the framework's library instead of
+            the engine, during the backward pass, even in a training run with a policy.
         results_in_place: whether mean gradients may overwrite the gradients, as in Horovod's own allreduce.
         overlaps: whether buckets may be sent during the backward pass.
         broadcast: code that sends the weights of rank 0 to all ranks, for messages.
-        absence: sentences for a message that say why a rank may be missing in a step, and what to do.
+        absence: sentences for a message. They explain why a rank may be missing in a step, and what to do.
     """
 
     overlaps_with_policy: ClassVar[bool]
@@ -54,8 +54,8 @@ class Training(ABC):
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """Settings of Horovod or PyTorch that must be the same on all ranks, by name. JSON must be able to represent
-        the values."""
+        """Settings of Horovod or PyTorch that must be the same on all ranks, by name. The values must be representable
+        in JSON."""
 
     @abstractmethod
     def trained(self) -> Set[str]:
@@ -89,8 +89,8 @@ class Training(ABC):
 
     @abstractmethod
     def follow_batch_size(self, batch_size: BatchSize) -> None:
-        """Sets the number of accumulated batches and the factor of the learning rate in the optimizer to those of a
-        batch size."""
+        """Sets the number of accumulated batches and the factor of the learning rate in the optimizer to the values for
+        a batch size."""
 
     @abstractmethod
     def loss_scale(self) -> float | None:
@@ -107,7 +107,7 @@ class Training(ABC):
 
     def warm_up(self) -> str | None:
         """The spec of the compressor that the optimizer requires in this step, during its warm-up; None if this step
-        uses the training's own compressor."""
+        uses the compressor of the training run itself."""
         return None
 
     def refreshes(self) -> bool:
@@ -125,13 +125,13 @@ class Training(ABC):
 
     @property
     def is_summed(self) -> bool:
-        """Whether the training uses the sum of the ranks' gradients instead of their mean."""
+        """Whether the training run uses the sum of the ranks' gradients instead of their mean."""
         return False
 
     @abstractmethod
     def agree_with_new_ranks(self) -> None:
         """Waits for all ranks, and takes over the state of rank 0, if the ranks may have changed. Call this method
-        before the first step of the present ranks; later calls do nothing."""
+        before the first step of the current ranks; later calls do nothing."""
 
     def pack(self, state: Mapping[str, Any]) -> bytes:
         """Converts a state to bytes. `unpack` restores the state from these bytes on another rank."""

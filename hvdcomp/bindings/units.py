@@ -1,4 +1,4 @@
-"""The units of gradients. They change with the loss scale, and if momenta are added before the exchange.
+"""The units of gradients. The units change if the loss scale changes, or if momenta are added before the exchange.
 
 A loss scaler multiplies gradients by the loss scale. If the optimizer has frozen its second moment (`CompressedAdam`),
 a rank adds a multiple of Adam's first moment to its gradient, and sends the sum. All ranks have the same first moment,
@@ -17,15 +17,15 @@ from hvdcomp.compressors.parsing import parse_compressor
 
 
 class Units:
-    """The units of the gradients of one training.
+    """The units of the gradients of one training run.
 
     Args:
-        training: the training. Its optimizer may require that momenta are added to gradients.
+        training: the `Training`. Its optimizer may require that momenta are added to gradients.
 
     Attributes:
-        loss_scale: loss scale of the present step; None if it is unknown.
-        momenta: the momenta that are added to the gradients of the present step, by name, as arrays of the framework.
-        engine_only: whether the present step must use the engine, even if its plan has only casts.
+        loss_scale: loss scale of the current step; None if it is unknown.
+        momenta: the momenta that are added to the gradients of the current step, by name, as arrays of the framework.
+        engine_only: whether the current step must use the engine, even if its plan only casts gradients.
     """
 
     def __init__(self, training: Training) -> None:
@@ -52,9 +52,9 @@ class Units:
         """Chooses the compressor of a step if the optimizer requires a special one. Call this method before the plan of
         the step is fixed.
 
-        During its warm-up, the optimizer names a compressor. If the optimizer refreshes its second moment, gradients
-        are sent uncompressed. Residuals are parts of momenta, so they are not sent in this step, but with the next
-        compressed momentum.
+        During its warm-up, the optimizer specifies a compressor. If the optimizer refreshes its second moment,
+        gradients are sent uncompressed. Residuals are parts of momenta, so they are not sent in this step, but with the
+        next compressed momentum.
         """
         if self._training.refreshes():
             self._training.engine.planner.compress_by(NoCompression(), ignores_residuals=True)

@@ -1,10 +1,10 @@
-"""Converts the checkpoints of N ranks to checkpoints for M ranks, and keeps the residuals of all N ranks.
+"""Converts the checkpoints of N ranks into checkpoints for M ranks, and keeps the residuals of all N ranks.
 
-Residuals contribute to the next mean gradient their sum over the ranks, divided by the number of ranks. This
-contribution must not change. How the residuals are distributed over the new ranks does not matter, because every memory
-is linear in its residuals. New rank j gets M / N times the sum of the residuals of the old ranks j, j + M, j + 2M, and
-so on. If the training uses the sum of gradients instead of their mean (op=hvd.Sum), new rank j gets this sum without
-the factor M / N.
+The contribution of residuals to the next mean gradient is their sum over the ranks, divided by the number of ranks.
+This contribution must not change. How the residuals are distributed over the new ranks does not matter, because every
+memory is linear in its residuals. New rank j gets M / N times the sum of the residuals of the old ranks j, j + M, j +
+2M, and so on. If the training run uses the sum of gradients instead of their mean (op=hvd.Sum), new rank j gets this
+sum without the factor M / N.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _WAY_OUT = 'or drop the residuals (gradients that were not sent yet): residuals=
 
 
 def state_for(states: Iterable[Mapping[str, Any]], rank: int, ranks: int, residuals: str = "keep") -> dict[str, Any]:
-    """Creates the state of one rank for `Compression.load_state_dict`, from states that another number of ranks saved.
+    """Creates the state of one rank for `Compression.load_state_dict`, from states that a different number of ranks
+    saved.
 
         files = [f"checkpoint-{old}.pt" for old in range(old_ranks)]
         mine = files[hvd.rank() :: hvd.size()] or files[:1]
@@ -35,19 +36,20 @@ def state_for(states: Iterable[Mapping[str, Any]], rank: int, ranks: int, residu
     unchanged.
 
     Args:
-        states: the states that `Compression.state_dict` returned on the old ranks, in any order. Give the states of all
-            old ranks, or only the states that this rank needs, as above. The states are read one by one, until all
-            needed states were read.
-        rank, ranks: number of this rank, and number of ranks, in the new training. With a process set or FSDP, count
-            only the ranks that exchange gradients with this rank.
+        states: the states that `Compression.state_dict` returned on the old ranks, in any order. Pass the states of all
+            old ranks, or only the states that this rank needs, as above. The states are read one after another, until
+            all needed states have been read.
+        rank, ranks: number of this rank, and number of ranks, in the new training run. With a process set or FSDP,
+            count only the ranks that exchange gradients with this rank.
         residuals: "keep" to keep the residuals of the old ranks, or "drop" to drop them. Use the same value on all
             ranks.
 
     Returns:
-        The state of this rank. It may share arrays with the given states.
+        The state of this rank. This state may share arrays with the given states.
 
     Raises:
-        ConfigurationError: if a needed state is missing, or if the states do not come from the same training and step.
+        ConfigurationError: if a needed state is missing, or if the states do not come from the same training run and
+            step.
     """
     if not 0 <= rank < ranks:
         raise ConfigurationError(
@@ -71,8 +73,8 @@ def check_residuals(residuals: str) -> None:
 
 
 def renumbered(own: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Any]:
-    """The own part of a rank's state after its number, or the number of ranks, has changed. Residuals are scaled for
-    the new number of ranks."""
+    """The own part of a rank's state, after the rank's number or the number of ranks has changed. Residuals are scaled
+    for the new number of ranks."""
     sums = {name: _SummedResidual(name) for name in own["residuals"]}
     for name, kept in own["residuals"].items():
         sums[name].add(kept, own["rank"])
@@ -82,8 +84,8 @@ def renumbered(own: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Any]:
 def _own_part(
     own: Mapping[str, Any], rank: int, ranks: int, residuals: Mapping[str, _SummedResidual]
 ) -> dict[str, Any]:
-    """The own part of a new rank's state, from the own part of an old rank and the summed residuals of this new
-    rank."""
+    """The own part of a new rank's state, computed from the own part of an old rank and the summed residuals of this
+    new rank."""
     factor = 1.0 if own.get("op") == "sum" else ranks / own["size"]
     return {
         **own,
@@ -95,7 +97,7 @@ def _own_part(
 
 
 class _StateCollection:
-    """Combines the states of old ranks, one after the other, to the state of a new rank.
+    """Combines the states of old ranks, one after another, into the state of a new rank.
 
     Args:
         rank, ranks: number of the new rank, and number of new ranks.

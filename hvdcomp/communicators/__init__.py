@@ -1,5 +1,5 @@
-"""Communicators run the collectives of the engine. Each communicator uses one library, such as Horovod, and knows
-nothing about compressors."""
+"""Communicators run the collectives of the engine. Each communicator uses one library, such as Horovod, and does not
+depend on compressors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Communicator(Protocol):
         """The communicator of a part of the ranks.
 
         Args:
-            group: "all" for all ranks, and so for this communicator itself; "node" for the ranks of this rank's node;
+            group: "all" for all ranks, that is, this communicator itself; "node" for the ranks of this rank's node;
                 "across" for the ranks of different nodes that have the same local rank.
 
         Raises:
@@ -68,4 +68,5 @@ class Communicator(Protocol):
         """Starts a broadcast of the uint8 vector of rank 0. `array` must have the same length on all ranks."""
 
     def wait(self, started: Any) -> AnyArray:
-        """Waits for a collective, and returns its result. `started` is what the method that started it returned."""
+        """Waits for a collective, and returns its result. `started` is the return value of the method that started the
+        collective."""

@@ -41,8 +41,9 @@ class _Collective:
 class HorovodTensorFlowCommunicator(HorovodRanks):
     """Runs collectives among the ranks of a Horovod process set. By default, this process set has all ranks.
 
-    Started collectives begin together when the engine waits for the first of them. A broadcast, which is possible only
-    for NumPy arrays, begins at once in a thread, and may continue during the next step.
+    Collectives that were started run only when the engine waits for the first of them, and then they run together. A
+    broadcast, which is possible only for NumPy arrays, begins at once in a thread, and may continue during the next
+    step.
 
     Attributes:
         on_device: converter between PyTorch tensors on a GPU and TensorFlow's tensors; None if all arrays are NumPy
@@ -113,7 +114,7 @@ class HorovodTensorFlowCommunicator(HorovodRanks):
         try:
             results = self._operation(signature)(*tensors)
         except tf.errors.OpError as error:
-            # Horovod for PyTorch raises the same error. Elastic mode for TensorFlow recognises a failure by the name of
+            # Horovod for PyTorch raises the same error. Elastic mode for TensorFlow recognizes a failure by the name of
             # an operation in the message.
             raise HorovodInternalError(f"HorovodAllreduce or another collective failed: {error.message}") from error
         arrays = map(array_of, results) if on_device is None else on_device.arrays(results)

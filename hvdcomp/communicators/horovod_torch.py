@@ -19,8 +19,8 @@ class _Started(NamedTuple):
 
 
 class HorovodTorchCommunicator(HorovodRanks):
-    """Runs collectives among the ranks of a Horovod process set, by Horovod's asynchronous operations. By default, the
-    process set has all ranks."""
+    """Runs collectives among the ranks of a Horovod process set, with Horovod's asynchronous operations. By default,
+    the process set has all ranks."""
 
     def __init__(self, process_set: hvd.ProcessSet | None = None) -> None:
         super().__init__(hvd, process_set or hvd.global_process_set)

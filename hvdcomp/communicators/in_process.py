@@ -21,8 +21,8 @@ class ReleasedError(Exception):
 
 
 class InProcessGroup:
-    """Runs `size` ranks in threads, with their collectives. Each node has `ranks_per_node` ranks, and all ranks are on
-    one node if it is None.
+    """Runs `size` ranks in threads, with their collectives. Each node has `ranks_per_node` ranks. If `ranks_per_node`
+    is None, all ranks are on one node.
 
     All ranks wait for each other in each collective, even if only some of them take part, because all ranks start
     collectives at the same points.
@@ -93,7 +93,7 @@ class InProcessGroup:
         self._pass_on(rank)
 
     def _fail(self, error: BaseException) -> None:
-        """Records the error if it is the first. It ends all ranks at their next collective."""
+        """Records an error if it is the first error. This error ends all ranks at their next collective."""
         self.error = self.error or error
 
     def _finish(self) -> None:

@@ -1,5 +1,5 @@
-"""Broadcasts by MPI. Unlike Horovod's broadcasts, they do not wait for the next cycle of Horovod's background
-thread."""
+"""Broadcasts with MPI. Unlike Horovod's broadcasts, these broadcasts do not wait for the next cycle of Horovod's
+background thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class MPIBroadcaster:
     """Broadcasts from rank 0 to all ranks of MPI, over a duplicate of MPI's communicator of all ranks. Therefore no
     other MPI message of the program can be mistaken for a broadcast.
 
-    Create the object on all ranks at the same point. MPI must be initialised for several threads.
+    Create the object on all ranks at the same point. MPI must be initialized for several threads.
 
     If one rank ends, Horovod ends MPI on all ranks, and a later call of MPI causes a segmentation fault. Therefore a
     rank that ends first waits for its started broadcast, which rank 0 may not have sent yet.

@@ -10,8 +10,8 @@ from hvdcomp.errors import ConfigurationError, UnevenNodesError
 DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 
 RANKS_PER_NODE = "HVDCOMP_RANKS_PER_NODE"
-"""The environment variable with which a user sets the number of ranks per node. Consecutive ranks are then a node,
-whatever the launcher says."""
+"""The environment variable with which a user sets the number of ranks per node. Consecutive ranks then form a node,
+regardless of the launcher."""
 
 
 def allow_process_sets() -> None:
@@ -30,7 +30,8 @@ def asked_ranks_per_node() -> int:
 
 
 def check_ranks_per_node(ranks_per_node: int) -> None:
-    """Raises ConfigurationError if `ranks_per_node` is -1, because `asked_ranks_per_node` found an invalid number."""
+    """Raises ConfigurationError if `ranks_per_node` is -1, that is, if `asked_ranks_per_node` found an invalid
+    number."""
     if ranks_per_node < 0:
         raise ConfigurationError(
             f"{RANKS_PER_NODE}={os.environ[RANKS_PER_NODE]!r} is not allowed; set it to a whole number of at least 1, "
@@ -73,8 +74,8 @@ class Nodes:
             )
 
     def members(self, rank: int, group: str) -> tuple[int, ...]:
-        """The ranks with which a rank forms a group, in ascending order: all ranks for "all", the ranks of its node for
-        "node", and the ranks with the same local rank for "across"."""
+        """The ranks of a rank's group, in ascending order. "all" means all ranks, "node" means the ranks of its node,
+        and "across" means the ranks with the same local rank."""
         if group == "all":
             return tuple(sorted(self._node_of))
         own_node = self._node_of[rank]
@@ -82,6 +83,6 @@ class Nodes:
 
     def groups(self) -> list[tuple[int, ...]]:
         """All "node" and "across" groups of ranks, each once, in the same order on all ranks. Groups of one rank and of
-        all ranks are left out, because they need no communicator of their own."""
+        all ranks are omitted, because they need no communicator of their own."""
         groups = [*self._nodes, *zip(*self._nodes, strict=True)]
         return [ranks for ranks in dict.fromkeys(groups) if 1 < len(ranks) < len(self._node_of)]

@@ -54,7 +54,7 @@ class Ranks(Communicator):
         """The number of the node of each rank, in rank order.
 
         All ranks exchange the numbers that this method checks. Therefore all ranks raise the same error. If only some
-        ranks raised it, the others would wait forever.
+        ranks raised an error, the other ranks would wait forever.
         """
         facts = np.array([*self.place(), *_from_environment(self.GROUPING), self.number], np.int32)
         gathered = np.asarray(self.gather_bytes(facts.view(np.uint8), "hvdcomp.nodes"))
@@ -101,7 +101,7 @@ class Ranks(Communicator):
         return False
 
     def renewed(self) -> Ranks:
-        """Creates a new communicator of all present ranks. Call it if this communicator `is_stale`.
+        """Creates a new communicator of all current ranks. Call it if this communicator `is_stale`.
 
         Raises:
             ConfigurationError: on every rank, if this communicator did not have all ranks.
@@ -134,7 +134,7 @@ class Ranks(Communicator):
         raise NotImplementedError
 
     def check_gathered(self, gathered: int, own: int, name: str) -> None:
-        """Checks that all ranks sent the same number of bytes to an allgather. A rank knows only the total and its own
+        """Checks that all ranks sent the same number of bytes to an allgather. Each rank has only the total and its own
         number.
 
         Args:

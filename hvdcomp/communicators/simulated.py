@@ -2,7 +2,7 @@
 collectives are predicted.
 
 An allreduce adds up in the order of Gloo's ring, which torch.distributed uses on CPUs. Each rank has one clock for each
-simulated link. A clock runs while its rank computes, and stops while other ranks compute. With each collective, the
+simulated link. A clock runs while its rank computes, and stops while other ranks compute. With each collective, each
 clock advances by the time that is predicted for its link. Therefore one run predicts the times on several links.
 """
 
@@ -35,7 +35,7 @@ class SimulatedGroup(InProcessGroup):
     Args:
         size: number of ranks.
         costs: for each link, a function that predicts the seconds of collectives; None for a link that takes no time.
-            If a rank needs to know the time, it uses the clock of the first link.
+            If a rank needs the time, it uses the clock of the first link.
         timer: function that returns how many seconds the calling thread has computed.
         finish: function that waits until the accelerator has finished the work of the calling thread.
         ranks_per_node: number of ranks per node; None if all ranks are on one node. If there are several nodes,
@@ -57,7 +57,7 @@ class SimulatedGroup(InProcessGroup):
         self._clocks = np.zeros((size, len(costs)))  # clocks of each rank when its timer was last read
         self._marks: dict[int, float] = {}  # for each rank that computes, the last reading of its timer
         self._starts: dict[int, Moment] = {}  # for each rank, the times at which its contribution was ready
-        self._links_free = np.zeros(len(costs))  # for each link, the time from which on it is free
+        self._links_free = np.zeros(len(costs))  # for each link, the time at which it becomes free
 
     def moment(self, rank: int) -> Moment:
         """The times on the clocks of a rank. Only the thread of this rank may call this method."""
@@ -124,7 +124,7 @@ class SimulatedCommunicator(InProcessCommunicator):
     """The communicator of one rank of a `SimulatedGroup`, with the methods that bindings need.
 
     Attributes:
-        starts_at: the moment at which collectives count as started; None for the moment when they are started.
+        starts_at: the moment at which collectives count as started; None for the moment when they are actually started.
     """
 
     has_mpi = False
@@ -156,7 +156,7 @@ class SimulatedCommunicator(InProcessCommunicator):
 
 def add_in_a_ring(arrays: list[AnyArray]) -> AnyArray:
     """The sum of flat arrays, added up in the order of Gloo's ring. Gloo cuts the arrays into one block for each rank,
-    and adds up each block in another order.
+    and adds up each block in a different order.
 
     Blocks have equal numbers of whole segments; the last block may be shorter. The sum of block j begins with the array
     of rank j - 1, and continues with ranks j - 2, j - 3 and so on.

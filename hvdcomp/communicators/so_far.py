@@ -6,16 +6,17 @@ import os
 import sys
 
 _HOROVOD = ("horovod.torch", "horovod.tensorflow")
-# The variables in which horovodrun (Gloo), torchrun, Open MPI's mpirun and srun tell a process its rank. If one
-# launcher starts another, the variable of the inner launcher comes first.
+# The environment variables with which horovodrun (Gloo), torchrun, Open MPI's mpirun and srun pass the rank to a
+# process. If one launcher starts another, the variable of the inner launcher comes first.
 _LAUNCHERS = ("HOROVOD_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
 def rank_so_far() -> int:
-    """The rank of this process. It comes from Horovod or torch.distributed if they were initialised, or else from the
-    launcher's environment variable. It is 0 if both are missing.
+    """The rank of this process. The rank comes from Horovod or torch.distributed if they were initialized, or else from
+    the launcher's environment variable. The rank is 0 if both are missing.
 
-    This function does not wait for other ranks. In a process set or process group, the process may have another rank.
+    This function does not wait for other ranks. In a process set or process group, the process may have a different
+    rank.
     """
     connected = connected_rank()
     if connected is not None:
@@ -24,7 +25,7 @@ def rank_so_far() -> int:
 
 
 def connected_rank() -> int | None:
-    """The rank of this process in Horovod or torch.distributed; None if neither was initialised."""
+    """The rank of this process in Horovod or torch.distributed; None if neither was initialized."""
     for name in _HOROVOD:
         hvd = sys.modules.get(name)
         if hvd is not None and hvd.is_initialized():

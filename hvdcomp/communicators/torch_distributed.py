@@ -18,8 +18,8 @@ from hvdcomp.communicators.ranks import Ranks
 from hvdcomp.errors import ConfigurationError
 
 UNNAMED = ""
-"""The name of collectives of torch.distributed. They need no names, because torch.distributed matches the collectives
-of different ranks by their order."""
+"""The name of all collectives of torch.distributed. All of them can have the same name, because torch.distributed
+matches the collectives of different ranks by their order."""
 
 _OPS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 # Newer versions of PyTorch have renamed two functions, and warn if the old names are used.
@@ -28,7 +28,7 @@ reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist
 
 
 class Started(NamedTuple):
-    """A collective that was started and has perhaps not ended.
+    """A collective that was started and may not have ended yet.
 
     Attributes:
         work: the handle of the collective, from torch.distributed.
@@ -44,13 +44,13 @@ class Started(NamedTuple):
 
 
 class TorchDistributedCommunicator(Ranks):
-    """Runs collectives among the ranks of a process group of torch.distributed, by asynchronous operations.
+    """Runs collectives among the ranks of a process group of torch.distributed, with asynchronous operations.
 
     torch.distributed matches the collectives of different ranks by their order, and ignores their names.
 
     Tensors on the CPU are sent through the process group if its backend accepts them, as Gloo does. Other backends,
-    such as NCCL, do not. Then the constructor creates a second process group of the same ranks with Gloo. Therefore
-    every rank must create the communicator at the same point.
+    such as NCCL, do not accept such tensors. In this case, the constructor creates a second process group of the same
+    ranks with Gloo. Therefore every rank must create the communicator at the same point.
 
     Args:
         group: the process group; None for the process group of all ranks.
@@ -111,8 +111,8 @@ class TorchDistributedCommunicator(Ranks):
         return self.wait(self.start_allgather(torch.from_numpy(own), name))
 
     def duplicate(self) -> TorchDistributedCommunicator:
-        """A communicator of the same ranks with a process group of its own. It is needed because a collective waits for
-        earlier collectives of the same process group."""
+        """A communicator of the same ranks with a process group of its own. A separate process group is needed because
+        a collective waits for earlier collectives of the same process group."""
         return TorchDistributedCommunicator(_group_beside(self.group, _backend(self.group)))
 
     def start_allreduce(self, array: torch.Tensor, op: str, name: str) -> Started:
@@ -173,7 +173,8 @@ class TorchDistributedCommunicator(Ranks):
 
     def place(self) -> tuple[int, int]:
         """The number of this rank's node and the number of ranks on this node, from torchrun's environment variables.
-        Other launchers do not set these variables. Then the result is a hash of the host's name, and 0."""
+        Other launchers do not set these variables. With such launchers, the result is a hash of the host's name, and
+        0."""
         node, size = os.environ.get("GROUP_RANK"), os.environ.get("LOCAL_WORLD_SIZE")
         if node is not None and size is not None:
             return int(node), int(size)
@@ -254,7 +255,7 @@ def _agree_on_a_name(group: dist.ProcessGroup) -> int:
 
 
 def _waits_like(group: dist.ProcessGroup) -> dict[str, Any]:
-    """The keyword argument that gives a new process group the timeout of `group`. It is left out if the timeout is
+    """The keyword argument that gives a new process group the timeout of `group`. It is omitted if the timeout is
     unknown, because PyTorch 2.1 does not accept None."""
     timeout = _timeout(group)
     return {} if timeout is None else {"timeout": timeout}

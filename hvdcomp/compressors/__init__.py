@@ -16,7 +16,7 @@ from hvdcomp.specs.registry import classes_by_name
 COMPRESSORS: dict[str, type[Compressor]] = {}
 MEMORIES: dict[str, type[Memory]] = {}
 # The two names are filled only now, because one of the searched modules, `parsing`, imports them. Routers and
-# `TwoLevel` are left out, because they have their own notation in specs.
+# `TwoLevel` are not included, because they have their own notation in specs.
 COMPRESSORS.update(
     {
         name: kind

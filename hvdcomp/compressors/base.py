@@ -26,10 +26,10 @@ from hvdcomp.specs.levels import Level
 
 
 class HorovodMethod:
-    """A descriptor for a method that Horovod calls on its `compression` argument, and that a compressor does not have.
+    """A descriptor for a method that Horovod calls on its `compression` argument, but that a compressor does not have.
 
     Users may pass a compressor, or its class, where Horovod expects a `Compression`. The descriptor then returns a
-    function that raises an error, and the message says what to write instead.
+    function that raises an error, and the message shows what to write instead.
     """
 
     def __init__(self, function: Callable[..., Any] | None = None) -> None:
@@ -42,7 +42,7 @@ class HorovodMethod:
 
 
 def refuse_description(given: Any) -> Callable[..., None]:
-    """A function that raises ConfigurationError. The message says what to write in place of `compression=given`."""
+    """A function that raises ConfigurationError. The message shows what to write in place of `compression=given`."""
 
     def refuse(*_: Any) -> None:
         if isinstance(given, type):
@@ -66,15 +66,15 @@ class Compressor(Described):
         name: the method's name in a spec string.
         examples: example spec strings of the method, the most common first. The manual shows the first example. The
             tests of all compressors, and `hvdcomp bench encode`, use all examples.
-        level_name: the name of the field that says how strongly to compress (such as "ratio"), or None if the method
+        level_name: the name of the field that sets how strongly to compress (such as "ratio"), or None if the method
             has no such field.
         sends: a description, in words, of the payload that one rank sends for a tensor.
         biased: whether the expectation of the result over the method's random choices differs from the gradient. By
-            default biased methods use error feedback. The rounding of a cast does not count as bias.
+            default, biased methods use error feedback. The rounding of a cast does not count as bias.
         lossless: whether the receivers get the exact gradient.
-        variance: a bound of E|x - C(x)|^2 / |x|^2 that holds for any tensor. The variance is given for unbiased methods
-            whose error can be larger than x itself, and is 0 for all other methods. Biased methods leave out a part of
-            x, so their error is not larger than x. In `terngrad`, `globalqsgd`, `natural`, `int8`, `int4` and `fp8`, no
+        variance: a bound on E|x - C(x)|^2 / |x|^2 that holds for any tensor. The bound is given for unbiased methods
+            whose error can be larger than x itself, and is 0 for all other methods. Biased methods omit a part of x, so
+            their error is not larger than x. In `terngrad`, `globalqsgd`, `natural`, `int8`, `int4` and `fp8`, no
             element's error is larger than the largest element of x. The expected error of `eden` is smaller than x
             (`known_error`).
         known_error: the expectation of |x - C(x)|^2 / |x|^2, if it is about the same for every large x. Policies then
@@ -140,11 +140,11 @@ class Compressor(Described):
         return type(self), tuple(fields.items())
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
-        """Runs one step for all tensors of a bucket in compiled code, with the same results as `aggregate` of each
-        tensor.
+        """Runs one step for all tensors of a bucket in compiled code, with the same results as calling `aggregate` for
+        each tensor.
 
-        Optional. Tensors that are in no bucket use `aggregate`. `aggregate` is also the reference implementation with
-        which tests compare the bucket form.
+        This form is optional. Tensors that are in no bucket use `aggregate`. Tests also compare the bucket form with
+        `aggregate`, which is the reference implementation.
         """
         raise NotImplementedError
 
@@ -166,7 +166,8 @@ class Compressor(Described):
         return ()
 
     def route(self, tensor: TensorInfo) -> Compressor:
-        """The compressor for a tensor: this compressor, or another if this compressor does not suit the tensor."""
+        """The compressor for a tensor. The result is this compressor, or a different compressor if this compressor does
+        not suit the tensor."""
         return self
 
     def method_for(self, tensor: TensorInfo) -> Compressor:
@@ -198,7 +199,7 @@ class Compressor(Described):
             shape: shape of the tensor.
             level: the level at which the payload is sent. Default: the compressor's own level.
             dtype: element type of the uncompressed tensor.
-            ranks: number of ranks. It matters only for exchange "scatter".
+            ranks: number of ranks. This number matters only for exchange "scatter".
         """
         return int(sum(payload.bytes for payload in self.at_level(level).payloads(shape, dtype, ranks)))
 
@@ -208,7 +209,7 @@ class Compressor(Described):
         return payloads_of(self, tuple(shape), dtype, ranks if self.scatters(ranks) else 1)
 
     def scatters(self, ranks: int) -> bool:
-        """Whether, among this number of ranks, each rank averages one chunk of a tensor for all ranks (`gathering`)."""
+        """Whether, with this number of ranks, each rank averages one chunk of a tensor for all ranks (`gathering`)."""
         return False
 
     def bytes_in_bucket(self, tensor: TensorInfo, context: Context) -> tuple[float, float]:
@@ -231,7 +232,7 @@ class Compressor(Described):
         """The level for a compression factor that counts elements instead of bytes. Indices do not count.
 
         At this level, the number of elements sent is closest to the tensor's elements / `compression_factor`. For
-        methods that send other numbers than elements, 32-bit numbers are counted. For methods without indices, the
+        methods that send numbers other than elements, 32-bit numbers are counted. For methods without indices, the
         result is the same as from `level_for`.
         """
         return self.level_for(compression_factor, shape)
@@ -251,7 +252,7 @@ class Compressor(Described):
         return None if self.level_name is None else getattr(self, self.level_name)
 
     def at_level(self, level: Level | None) -> Compressor:
-        """The same method at another level. Returns this compressor if `level` is None."""
+        """The same method at a different level. Returns this compressor if `level` is None."""
         if level is None:
             return self
         if self.level_name is None:
@@ -262,12 +263,13 @@ class Compressor(Described):
 
 COUNT = Rule(lambda value: is_whole(value, 1) and value < 2**63, "a whole number of at least 1 and below 2**63")
 Count = Annotated[int, COUNT]
-"""No index is larger: numbers of rows, columns or elements from 2**63 on have no meaning."""
+"""A number of rows, columns or elements. No index is larger than 2**63 - 1, so larger numbers would have no meaning."""
 
 Rounds = Annotated[
     int, Rule(lambda value: is_whole(value, 1) and value <= 100, "a whole number of at least 1 and at most 100")
 ]
-"""Repetitions within a step. More of them bring nothing, and a typing error could otherwise run without end."""
+"""A number of repetitions within a step. More repetitions bring no benefit. Without the limit, a typing error could
+make a step run almost forever."""
 
 
 def require_count(method: str, **values: Any) -> None:

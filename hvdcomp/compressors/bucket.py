@@ -1,7 +1,7 @@
 """Buckets. A bucket is a set of tensors that one method compresses together, in a few passes of compiled code.
 
 A compressor has `aggregate` for one tensor. A compressor may also have `aggregate_bucket` for all tensors of a bucket.
-This second form is a generator, too, and yields one request per round for all tensors. The kernels of this form compute
+This second form is also a generator, and yields one request per round for all tensors. The kernels of this form compute
 x from the gradients and the residuals, compress x in the same pass, and write the mean over the ranks to the results.
 If there are no kernels, or the compressor has no such form, tensors are not put in buckets (`exchange.tensor_group`).
 """
@@ -23,16 +23,16 @@ from hvdcomp.compressors.randomness import step_keys, tensor_keys
 from hvdcomp.kernels.tables import NARROW, Table
 
 BUCKET_BYTES = 25 * 2**20
-"""Default of the least bytes of gradients in a bucket that starts during the backward pass. It is the size of buckets
-in PyTorch's DDP (Li et al. 2020, arXiv:2006.15704, section 5.2)."""
+"""The default smallest size, in bytes of gradients, of a bucket that starts during the backward pass. It is the size of
+buckets in PyTorch's DDP (Li et al. 2020, arXiv:2006.15704, section 5.2)."""
 
 LEAST_BYTES = 1_000_000
-"""If rank 0 chooses the least bytes of gradients in a bucket, it chooses at least this number of bytes."""
+"""If rank 0 chooses the smallest size of a bucket, it chooses at least this number of bytes."""
 
 GATHERED_BYTES = 2**30
-"""Default of the largest number of bytes of payloads that a rank gathers at a time. It is a sixteenth of the memory of
-a V100 with 16 GB. If a step gathers more, the ranks exchange in several parts, and no bucket starts during the backward
-pass."""
+"""The default largest number of bytes of payloads that a rank gathers at the same time. It is a sixteenth of the memory
+of a V100 with 16 GB. If a step gathers more, the ranks exchange in several parts, and no bucket starts during the
+backward pass."""
 
 _MOST_ON_DEVICE = 4  # largest number of buckets that start during the backward pass
 
@@ -49,7 +49,7 @@ def least_early_bytes(least: int, everything: int, on_device: bool) -> int:
 
     On a CUDA device, the host launches the kernels of each bucket separately. Launching a small bucket takes about as
     long as launching one bucket with all tensors. In a measurement with a slow host, a step with thirteen buckets took
-    1.9 times as long as with one bucket, and a step with four buckets 1.3 times as long (docs/encoding.md).
+    1.9 times as long as a step with one bucket. A step with four buckets took 1.3 times as long (docs/encoding.md).
 
     Example:
         >>> least_early_bytes(LEAST_BYTES, 100_000_000, on_device=True)
@@ -117,8 +117,8 @@ class Bucket:
         found_inf: whether x, or the sent part of x, contains an inf or NaN, in the form that `call` returns. The bucket
             form must set it before its first request.
         factors: the object that owns the storage of the product that `sent_product` of the table points to, or None.
-            The engine calls the `commit` of this object if the step counts. Keep a reference to this object as long as
-            you use the product.
+            The engine calls the `commit` of this object if the step counts. Keep a reference to this object while you
+            use the product.
         rows: the rows of the payload, if the payload has one row for each of several ranks.
         factor: the number by which this step multiplies the gradients; None for 1.
     """
@@ -213,7 +213,8 @@ class Bucket:
 
         Args:
             kernel: name of the kernel in `src/kernels.def`.
-            arguments: further arguments: numbers, or arrays of `xp`. The kernel gets the addresses of the arrays.
+            arguments: further arguments, which are numbers or arrays of `xp`. The kernel gets the addresses of the
+                arrays.
             aside: whether, on a device, the next request may be sent before the kernel has ended. The bucket's next
                 call still waits for the kernel.
 
@@ -277,7 +278,7 @@ class Bucket:
 
         Args:
             count: number of elements. The payload's bytes are rounded up to a multiple of 4, because an all-gather
-                places the payloads of all ranks behind each other.
+                places the payloads of all ranks one after another.
             dtype: element type of the payload.
             kept: whether later steps reuse the payload. If False, the payload is not set to zero, and the caller must
                 pass it to `let_go` after use.
@@ -290,8 +291,8 @@ class Bucket:
 
 
 def gathered(rows: AnyArray) -> tuple[AnyArray, int, int]:
-    """Turns the answer of an `AllGather` with room, the payloads of all ranks, into arguments of kernels: the first
-    payload, the number of ranks, and the distance in bytes between two consecutive payloads."""
+    """Converts the answer of an `AllGather` with room (the payloads of all ranks) into arguments for kernels. The
+    arguments are the first payload, the number of ranks, and the distance in bytes between consecutive payloads."""
     stride = rows.strides[0] if isinstance(rows, np.ndarray) else rows.stride(0)
     return rows, len(rows), stride
 
@@ -309,12 +310,12 @@ def address_of(array: AnyArray) -> int:
 
 
 def take_off(bucket: Bucket, zeros: np.ndarray, x: np.ndarray | None = None) -> None:
-    """Subtracts the sent part from x, if a kernel has left this subtraction to the next step. Methods whose chunks may
-    change in the next step call this function.
+    """Subtracts the sent part from x, if a kernel has postponed this subtraction to the next step. This function is
+    called by methods whose chunks may change in the next step.
 
     Args:
         bucket: the bucket, after its tensors were encoded.
-        zeros: used on the host only: a vector of zeros, as long as the largest tensor.
+        zeros: a vector of zeros, as long as the largest tensor. It is used only on the host.
         x: the addresses to which the differences are written; None to overwrite x. If a product of factors was sent,
             None is not allowed.
     """
@@ -369,8 +370,8 @@ class BucketStates:
         )
 
     def places(self, members: Sequence[int]) -> list[np.ndarray]:
-        """For each vector, the indices that the arrays of some tensors occupy. members: the places of these tensors in
-        the bucket."""
+        """For each vector, the indices that the arrays of some tensors occupy. `members` are the places of these
+        tensors in the bucket."""
         empty = [np.zeros(0, np.int64)]
         ranges = [[np.arange(starts[member], starts[member + 1]) for member in members] for starts in self._starts]
         return [np.concatenate(empty + kind) for kind in ranges]

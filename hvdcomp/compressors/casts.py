@@ -64,9 +64,9 @@ class _Cast(Gathering):
     """Base of casts to 16 bits. Ranks exchange the numbers as bit patterns, and add them in float32.
 
     Attributes:
-        rounding: "nearest" (ties to even), which is the same in every run; or "stochastic", which rounds at random to
-            one of the two neighbours, so that the expectation is the element itself. The same magnitudes become
-            infinite with both.
+        rounding: "nearest" or "stochastic". "nearest" (ties to even) gives the same result in every run. "stochastic"
+            rounds at random to one of the two neighbors, so that the expectation is the element itself. With both
+            values, the same magnitudes become infinite.
     """
 
     rounding: Rounding = "nearest"
@@ -258,7 +258,7 @@ def _in_half_precision(bucket: Bucket, nearest: int) -> BucketAggregation:
 
 def _wire(bucket: Bucket, dtype: str) -> Payload:
     """A payload with one number for each element. On the host, the payload is the bucket's layout and is reused. On a
-    device, each step allocates it anew, because it would need as much memory as the model."""
+    device, each step allocates a new payload, because keeping it would take as much memory as the model."""
     wire: Payload | None = bucket.layout
     if wire is None:
         sizes = bucket.segments["size"]

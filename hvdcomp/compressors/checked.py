@@ -1,8 +1,8 @@
 """Calls `prepare` and `aggregate`, and checks compressors that are not part of hvdcomp.
 
 Without these checks, a mistake in such a compressor might go unnoticed, cause an error elsewhere, or make ranks wait
-for payloads of different sizes. Every error names the method and the tensor. The methods of hvdcomp are called without
-checks, because tests check them.
+for payloads of different sizes. Every error names the method and the tensor. hvdcomp's built-in compressors are called
+without these checks, because the test suite already covers them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def aggregate(method: Any, xp: ArrayFunctions, x: Array, state: State, context: 
 
 
 def require_named(method: Any) -> None:
-    """Raises SpecError if the class of a compressor has no name or is not hashable. Call this before a training
+    """Raises SpecError if the class of a compressor has no name or is not hashable. Call this before training
     begins."""
     kind = type(method)
     if is_ours(method):
@@ -212,7 +212,7 @@ def _apart(xp: ArrayFunctions, answer: Any, request: Request) -> Any:
 
 
 def without_sharing(array: Array, others: tuple[Array, ...]) -> Array:
-    """The array, or a row-major copy of the array if it shares storage with others."""
+    """The array, or a row-major copy of the array if it shares storage with other arrays."""
     xp = arrays_for(array)
     if any(arrays_for(other) is xp and xp.share_storage(array, other) for other in others):
         return xp.reshape(xp.concatenate([xp.flatten(array)]), tuple(array.shape))

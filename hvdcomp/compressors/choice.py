@@ -13,7 +13,7 @@ from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.compressors.sizes import state_elements
 
 MIN_NUMEL, MIN_NDIM = 1024, 2
-"""Defaults of the least number of elements, and of the least number of dimensions, of compressed tensors."""
+"""The default smallest number of elements, and the default smallest number of dimensions, of compressed tensors."""
 
 Plan = Mapping[str, Compressor]
 """The compressor of each tensor, by name. A plan is not changed once it is made."""
@@ -72,7 +72,7 @@ class Chooser:
 
     def kept_bytes(self, compressor: Compressor) -> int:
         """The bytes that a rank on a device keeps between steps for all tensors: residuals, momentum, and two copies of
-        the method's own arrays. On the host, there are two copies of float32 residuals as well."""
+        the method's own arrays. On the host, float32 residuals also have two copies."""
         kept = 0
         for name, chosen in self.plan_for(compressor).items():
             tensor, memory = self.tensors[name], self.memory_for(chosen)

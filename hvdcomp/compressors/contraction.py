@@ -40,11 +40,11 @@ def require_bounded_residuals(compressor: Compressor, memory: Memory | None) -> 
 
 
 def require_bounded_turns(compressors: Iterable[Compressor]) -> None:
-    """Raises SpecError if residuals would grow without limit when a training switches between these compressors, each
-    with its own memory.
+    """Raises SpecError if residuals would grow without limit when a training run switches between these compressors,
+    each with its own memory.
 
     After a switch, the new method has to send the residual of the old method, and keeps the part that it does not send.
-    So once a method has used error feedback, every later method uses error feedback, too.
+    So once a method has used error feedback, every later method also uses error feedback.
     """
     methods = [method for compressor in compressors for method in compressor.leaves()]
     for keeper in methods:
@@ -61,9 +61,9 @@ def require_bounded_turns(compressors: Iterable[Compressor]) -> None:
 def require_bounded_noise(method: Compressor, b1: float, local_steps: int) -> None:
     """Raises SpecError if the noise of momenta that are sent without error feedback would grow without limit.
 
-    A momentum keeps a share a of the noise of the previous exchange, and the next exchange compresses this share again.
-    So noise with the energy E becomes noise with the energy a^2 (1 + known_error) E in the next exchange, and new noise
-    is added. With exchange "scatter", means are compressed a second time.
+    A momentum keeps a certain share of the noise of the previous exchange. Let a be this share. The next exchange
+    compresses this noise again. So noise with the energy E becomes noise with the energy a^2 (1 + known_error) E in the
+    next exchange, and new noise is added. With exchange "scatter", means are compressed a second time.
 
     Args:
         method: the method, which is used without a memory. A method whose error is unknown is allowed.
@@ -86,7 +86,7 @@ def require_bounded_noise(method: Compressor, b1: float, local_steps: int) -> No
 
 
 def can_take_turns(compressors: Iterable[Compressor]) -> bool:
-    """Whether residuals stay bounded if a training switches between these compressors (`require_bounded_turns`)."""
+    """Whether residuals stay bounded if a training run switches between these compressors (`require_bounded_turns`)."""
     try:
         require_bounded_turns(compressors)
     except SpecError:

@@ -2,16 +2,16 @@
 results to propose methods, and `advise` reports them.
 
 `evidence.json` has the complete rows of docs/best-rates.md: each method at its own best learning rate, compared with
-uncompressed training at the best learning rate of uncompressed training. `python -m benchmarks.best_rates.which_method`
-writes this file, including the methods to try first.
+uncompressed training at the best learning rate for uncompressed training. `python -m
+benchmarks.best_rates.which_method` writes this file, including the methods to try first.
 
 `evidence_one_rate.json` has the older training runs of docs/convergence.md, all of them at one learning rate. `python
--m benchmarks.quality.convergence --evidence hvdcomp/compressors/evidence_one_rate.json` writes this file. The file
-leaves out methods that were trained with other settings: `dgc`, which has its own momentum, and `signsgd`, which had
-another learning rate. If `evidence.json` has the same method with the same optimizer on the same task, the figure of
-`evidence_one_rate.json` is ignored.
+-m benchmarks.quality.convergence --evidence hvdcomp/compressors/evidence_one_rate.json` writes this file. The file does
+not contain methods that were trained with different settings: `dgc`, which has its own momentum, and `signsgd`, which
+was trained at a different learning rate. If `evidence.json` has the same method with the same optimizer on the same
+task, the value in `evidence_one_rate.json` is ignored.
 
-The figures of both files are means over seeds. Every method had its default memory.
+The values in both files are means over seeds. Every method was used with its default memory.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.two_level import within
 
 DIVERGED = math.inf
-"""The loss of quality of a method, if its training with any seed diverged."""
+"""The loss of quality of a method, if its training run with any seed diverged."""
 
 OPTIMIZERS = ("SGD", "Adam")
-"""The optimizers by which a method is judged if the user's is unknown: the worse result counts."""
+"""The optimizers by which a method is judged if the user's optimizer is unknown. The worse result counts."""
 
 
 MUON = "Muon"
@@ -40,16 +40,16 @@ MUON = "Muon"
 
 @dataclass(frozen=True)
 class Evidence:
-    """What one of hvdcomp's own trainings showed: how much quality each method lost.
+    """The result of one of hvdcomp's own training runs: how much quality each method lost.
 
     Attributes:
-        optimizer: kind of the optimizer: "SGD", "Adam", "CompressedAdam", "Muon", or an optimizer of
+        optimizer: kind of the optimizer. This is "SGD", "Adam", "CompressedAdam", "Muon", or an optimizer of
             docs/optimizers.md.
-        training: the name of the training in docs/best-rates.md, docs/optimizers.md or docs/convergence.md.
-        metric: the quality that was compared: "loss" or "accuracy".
-        lost: for each spec, how much worse the quality was than with uncompressed gradients (for CompressedAdam, than
-            with AdamW): the relative increase of the loss, or the decrease of the accuracy in points. 0.01 is 1 % or
-            one point.
+        training: the name of the training run in docs/best-rates.md, docs/optimizers.md or docs/convergence.md.
+        metric: the quality that was compared, either "loss" or "accuracy".
+        lost: for each spec, the loss of quality compared with uncompressed gradients (for CompressedAdam, compared with
+            AdamW). The loss of quality is the relative increase of the loss, or the decrease of the accuracy in points.
+            0.01 is 1 % or one point.
         at_best_rates: whether each method was trained at its own best learning rate. If False, all methods were trained
             at the same rate.
     """
@@ -67,12 +67,13 @@ _WITH_MUON = Evidence(
     metric="loss",
     lost={"int4": 0.004, "terngrad": 0.029, "powersgd:rank=4": 0.037, "efsignsgd": 0.119, "topk:ratio=0.01": 0.185},
 )
-"""At one rate. It is too short to propose methods by; enough to warn of those that lost most."""
+"""A training run at one learning rate. The run is too short to propose methods from its results, but long enough to
+warn about the methods that lost most."""
 
 
 @cache
 def evidence() -> tuple[Evidence, ...]:
-    """The results of all trainings. If a task was not trained at best rates, its results at one rate are used."""
+    """The results of all training runs. If a task was not trained at best rates, its results at one rate are used."""
     at_best = [replace(one, at_best_rates=True) for one in map(_parse, _read("evidence.json")["trainings"])]
     return (*at_best, *without_replaced([*map(_parse, _read("evidence_one_rate.json")), _WITH_MUON], at_best))
 
@@ -92,18 +93,19 @@ def without_replaced(at_one_rate: Sequence[Evidence], at_best_rates: Sequence[Ev
 
 
 def _task_of(training: Evidence) -> tuple[str, str]:
-    """The optimizer and the task of a training. The task of gpt-frozen (CompressedAdam) and of gpt-muon is gpt."""
+    """The optimizer and the task of a training run. The task of gpt-frozen (CompressedAdam) and of gpt-muon is gpt."""
     return training.optimizer, re.split("[-,]", training.training)[0]
 
 
 def is_at_best_rates(optimizer: str) -> bool:
-    """Whether hvdcomp's trainings with an optimizer used the best learning rate of each method."""
+    """Whether hvdcomp's own training runs with an optimizer used the best learning rate of each method."""
     return any(training.at_best_rates for training in evidence() if training.optimizer == optimizer)
 
 
 @cache
 def chosen_by_rule() -> Mapping[str, tuple[str, ...]]:
-    """The methods to try first, for each optimizer in the README's table. The rule of this table has chosen them."""
+    """The methods to try first, for each optimizer in the README's table. The rule of this table determines these
+    methods."""
     return {optimizer: tuple(specs) for optimizer, specs in _read("evidence.json")["first"].items()}
 
 
@@ -119,9 +121,9 @@ def _parse(record: Mapping[str, Any]) -> Evidence:
 def lost_with(compressor: Compressor, optimizer: str | None) -> float | None:
     """The largest loss of quality that was measured for a method, as in `Evidence`; None if nothing was measured.
 
-    For a two-level method, the results of its inner method are used: the inner method compresses the mean of a node in
-    the same way as the gradient of a rank. The results are not used for the same method with exchange "scatter",
-    because "scatter" rounds each element twice.
+    For a two-level method, the results of its inner method are used, because the inner method compresses the mean of a
+    node in the same way as the gradient of a rank. The results are not used for the same method with exchange
+    "scatter", because "scatter" rounds each element twice.
 
     Args:
         compressor: the method.
@@ -136,7 +138,7 @@ def lost_with(compressor: Compressor, optimizer: str | None) -> float | None:
 
 
 def worst_with(compressor: Compressor, optimizer: str) -> Evidence | None:
-    """The training in which a method lost most quality with an optimizer; None if nothing was measured."""
+    """The training run in which a method lost most quality with an optimizer; None if nothing was measured."""
     spec = str(within(compressor))
     found = [training for training in evidence() if training.optimizer == optimizer and spec in training.lost]
     return max(found, key=lambda training: training.lost[spec], default=None)
@@ -149,7 +151,7 @@ def measured_specs() -> tuple[str, ...]:
 
 def in_words(compressor: Compressor) -> str:
     """A sentence that states how much quality a method lost in measurements."""
-    optimizers = (*OPTIMIZERS, "CompressedAdam", MUON)  # the others are in docs/optimizers.md
+    optimizers = (*OPTIMIZERS, "CompressedAdam", MUON)  # the results for all other optimizers are in docs/optimizers.md
     worst = [found for name in optimizers if (found := worst_with(compressor, name)) is not None]
     if not worst:
         return f"hvdcomp's own trainings did not measure how much accuracy {compressor} loses."
@@ -182,13 +184,14 @@ _AT_ONE_RATE: dict[str, tuple[str, ...]] = {
     "Adam": ("int4", "int8"),
     "CompressedAdam": ("efsignsgd",),
 }
-"""Chosen by trainings at one learning rate, for optimizers that the rule does not decide yet."""
+"""Specs chosen from training runs at one learning rate, for optimizers for which the rule has no result yet."""
 
 FIRST: dict[str, tuple[str, ...]] = {**_AT_ONE_RATE, **chosen_by_rule()}
-"""Specs by optimizer, as in README's table. The first of each is the one to begin with."""
+"""Specs by optimizer, as in the README's table. For each optimizer, try the first spec first."""
 
 RECOMMENDED: tuple[str, ...] = tuple(dict.fromkeys(spec for specs in FIRST.values() for spec in specs))
-"""All of these specs, which `hvdcomp calibrate` and `hvdcomp profile` measure, so that every advice knows them."""
+"""All specs in `FIRST`. `hvdcomp calibrate` and `hvdcomp profile` measure these specs, so that any advice can use their
+times."""
 
 
 def first_to_try() -> str:

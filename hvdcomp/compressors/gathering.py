@@ -30,8 +30,9 @@ from hvdcomp.compressors.scattering import scatter, scatter_bucket
 from hvdcomp.specs.described import Rule
 
 LEAST_RANKS = 4
-"""The number of ranks from which `exchange="auto"` scatters. Scattering takes one more round, and with four ranks sends
-half the bytes of gathering. With two ranks it would send the same number of bytes, and with three ranks two thirds."""
+"""With at least this number of ranks, `exchange="auto"` scatters. Scattering takes one more round, and with four ranks
+it sends half the bytes of gathering. With two ranks it would send the same number of bytes, and with three ranks two
+thirds of the bytes."""
 
 EXCHANGE = Rule(
     lambda value: value in ("gather", "scatter", "auto"), '"gather", "scatter" or "auto" (scatter from four ranks)'
@@ -47,9 +48,9 @@ class Gathering(Compressor):
     """Base class of methods that encode each tensor separately, and can decode the payload of any rank.
 
     Attributes:
-        exchange: "gather": every rank receives and decodes the payloads of all ranks. "scatter": each rank averages one
-            chunk of the tensor, and compresses the mean again. "auto": "scatter" with four or more ranks, otherwise
-            "gather". With the policy `Auto`, the faster of the two.
+        exchange: with "gather", every rank receives and decodes the payloads of all ranks. With "scatter", each rank
+            averages one chunk of the tensor, and compresses the mean again. "auto" means "scatter" with four or more
+            ranks, and otherwise "gather". With the policy `Auto`, "auto" means the faster of the two.
     """
 
     exchange: Annotated[str, EXCHANGE] = field(default="gather", kw_only=True)
@@ -88,11 +89,11 @@ class Gathering(Compressor):
     @property
     def of_means(self) -> Gathering:
         """The compressor that compresses the mean of a chunk again. The compressor of means is the same method with the
-        same chunks, possibly at another level."""
+        same chunks, possibly at a different level."""
         return self
 
     def with_exchange(self, exchange: str) -> Gathering:
-        """A copy of this method with another value of `exchange`."""
+        """A copy of this method with a different value of `exchange`."""
         return dataclasses.replace(self, exchange=exchange)
 
     def scatters(self, ranks: int) -> bool:
@@ -122,7 +123,7 @@ class Gathering(Compressor):
 
     def aggregate(self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         """Encodes x, exchanges the payloads, and decodes them. C(x) is this rank's decoded payload, and the result is
-        the mean of the ranks' C(x)."""
+        the mean of C(x) over the ranks."""
         if self.scatters(context.world_size):
             return (yield from scatter(self, xp, x, context))
         ranks = yield AllGather(self.encode(xp, x, context))

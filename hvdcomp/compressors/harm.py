@@ -1,4 +1,5 @@
-"""Methods with which an optimizer learns badly, according to measured trainings (`hvdcomp.compressors.evidence`)."""
+"""Methods with which an optimizer learns badly, according to measured training runs
+(`hvdcomp.compressors.evidence`)."""
 
 from __future__ import annotations
 
@@ -12,11 +13,12 @@ from hvdcomp.compressors.two_level import within
 from hvdcomp.specs.levels import Level
 
 HARMFUL = 0.05
-"""The loss of quality, as in `Evidence`, from which on a method is said to let an optimizer learn badly."""
+"""An optimizer counts as learning badly with a method if the loss of quality, as in `Evidence`, is at least this
+large."""
 
 
 class Measured(NamedTuple):
-    """The measurement of one setting of a method, in the training in which this setting lost most quality. The
+    """The measurement of one setting of a method, in the training run in which this setting lost most quality. The
     attributes have the same meaning as in `Evidence`."""
 
     spec: str
@@ -25,7 +27,7 @@ class Measured(NamedTuple):
     training: str
 
     def in_words(self) -> str:
-        """A text that says how much quality the setting lost, compared with uncompressed gradients."""
+        """A text that states how much quality the setting lost, compared with uncompressed gradients."""
         place = f"with {self.spec} in {self.training}"
         if self.lost == DIVERGED:
             return f"training diverged {place}"

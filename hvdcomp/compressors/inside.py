@@ -1,7 +1,7 @@
 """Chooses the array functions that compress a tensor: those of the framework, or those of NumPy.
 
 On the host, NumPy has less overhead per operation, but the framework uses several threads. So NumPy compresses small
-float32 tensors, with every framework. The framework compresses all other tensors.
+float32 tensors, regardless of the framework. The framework compresses all other tensors.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from hvdcomp.compressors import checked
 from hvdcomp.compressors.protocol import Context, SparseVector
 
 LARGE = 1 << 16
-"""Elements up to which a tensor on the host takes less time in NumPy than in the framework."""
+"""The largest number of elements for which a tensor on the host takes less time in NumPy than in the framework."""
 
 
 def numbers_may_overflow() -> Any:
-    """A context manager that silences NumPy's warnings of overflow, because the step's flag reports an inf or NaN."""
+    """A context manager that silences NumPy's warnings about overflow, because the step's flag reports an inf or
+    NaN."""
     return np.errstate(over="ignore", invalid="ignore", divide="ignore")
 
 
 @dataclasses.dataclass(frozen=True)
 class Inside:
-    """The array functions that compress one tensor. They are those of the tensor's framework, or those of NumPy.
+    """The array functions that compress one tensor, which come either from the tensor's framework or from NumPy.
 
     Attributes:
         framework: the array functions of the tensor's framework.
-        xp: the array functions that compress the tensor: those of its framework, or those of NumPy.
+        xp: the array functions that compress the tensor, either from its framework or from NumPy.
         like: an array of the tensor's framework.
     """
 

@@ -35,16 +35,16 @@ _COLUMN_PIECE = 1 << 18  # number of elements of a task that processes columns, 
 
 @dataclass(frozen=True)
 class PowerSGD(Compressor):
-    """One power iteration per training step, warm-started (Vogels et al. 2019, arXiv:1905.13727, algorithm 1).
+    """Runs one warm-started power iteration per training step (Vogels et al. 2019, arXiv:1905.13727, algorithm 1).
 
-    The gradient is viewed as the matrix M of shape[0] rows. P = M Q is averaged and orthogonalised, Q = M' P is
+    The gradient is viewed as the matrix M of shape[0] rows. P = M Q is averaged and orthogonalized, Q = M' P is
     averaged, and the result is P Q'. Q is kept for the next step.
 
     With `alternating`, each step does half of this iteration, with a single allreduce (Vogels et al. 2020,
-    arXiv:2008.01425). Even steps average P = M Q with the orthogonalised Q of the previous step. Odd steps average Q =
-    M' P with the orthogonalised P of the previous step. The result is again P Q'. Even steps send rows x rank values,
-    and odd steps send columns x rank values. `payload_bytes` and `payload_floats` then return the mean of both, and a
-    ledger has the bytes of each step.
+    arXiv:2008.01425). Even steps average P = M Q with the orthogonalized Q of the previous step. Odd steps average Q =
+    M' P with the orthogonalized P of the previous step. The result is again P Q'. Even steps send rows x rank values,
+    and odd steps send columns x rank values. `payload_bytes` and `payload_floats` then return the mean of the two, and
+    the ledger records the bytes of each step.
 
     Attributes:
         rank: the number of columns of the factors P and Q. The rank is reduced if the gradient matrix has fewer rows or
@@ -53,7 +53,7 @@ class PowerSGD(Compressor):
             min_rate elements.
         iterations: number of power iterations per step, at most 100. Each iteration needs two allreduces and sends both
             factors.
-        alternating: whether to send only one factor per step. It requires iterations=1.
+        alternating: whether to send only one factor per step. This requires iterations=1.
 
     Example:
         >>> PowerSGD(rank=4).payload_bytes((1000, 1000))
@@ -98,7 +98,7 @@ class PowerSGD(Compressor):
         return q, fit_columns(xp, x, state[1] if len(state) > 1 else None, rows, rank, context, "powersgd rows")
 
     def aggregate(self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
-        """Runs algorithm 1, lines 3 to 11. Q is orthogonalised as well, so that the values of P have the magnitude of M
+        """Runs algorithm 1, lines 3 to 11. Q is orthogonalized as well, so that the values of P have the magnitude of M
         rather than of its square."""
         m = as_matrix(xp, x)
         if self.alternating:
@@ -129,9 +129,9 @@ class PowerSGD(Compressor):
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
         """Like `aggregate`, but in passes over all matrices of the bucket:
 
-        1. `lowrank_p` computes x, orthogonalises Q, and computes P = M Q.
-        2. `lowrank_q` orthogonalises the mean of P, and computes Q = M' P.
-        3. `lowrank_decode` writes P Q' to the results, and `lowrank_keep` the new state.
+        1. `lowrank_p` computes x, orthogonalizes Q, and computes P = M Q.
+        2. `lowrank_q` orthogonalizes the mean of P, and computes Q = M' P.
+        3. `lowrank_decode` writes P Q' to the results, and `lowrank_keep` writes the new state.
 
         An alternating step runs the third pass and only one of the first two passes. This pass then computes x.
         """
@@ -215,18 +215,18 @@ class LowRankBucket:
         return found_inf
 
     def _send_p(self, q: AnyArray, first: bool) -> AllReduce:
-        """Orthogonalises Q, computes P = M Q, and asks for the mean of P."""
+        """Orthogonalizes Q, computes P = M Q, and requests the mean of P."""
         return self._send("lowrank_p", self._rows, q, self._unit_q, self._p, first)
 
     def _send_q(self, p: AnyArray, first: bool) -> AllReduce:
-        """Orthogonalises P, computes Q = M' P, and asks for the mean of Q."""
+        """Orthogonalizes P, computes Q = M' P, and requests the mean of Q."""
         return self._send("lowrank_q", self._columns, p, self._unit_p, self._q, first)
 
     def _send(
         self, kernel: str, tasks: tuple[int, ...], other: AnyArray, unit: AnyArray, sent: Payload, first: bool
     ) -> AllReduce:
-        """Orthogonalises the factor `other` to `unit`, multiplies M by `unit`, and asks for the mean of the product. If
-        `first`, the same pass computes x."""
+        """Orthogonalizes the factor `other` into `unit`, multiplies M by `unit`, and requests the mean of the product.
+        If `first` is true, the same pass computes x."""
         found_inf = self._bucket.call(kernel, *tasks, other, unit, sent.vector, first)
         if first:
             self._bucket.found_inf = found_inf
@@ -275,7 +275,7 @@ def _width(rows: int) -> int:
 
 
 def as_matrix(xp: ArrayFunctions, x: Array) -> Array:
-    """The tensor as a matrix of `matrix_shape`, in float32 at least."""
+    """The tensor as a matrix of `matrix_shape`, with at least the precision of float32."""
     return xp.reshape(xp.astype(x, wide_dtype(xp.dtype_name(x))), matrix_shape(tuple(x.shape)))
 
 
@@ -292,8 +292,8 @@ def fit_columns(
 ) -> Array:
     """The kept columns (length, any), reduced to `rank` columns, or completed with random columns.
 
-    If the kept columns have another length (for example from an older checkpoint with another shape), all columns are
-    drawn at random.
+    If the kept columns have a different length (for example because an older checkpoint has a different shape), all
+    columns are drawn at random.
     """
     if kept is None or kept.shape[0] != length:
         return random_columns(xp, x, length, rank, context, purpose)
@@ -321,7 +321,7 @@ def nonzero_columns(xp: ArrayFunctions, new: Array, old: Array) -> Array:
     """The new columns.
 
     If `orthogonalize` would treat a new column as zero, the old column is used. Columns become zero if the gradient is
-    zero, and the power iteration could never leave zero again.
+    zero, and without the old column the power iteration could never leave zero again.
     """
     norms = wide_norms(xp, new)
     return xp.where((norms > SMALLEST_NORM) & (norms < 1 / SMALLEST_NORM), new, old)
@@ -338,7 +338,7 @@ def orthogonalize(xp: ArrayFunctions, matrix: Array) -> Array:
     A column becomes zero if it is (nearly) zero, depends on earlier columns, or has a norm that overflows. Otherwise
     such a column would become noise or NaN.
     """
-    # Columns are normalised first, so that no later square overflows or becomes zero.
+    # Columns are normalized first, so that no later square overflows or becomes zero.
     columns = matrix * xp.reciprocal_or_zero(wide_norms(xp, matrix), SMALLEST_NORM)
     done = [columns[:, :1]]
     for _ in range(matrix.shape[1] - 1):

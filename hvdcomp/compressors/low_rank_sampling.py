@@ -29,8 +29,8 @@ class ATOMO(Compressor):
     The paper draws each triplet independently, so the number of triplets varies. This class uses systematic sampling,
     which draws exactly `rank` triplets. The p_i are the lengths of segments that lie end to end on a line of length
     `rank`. The line is divided into intervals of length 1. One random offset between 0 and 1 is drawn. In each
-    interval, the segment at this offset says which triplet is sent. The probability of a triplet is still p_i, so the
-    result is unbiased. Because triplets are orthogonal, the variance is the sum of sigma_i^2 (1 / p_i - 1). The
+    interval, the segment at this offset determines which triplet is sent. The probability of a triplet is still p_i, so
+    the result is unbiased. Because triplets are orthogonal, the variance is the sum of sigma_i^2 (1 / p_i - 1). The
     variance depends only on the p_i, so it is the same as in the paper.
 
     For speed, the method decomposes M M' (or M' M, if it is smaller) instead of M. ATOMO is still by far the slowest
@@ -56,7 +56,7 @@ class ATOMO(Compressor):
     reference: ClassVar[str] = "Wang et al. 2018, arXiv:1806.04090"
 
     def aggregate(self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
-        # because the last bits of a product may depend on the addresses of its factors
+        # aligned, because the last bits of a product may depend on the addresses of its factors
         matrix = xp.aligned(as_matrix(xp, x))
         # M = sum of u_i (sigma_i v_i)'. If M has more rows than columns, the sum is M' instead.
         tall = matrix.shape[0] > matrix.shape[1]

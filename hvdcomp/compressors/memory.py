@@ -76,16 +76,16 @@ class Memory(Described):
 
 @dataclass(frozen=True)
 class ErrorFeedback(Memory):
-    """Error feedback: compresses x = g + r, the gradient plus the residual, and keeps the new residual r = x - C(x),
-    the part that was not sent (Karimireddy et al. 2019, arXiv:1901.09847, algorithm 2).
+    """Error feedback: compresses x = g + r, the gradient plus the residual. The new residual r = x - C(x) is the part
+    that was not sent (Karimireddy et al. 2019, arXiv:1901.09847, algorithm 2).
 
         hvdcomp.Compression.from_spec("topk:ratio=0.01", memory="error_feedback:dtype=bf16")
 
     Attributes:
         decay: the factor by which the residual is multiplied before it is added. 1 keeps the whole residual.
-        dtype: the element type of the residual between two steps: "float32" (4 bytes per element), or "fp16" or "bf16"
-            (2 bytes per element). With a 16-bit type, x - C(x) is rounded to nearest, and the rounding error is lost.
-            Values beyond the range of the type become its largest number. x itself is not rounded.
+        dtype: the element type of the residual between two steps. This is "float32" (4 bytes per element), "fp16" or
+            "bf16" (2 bytes per element). With a 16-bit type, x - C(x) is rounded to nearest, and the rounding error is
+            lost. Values beyond the range of the type become its largest number. x itself is not rounded.
 
     Example:
         >>> str(ErrorFeedback(decay=0.9))
@@ -147,8 +147,8 @@ class MomentumCorrection(Memory):
     Attributes:
         momentum: the factor of u. The optimizer's own momentum must be 0.
         nesterov: whether to use Nesterov momentum, as above.
-        clip: the bound of the 2-norm of this rank's gradient; 0 for no clipping. The norm is computed over all tensors
-            together, before anything is added. With `size` ranks, the bound is multiplied by size**-1/2. With a loss
+        clip: the limit on the 2-norm of this rank's gradient; 0 for no clipping. The norm is computed over all tensors
+            together, before anything is added. With `size` ranks, the limit is multiplied by size**-1/2. With a loss
             scaler, gradients include the loss scale.
         masking: whether u becomes zero for elements that are sent.
 

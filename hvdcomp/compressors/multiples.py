@@ -28,7 +28,7 @@ def steps_of(bits: int) -> int:
 
 
 def in_runs(xp: ArrayFunctions, x: Array, most: int) -> Array:
-    """Splits a tensor into runs of at most `most` neighbouring elements. Returns float32 (runs, length), padded with
+    """Splits a tensor into runs of at most `most` neighboring elements. Returns float32 (runs, length), padded with
     zeros."""
     vector = xp.flatten(xp.astype(x, "float32"))
     length = min(most, vector.shape[0])
@@ -68,14 +68,14 @@ class Multiples(Gathering):
     scale.
 
     Class attributes:
-        bits: the number of bits of a code. In some methods the number is a setting.
+        bits: the number of bits of a code. In some methods, this number is a setting.
     """
 
     bits: ClassVar[int]
 
     @property
     def run(self) -> int | None:
-        """The number of neighbouring elements that share a scale; None if all elements of a tensor share one scale."""
+        """The number of neighboring elements that share a scale; None if all elements of a tensor share one scale."""
         return None
 
     def decode(self, xp: ArrayFunctions, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:

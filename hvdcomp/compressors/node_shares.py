@@ -19,8 +19,8 @@ def between(context: Context, places: NodePlaces) -> Context:
 
 
 def deal(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Chooses a rank for each tensor. The largest tensor is first, and each tensor goes to the rank that has the fewest
-    elements so far.
+    """Chooses a rank for each tensor. The tensors are assigned from the largest to the smallest, and each tensor goes
+    to the rank that has the fewest elements so far.
 
     Example:
         >>> deal([2, 9, 3, 3], 2)
@@ -71,7 +71,7 @@ def tensors_of_ranks(sizes: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def most_elements(sizes: Sequence[int], dealt: Sequence[Sequence[int]]) -> int:
-    """The largest number of elements that one rank has. dealt: the result of `tensors_of_ranks`."""
+    """The largest number of elements that one rank has. `dealt` is the result of `tensors_of_ranks`."""
     return max(sum(sizes[place] for place in places) for places in dealt)
 
 

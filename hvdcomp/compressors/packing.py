@@ -3,7 +3,7 @@
 If the width of a code does not divide eight, the code is split into planes whose widths divide eight. For example,
 3-bit codes have a plane of their two low bits, and then a plane of their high bit. A plane is packed in groups of 512
 codes; the last group may be shorter. Byte j of a group of n bytes contains the codes j, j + n, j + 2 n, ..., and the
-lowest bits contain code j. With this order, packing needs only a few shifts of neighbouring bytes, both in the kernels
+lowest bits contain code j. With this order, packing needs only a few shifts of neighboring bytes, both in the kernels
 (`kernels/src/packing.h`) and in array functions.
 """
 
@@ -54,7 +54,7 @@ def _planes_of(bits: int) -> list[int]:
 
 def groups(xp: ArrayFunctions, vector: Array, length: int) -> list[Array]:
     """Splits a vector into a matrix (groups, length) and a matrix (1, remainder) of the remaining elements. Empty
-    matrices are left out."""
+    matrices are omitted."""
     whole = vector.shape[0] // length
     parts = []
     if whole:

@@ -14,7 +14,7 @@ from hvdcomp.specs.parsing import convert, parse, text_of
 from hvdcomp.specs.plugins import Plugins
 
 COMPRESSOR_PLUGINS = Plugins("compressor", "hvdcomp.compressors", (Compressor,), COMPRESSORS)
-"""Finds compressors in other packages and in modules of the user."""
+"""Finds compressors in other packages and in the user's modules."""
 
 _STARTS_OF_JSON = ("{", "[", '"')
 _RULES = """write a compressor for each pattern of names, such as {"embed.*": "topk:ratio=0.001", "*": "none"}"""

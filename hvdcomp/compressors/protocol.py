@@ -21,13 +21,13 @@ local rank, one on each node. "All ranks" in a request means all ranks of its gr
 
 @dataclass(frozen=True)
 class AllReduce:
-    """Asks for the elementwise mean (or "sum", "max") over all ranks. The answer is an array of the same shape.
+    """Requests the elementwise mean (or "sum", "max") over all ranks. The answer is an array of the same shape.
 
     Attributes:
         array: the array to reduce.
-        op: the operation: "mean", "sum" or "max".
-        with_room: for a NumPy vector only: the storage of the vector with at least 4 unused bytes after its end
-            (`bucket.Payload`). The engine can then append its flag and send the vector without a copy.
+        op: the operation, which is "mean", "sum" or "max".
+        with_room: used only for a NumPy vector. It is the storage of the vector with at least 4 unused bytes after its
+            end (`bucket.Payload`). The engine can then append its flag and send the vector without a copy.
         group: the ranks that take part, as a `Group`.
     """
 
@@ -44,18 +44,18 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class AllGather:
-    """Asks for every rank's parts. The answer is one tuple of arrays for each rank, in rank order.
+    """Requests every rank's parts. The answer is one tuple of arrays for each rank, in rank order.
 
-    The parts may differ in dtype (values, indices, scales). The parts are sent packed in one byte buffer. The parts'
-    shapes and dtypes must be the same on all ranks.
+    The parts may differ in dtype (values, indices, scales). They are packed into one byte buffer for sending. The
+    parts' shapes and dtypes must be the same on all ranks.
 
     Attributes:
         parts: the arrays to gather.
         with_room: storage of the single part with unused bytes after its end, as in `AllReduce`. It is allowed only if
             the part consists of bytes and `in_rows` is set.
         group: the ranks that take part, as a `Group`.
-        in_rows: whether the answer is instead one array with a row for each rank. The time to make such an answer does
-            not depend on the number of ranks. Only bucket forms may set this, with a single part that is a vector.
+        in_rows: whether the answer is instead one array with a row for each rank. Creating such an answer takes the
+            same time for any number of ranks. Only bucket forms may set this, with a single part that is a vector.
     """
 
     parts: tuple[Array, ...]
@@ -71,8 +71,8 @@ class AllGather:
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Sends each rank its rows. The answer is one tuple of arrays for each rank, in rank order: the rows that this rank
-    has received.
+    """Sends each rank its rows. The answer is one tuple of arrays for each rank, in rank order. The tuples contain the
+    rows that this rank has received.
 
     Attributes:
         parts: arrays with one row for each rank. Row r is sent to rank r. As in `AllGather`, shapes and dtypes must be
@@ -95,11 +95,11 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class ReduceScatter:
-    """Asks for this rank's row of the elementwise mean (or "sum") over all ranks.
+    """Requests this rank's row of the elementwise mean (or "sum") over all ranks.
 
     Attributes:
         array: an array with one row for each rank. The answer is one row.
-        op: the operation: "mean" or "sum".
+        op: the operation, which is "mean" or "sum".
         with_room: always None. The attribute exists because other requests have it.
         group: the ranks that take part, as a `Group`.
     """
@@ -250,13 +250,13 @@ class Context:
 
     Attributes:
         name: name of the tensor.
-        step: number of the step, from 0.
+        step: number of the step, counted from 0.
         seed: seed of the run's random numbers.
         rank: number of this rank.
         world_size: number of ranks.
         node_places: a function that returns this rank's `NodePlaces` for a tensor's name. The first call of this
-            function in a training may run a collective, so all ranks must call it in the same step. None if every rank
-            counts as a node.
+            function in a training run may run a collective, so all ranks must call it in the same step. None if every
+            rank counts as a node.
     """
 
     name: str

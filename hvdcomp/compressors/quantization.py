@@ -39,7 +39,7 @@ class QSGD(Multiples):
     3.1).
 
     A code has 2**bits - 1 values, the multiples -s ... s of norm / s with s = 2**(bits - 1) - 1. With one bit, the
-    values are + norm and - norm, and + is chosen with probability (1 + x / norm) / 2. This choice is unbiased, too, but
+    values are + norm and - norm, and + is chosen with probability (1 + x / norm) / 2. This choice is also unbiased, but
     has a variance near bucket * norm**2.
 
     Attributes:
@@ -141,7 +141,7 @@ _INFINITE = 0x7F800000  # the exponent's bits
 @dataclass(frozen=True)
 class Natural(Gathering):
     """Natural compression: rounds each element at random to a power of two, and sends the sign and the exponent, which
-    are 9 bits (Horvath et al. 2019, section 2).
+    together take 9 bits (Horvath et al. 2019, section 2).
 
     The method adds random bits to the mantissa of a float and keeps only the carry. So the method rounds up to the next
     power of two with exactly the right probability. The rounding is also unbiased for denormal numbers, which become 0
@@ -158,9 +158,9 @@ class Natural(Gathering):
     reference: ClassVar[str] = "Horvath et al. 2019, arXiv:1905.10988"
 
     def encode(self, xp: ArrayFunctions, x: Array, context: Context) -> tuple[Array, Array]:
-        """Encodes the sign, and the exponent after rounding |x| to the lower or the upper neighbouring power of two.
-        The upper neighbour is chosen with the probability (|x| - lower) / (upper - lower). The bits of the mantissa are
-        this probability."""
+        """Encodes the sign, and the exponent after rounding |x| to the lower or the upper neighboring power of two.
+        The upper neighbor is chosen with the probability (|x| - lower) / (upper - lower). The bits of the mantissa
+        represent this probability."""
         vector = xp.flatten(xp.astype(x, "float32"))
         size = vector.shape[0]
         noise = random_words(xp, rank_key(context, self.name), size, like=vector) >> 9

@@ -30,8 +30,8 @@ from hvdcomp.kernels.limits import SMALLEST_SCALE
 from hvdcomp.specs.described import Rule
 
 _TO_WHOLE = 1.5 * 2.0**23
-"""Rounds to integers: added to a float32 below 2**22 in magnitude, it leaves no bits for a fraction, and the sum's
-lowest bits are the nearest integer, ties to even."""
+"""A number that rounds to integers. If it is added to a float32 below 2**22 in magnitude, the sum has no bits for a
+fraction, and the sum's lowest bits are the nearest integer, ties to even."""
 
 _FORMAT = Rule(lambda value: value in ("e4m3", "e5m2"), '"e4m3" or "e5m2"')
 
@@ -45,8 +45,8 @@ class BlockQuantizer(Gathering):
 
     Attributes:
         block: number of consecutive elements that share a scale. The last block may be shorter.
-        rounding: "nearest", which is the same in every run; or "stochastic", which rounds at random to one of the two
-            neighbours, so that the expectation is the element itself.
+        rounding: "nearest" or "stochastic". "nearest" gives the same result in every run. "stochastic" rounds at random
+            to one of the two neighbors, so that the expectation is the element itself.
     """
 
     block: Count = 128
@@ -63,7 +63,8 @@ class BlockQuantizer(Gathering):
         return blocks, xp.row_largest(blocks)
 
     def _encode_bucket(self, bucket: Bucket, mantissa: int = 0) -> None:
-        """Calls the encoding kernel. mantissa: number of mantissa bits if codes are floats; 0 if codes are integers."""
+        """Calls the encoding kernel. `mantissa` is the number of mantissa bits if codes are floats; 0 if codes are
+        integers."""
         nearest = self.rounding == "nearest"
         encode_multiples_of_bucket(bucket, "blocks_encode", bucket.layout.length, mantissa, nearest)
 
@@ -117,7 +118,7 @@ class Int4(_WholeNumbers):
 
     Many elements are smaller than this error and become zero. Therefore rounding to nearest is used with error
     feedback. Rounding to nearest is a contraction: |x - C(x)|^2 <= (b - 1) / (b - 1 + 196) |x|^2 with blocks of b
-    elements, which is 0.4 |x|^2 for the default block. Stochastic rounding is unbiased, and is used without error
+    elements. For the default block, this bound is 0.4 |x|^2. Stochastic rounding is unbiased, and is used without error
     feedback.
 
     Example:

@@ -35,7 +35,8 @@ LEVELS = {
 """The magnitudes of the levels of a standard normal number, by bits (Max 1960, doi:10.1109/TIT.1960.1057548)."""
 
 ERRORS = {1: 0.571, 2: 0.133, 3: 0.036, 4: 0.0095}
-"""The expectation of |x - C(x)|^2 / |x|^2, by bits, for normal x; for any x of many elements it is near that."""
+"""The expectation of |x - C(x)|^2 / |x|^2, by bits, for normal x. For any other x with many elements, the expectation
+is close to this value."""
 
 _BITS = between(1, 4)
 _BLOCK = Rule(lambda value: is_whole(value, 1) and value in (512, 1024), "512 or 1024")
@@ -44,7 +45,7 @@ _BLOCK = Rule(lambda value: is_whole(value, 1) and value in (512, 1024), "512 or
 @dataclass(frozen=True)
 class EDEN(Gathering):
     """Rotates each block at random, and sends the nearest of 2**bits levels for each element (Vargaftik et al. 2022;
-    with one bit DRIVE, Vargaftik et al. 2021).
+    with one bit, this is DRIVE, Vargaftik et al. 2021).
 
     The rotation of a block x of n elements is z = H D x. H is the Walsh-Hadamard matrix of n rows, and D is a diagonal
     of random signs. q are the levels that are nearest to z / rms(z). The result is D H (s q) with s = |z|^2 / (n <z,
@@ -55,9 +56,9 @@ class EDEN(Gathering):
         bits: bits per element, 1 to 4. The squared error is 57, 13, 3.6 or 0.95 % of |x|^2 for 1, 2, 3 or 4 bits.
         block: number of elements that are rotated together, 512 or 1024. The last block of a tensor is padded with
             zeros.
-        back: bits per element, 1 to 4, for the means that exchange "scatter" compresses again. Default: one more than
-            `bits`, but at most 4. The error of the means is not averaged over ranks. Therefore one more bit for the
-            means reduces the error of the result more than one more bit for the chunks.
+        back: bits per element, 1 to 4, for the means that exchange "scatter" compresses again. Default: `bits` + 1, but
+            at most 4. The error of the means is not averaged over ranks. Therefore an additional bit for the means
+            reduces the error of the result more than an additional bit for the chunks.
 
     Example:
         >>> EDEN(bits=2).payload_bytes((1024, 1024))
@@ -94,7 +95,7 @@ class EDEN(Gathering):
         return self if bits == self.bits else dataclasses.replace(self, bits=bits)
 
     def with_exchange(self, exchange: str) -> EDEN:
-        """The same method with another `exchange`. With "gather", `back` is dropped."""
+        """The same method with a different `exchange`. With "gather", `back` is dropped."""
         return dataclasses.replace(self, exchange=exchange, back=None if exchange == "gather" else self.back)
 
     @property
@@ -144,8 +145,8 @@ class EDEN(Gathering):
         return (vector * self._signs(xp, vector, context))[: number_of_elements(shape)]
 
     def _signs(self, xp: ArrayFunctions, like: Array, context: Context) -> Array:
-        """The diagonal of D, 1 or -1, float32, with the length of `like`. One random word gives the signs of 32
-        elements."""
+        """The diagonal of D, as a float32 vector of 1 and -1 with the length of `like`. One random word gives the signs
+        of 32 elements."""
         words = random_words(xp, shared_key(context, self.name), like.shape[0] // 32, like)
         bits = (xp.reshape(words, (-1, 1)) >> xp.arange(32, like=words)) & 1
         return xp.flatten(xp.astype(1 - 2 * bits, "float32"))
@@ -181,7 +182,7 @@ def _dots(xp: ArrayFunctions, x: Array, y: Array) -> Array:
 
 
 def _borders(bits: int) -> list[float]:
-    """The magnitudes halfway between two neighbouring levels, rounded to float32 like the levels."""
+    """The magnitudes halfway between two neighboring levels, rounded to float32 like the levels."""
     levels = np.array(LEVELS[bits], np.float32).astype(np.float64)
     return [float(border) for border in ((levels[1:] + levels[:-1]) / 2).astype(np.float32)]
 

@@ -22,7 +22,8 @@ from hvdcomp.arrays.types import Array, ArrayFunctions
 from hvdcomp.compressors.protocol import Context
 
 _ALL_BITS = 2**64 - 1
-# of the bijection; after only six rounds, some pairs of elements of a small tensor are 1 % more likely than others
+# The bijection has eight rounds. After only six rounds, some pairs of elements of a small tensor are 1 % more likely
+# than other pairs.
 _ROUNDS = 8
 _LEAST_BITS = 6  # fewest bits of the bijection's domain; with fewer bits, some choices are more likely than others
 
@@ -35,7 +36,8 @@ def shared_generator(context: Context, purpose: str) -> np.random.Generator:
 
 
 def rank_generator(context: Context, purpose: str) -> np.random.Generator:
-    """A random generator for this tensor, step, purpose and rank. The generator gives other numbers on each rank."""
+    """A random generator for this tensor, step, purpose and rank. The generator gives different numbers on each
+    rank."""
     return shared_generator(context, f"{purpose}|rank {context.rank}")
 
 
@@ -51,10 +53,11 @@ def distinct_indices(xp: ArrayFunctions, key: int, count: int, size: int, like: 
     """Draws `count` different indices in [0, size). The indices are in ascending order and on the device of `like`.
 
     A bijection, chosen by the key, maps 0, 1, 2, ... to the indices. The bijection is a Feistel network of eight
-    rounds. The numbers in the network have as many bits as `size` needs, but at least six. If a result is not below
-    `size`, the bijection is applied again ("cycle walking", Black and Rogaway 2002, doi:10.1007/3-540-45760-7_9). Each
-    half has at most 32 bits, which is enough for sizes up to 2**63. At the end, all indices are shifted by `rotations`,
-    so that each index is equally likely for any bijection. `kernels/src/isa_sparse_random.c` does the same in C.
+    rounds. The numbers in the network have the number of bits that `size` needs, but at least six bits. If a result is
+    not below `size`, the bijection is applied again ("cycle walking", Black and Rogaway 2002,
+    doi:10.1007/3-540-45760-7_9). Each half has at most 32 bits, which is enough for sizes up to 2**63. At the end, all
+    indices are shifted by `rotations`, so that each index is equally likely for any bijection.
+    `kernels/src/isa_sparse_random.c` does the same in C.
 
     Args:
         xp: array functions.
@@ -111,16 +114,16 @@ def tensor_keys(names: Sequence[str], seed: int, purpose: str) -> np.ndarray:
 def step_keys(keys: np.ndarray, step: int, rank: int | None) -> np.ndarray:
     """The keys of a step, computed from `tensor_keys`. With rank None, all ranks get the same keys.
 
-    Each key passes the generator SplitMix64 twice (Steele et al. 2014, doi:10.1145/2660193.2660195). The key is the
-    seed of a first generator, and output number `step` of this generator is the seed of a second one. Output number
+    The generator SplitMix64 is applied to each key twice (Steele et al. 2014, doi:10.1145/2660193.2660195). The key is
+    the seed of a first generator, and output number `step` of this generator is the seed of a second one. Output number
     `rank` of the second generator is the result.
     """
     return _mixed(_mixed(keys, step), -1 if rank is None else rank)
 
 
 def _mixed(keys: Any, number: int) -> Any:
-    """Output `number` of SplitMix64 with each key as the seed. keys: a uint64 array, or an int, for which the function
-    is much faster."""
+    """Output `number` of SplitMix64 with each key as the seed. `keys` is a uint64 array, or an int, for which the
+    function is much faster."""
     keys = keys + (number + 1) * 0x9E3779B97F4A7C15 % 2**64 & _ALL_BITS
     keys = (keys ^ keys >> 30) * 0xBF58476D1CE4E5B9 & _ALL_BITS
     keys = (keys ^ keys >> 27) * 0x94D049BB133111EB & _ALL_BITS

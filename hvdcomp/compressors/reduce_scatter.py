@@ -26,8 +26,8 @@ class Codec(Protocol):
 
     Attributes:
         unit: chunks begin at multiples of this number of elements of a tensor.
-        of_means: the method that compresses the means of chunks. The compressor of means is this method, possibly at
-            another level.
+        of_means: the method that compresses the means of chunks. The compressor of means is this method, possibly at a
+            different level.
     """
 
     @property
@@ -89,7 +89,7 @@ def reduce_chunks(
     enters the mean uncompressed.
 
     Args:
-        method: the method that encodes chunks. It can decode one payload without others.
+        method: the method that encodes chunks. It can decode a payload without the payloads of other ranks.
         xp: array functions.
         chunks: this rank's x, cut into one chunk for each rank, float32 (length,). Chunk r is averaged by rank r.
         context: the tensor's name, the step, the seed, the rank and the number of ranks.

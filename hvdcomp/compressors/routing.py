@@ -25,8 +25,8 @@ from hvdcomp.specs.levels import Level
 
 MOST_NESTED = 32  # maximum depth of nested routers, because most methods are recursive
 ANY = "*"  # the pattern that matches every name
-_PATTERNS_SHOWN, _NAMES_SHOWN = 3, 3  # in an error message
-_NUMBERED = re.compile(r"(allreduce\.noname\.)?\d+(\.\d+)*")  # the names of parameters that have no name from the user
+_PATTERNS_SHOWN, _NAMES_SHOWN = 3, 3  # numbers of patterns and names that an error message shows
+_NUMBERED = re.compile(r"(allreduce\.noname\.)?\d+(\.\d+)*")  # names of parameters that the user has not named
 CONDITION = re.compile(r"(numel|ndim)\s*<\s*(\d+)")  # the condition of a rule, which may replace a pattern
 
 
@@ -35,7 +35,7 @@ class Router(Compressor):
     """Base class of the compressors that choose a compressor for each tensor.
 
     Some of a router's compressors may have a level. If all these levels are of the same kind, such as ratio or rank,
-    the router has a level, too. Setting the level of the router sets the level of each of these compressors. If the
+    the router also has a level. Setting the level of the router sets the level of each of these compressors. If the
     kinds differ, levels can only be set for single tensors.
     """
 
@@ -97,7 +97,7 @@ class Router(Compressor):
         return levels.pop() if len(levels) == 1 and self.level_name else None
 
     def at_level(self, level: Level | None) -> Compressor:
-        """The same router with another level: each compressor that has a level gets this level.
+        """The same router with a different level. Each compressor that has a level gets this level.
 
         Raises:
             SpecError: if the compressors have different kinds of level, or do not allow this level.
@@ -130,7 +130,7 @@ class Router(Compressor):
         }
 
     def _with(self, choices: Iterable[Compressor]) -> Router:
-        """A router with the same rules, but with other compressors, given in the order of `choices`."""
+        """A router with the same rules, but with different compressors, given in the order of `choices`."""
         raise NotImplementedError
 
     def _with_level(self) -> list[Compressor]:
@@ -154,8 +154,8 @@ class ByName(Router):
     lower case are different.
 
     Args:
-        patterns: a mapping from patterns to compressors, or pairs, in the order in which patterns are tried. If no
-            pattern matches a tensor, this is an error, so the last pattern is usually "*".
+        patterns: a mapping from patterns to compressors, or pairs, in the order in which patterns are tried. It is an
+            error if no pattern matches a tensor, so the last pattern is usually "*".
 
     Raises:
         SpecError: if there are no patterns, if a pattern is given twice or after "*", or if a value is not a
@@ -231,8 +231,8 @@ class _ByThreshold(Router):
             _require_compressor(self.name, place, choice)
 
     def compared(self, tensor: TensorInfo) -> int:
-        """The number of the tensor that is compared. The first compressor is chosen if it is below the threshold,
-        otherwise the second."""
+        """The number of the tensor that is compared with the threshold. The first compressor is chosen if this number
+        is below the threshold, otherwise the second."""
         raise NotImplementedError
 
     def choose(self, tensor: TensorInfo) -> Compressor:
@@ -327,7 +327,7 @@ def require_matches(compressor: Compressor, names: Collection[str]) -> None:
 
     Args:
         compressor: the compressor. The patterns of its routers are checked.
-        names: the names of all parameters of the model, including frozen ones.
+        names: the names of all parameters of the model, including frozen parameters.
 
     Raises:
         SpecError: if a pattern has no match. The message lists the most similar names.
@@ -353,8 +353,8 @@ def require_matches(compressor: Compressor, names: Collection[str]) -> None:
 
 
 def _nearest(pattern: str, names: Collection[str]) -> list[str]:
-    """The names that share most parts with the pattern. Among names that share the same number of parts, the names with
-    the most similar text."""
+    """The names that share most parts with the pattern. Among names that share the same number of parts, the result has
+    the names with the most similar text."""
     text = re.sub(r"[*?\[\]!]", "", pattern).lower()
     parts = set(filter(None, re.split(r"[./]", text)))
 

@@ -24,18 +24,18 @@ from hvdcomp.kernels import cuda
 from hvdcomp.kernels.tables import PRODUCT
 
 _ADDRESSES = ("gradient", "result", "source", "kept", "x", "velocity", "next_velocity")
-_OF_MEANS = "#mean"  # means get other random numbers than the chunks
+_OF_MEANS = "#mean"  # means get different random numbers from the chunks
 _OF_KEPT = ("above", "below", "rule", "kept_type")
 
 
 def scatter(method: Codec, xp: ArrayFunctions, x: Array, context: Context) -> Aggregation:
     """Runs a step with exchange "scatter" for one tensor.
 
-    Each chunk has an owner, the rank that averages it. The owner adds its own x without rounding. In chunks of other
-    ranks, C(x) is the decoded payload. In this rank's own chunk, C(x) is x minus N times the rounding error of the
-    mean, with N ranks. Then the C(x) of all ranks add up to N times the result, and one residual accounts for both
-    roundings. This residual may overflow even if the mean does not. Such a large mean becomes NaN, and all ranks see
-    the NaN.
+    Each chunk has an owner, which is the rank that averages it. The owner adds its own x without rounding. In chunks of
+    other ranks, C(x) is the decoded payload. In this rank's own chunk, C(x) is x minus N times the rounding error of
+    the mean, with N ranks. With this definition, the sum of C(x) over all ranks is N times the result, and one residual
+    accounts for both roundings. This residual may overflow even if the mean does not. Such a large mean becomes NaN,
+    and all ranks see the NaN.
     """
     ranks, own = context.world_size, context.rank
     vector = xp.flatten(xp.astype(x, "float32"))
@@ -82,7 +82,7 @@ def scatter_bucket(method: Codec, bucket: Bucket) -> BucketAggregation:
     decoded = [chunks.decode(method, bucket, payloads) for chunks in layout.decoders]
     found_inf = any_found_inf(found_inf, *decoded)
     own_chunk.keep(bucket)
-    if bucket.widens and bucket.device is None:  # on a device, `EngineBucket` does it
+    if bucket.widens and bucket.device is None:  # on a device, `EngineBucket` does this
         return any_found_inf(bucket.call("narrow_results"), found_inf)
     return found_inf
 
@@ -169,8 +169,8 @@ class _Pieces:
         return np.where(tensors == 0, tensors, tensors + np.uint64(width) * self._starts)
 
     def decode_means(self, method: Codec, whole: Bucket, payloads: AnyArray) -> bool | AnyArray:
-        """Decodes payloads of means to the results. payloads: the payloads of all ranks. The bucket reads only the rows
-        of its own pieces."""
+        """Decodes payloads of means to the results. `payloads` has the payloads of all ranks. The bucket reads only the
+        rows of its own pieces."""
         self.bucket.suffix = _OF_MEANS
         self.bucket.segments["result"] = self.addresses(whole, "result")
         # `flatten` copies the rows only if payloads of other requests of the round are between them.
@@ -196,7 +196,7 @@ class _OtherChunks(_Pieces):
 
 class _AllChunks(_Pieces):
     """The chunks of all ranks, with the layout of the payloads of means. This layout is used if means are compressed at
-    another level."""
+    a different level."""
 
     def decode(self, method: Codec, whole: Bucket, payloads: AnyArray) -> bool | AnyArray:
         """Decodes all payloads of means to the results."""
@@ -304,7 +304,7 @@ class _Layout:
             same layout as chunks.
         rows: one payload for each rank, uint8 (ranks, length). This rank's own row is unused.
         sent: the payload of the mean, uint8 (length,).
-        zeros: used on the host only: a vector of zeros, as long as the longest piece.
+        zeros: a vector of zeros, as long as the longest piece. It is used only on the host.
     """
 
     def __init__(self, method: Codec, bucket: Bucket) -> None:
@@ -314,7 +314,7 @@ class _Layout:
         own_pieces = [(owner, piece) for owner, piece in pieces if owner == own]
         other_pieces = [(owner, piece) for owner, piece in pieces if owner != own]
         self.own = _OwnChunk(method, bucket, own_pieces)
-        # All ranks compute the lengths of payloads from the pieces, so all ranks know all lengths.
+        # All ranks compute the lengths of payloads from the pieces, so no exchange of lengths is needed.
         owners = np.array([owner for owner, _ in other_pieces], np.int64)
         rows = PayloadRows(owners, ranks, self.own.payload_bytes(method))
         self.others = _OtherChunks(bucket, other_pieces, bucket.memory, rows)

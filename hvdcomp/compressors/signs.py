@@ -1,4 +1,4 @@
-"""Sign methods send one bit per element, and a few numbers that say how to decode the bits.
+"""Sign methods send one bit per element, and a few numbers that are needed to decode the bits.
 
 The methods differ in how receivers decode the bits: by a majority vote (SignSGD), as two means (one-bit SGD), or as one
 magnitude (EF-SignSGD).
@@ -23,7 +23,7 @@ from hvdcomp.errors import SpecError
 from hvdcomp.kernels.tables import NOT_NEGATIVE, POSITIVE
 from hvdcomp.specs.described import Truth
 
-# The difference of this number of votes fits into an int8.
+# With at most this number of votes, the difference of the votes fits into an int8.
 _VOTES_PER_BYTE = 127
 
 
@@ -32,18 +32,20 @@ class SignSGD(Compressor):
     """Sends the sign of each element. The result is the sign that the majority of ranks sent, or 0 if there is a tie
     (Bernstein et al. 2018).
 
-    One bit cannot say that an element is zero. Therefore each rank also sends one bit for each row (first dimension).
-    This bit says whether the row votes. A row of zeros, such as the embedding of a word that is not in the batch, does
-    not vote. With `zeros="elements"`, each element has such a bit, and no zero votes. The payload then takes two bits
-    per element. With `zeros="rows"`, a zero in a row with a nonzero element does vote. The vote of a zero alternates
-    between + and - from step to step and from rank to rank. So the votes of two ranks for their zeros cancel, and the
-    votes of one rank for a zero cancel within two steps.
+    One bit cannot express that an element is zero. Therefore each rank also sends one bit for each row (first
+    dimension). This bit indicates whether the row votes. A row of zeros, such as the embedding of a word that is not in
+    the batch, does not vote. With `zeros="elements"`, each element has such a bit, and zeros do not vote. The payload
+    then takes two bits per element. With `zeros="rows"`, a zero in a row with a nonzero element does vote. The vote of
+    a zero alternates between + and - from step to step and from rank to rank. So the votes of two ranks for their zeros
+    cancel, and the votes of one rank for a zero cancel within two steps.
 
-    The result has magnitude 1 (or 0). Choose the learning rate for this magnitude. As published, the method has no
-    error feedback, because a residual is in the gradient's units and a sign is not. (`EFSignSGD` scales the signs.)
+    The elements of the result have magnitude 1 (or 0). Choose the learning rate for this magnitude. As published, the
+    method has no error feedback, because a residual is in the gradient's units and a sign is not. (`EFSignSGD` scales
+    the signs.)
 
     Attributes:
-        zeros: which parts of a tensor have an extra bit that says whether the part votes: "rows" or "elements".
+        zeros: the parts of a tensor that have an extra bit, "rows" or "elements". The bit indicates whether the part
+            votes.
 
     Example:
         >>> SignSGD().payload_bytes((1000, 1000))
@@ -82,7 +84,7 @@ class SignSGD(Compressor):
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
         """Like `aggregate`, but in passes over all tensors of the bucket:
 
-        1. `votes_encode` computes x, its sign bits, and the bits that say which rows vote.
+        1. `votes_encode` computes x, its sign bits, and the bits that indicate which rows vote.
         2. `votes_keep` subtracts the votes from x, if there is a memory.
         3. `votes_decode` writes the signs of the majority to the results.
         """
@@ -129,12 +131,12 @@ class SignSGD(Compressor):
 
 @dataclass(frozen=True)
 class OneBit(Gathering):
-    """One-bit SGD: sends one bit per element, which says whether the element is positive. A 1 is decoded as the mean of
-    the positive elements, and a 0 as the mean of the other elements (Seide et al. 2014, section 3.2).
+    """One-bit SGD: sends one bit per element, which indicates whether the element is positive. A 1 is decoded as the
+    mean of the positive elements, and a 0 as the mean of the other elements (Seide et al. 2014, section 3.2).
 
     Attributes:
-        per_row: whether each row of the gradient matrix (first dimension by the others) has its own pair of means. If
-            False, the tensor has one pair. Seide et al. use one pair for each column of their weight matrices.
+        per_row: whether each row of the gradient matrix (the first dimension gives the rows) has its own pair of means.
+            If False, the tensor has one pair. Seide et al. use one pair for each column of their weight matrices.
 
     Example:
         >>> OneBit().payload_bytes((1000, 1000))
@@ -248,7 +250,7 @@ def _encode_two_values(bucket: Bucket, rule: int) -> None:
 
     Args:
         bucket: the bucket that is compressed.
-        rule: `POSITIVE` or `NOT_NEGATIVE`: which elements have the bit 1.
+        rule: which elements have the bit 1, given as `POSITIVE` or `NOT_NEGATIVE`.
     """
     bucket.found_inf = bucket.call("two_values_encode", rule, bucket.layout.payload.vector)
 
@@ -258,7 +260,7 @@ class _BitsLayout:
 
     Args:
         bucket: the bucket that is compressed.
-        bytes_of_values: number of bytes in the payload for the values of each tensor, besides the bits.
+        bytes_of_values: number of bytes in the payload for the values of each tensor, in addition to the bits.
     """
 
     def __init__(self, bucket: Bucket, bytes_of_values: int) -> None:
@@ -269,12 +271,12 @@ class _BitsLayout:
 
 
 class _VotesLayout:
-    """The layout of a payload of votes: the sign bits of each tensor, then the bits that say which rows vote.
+    """The layout of a payload of votes: the sign bits of each tensor, then the bits that indicate which rows vote.
 
     Args:
         bucket: the bucket that is compressed.
-        by_rows: whether each row of a tensor has a bit that says whether the row votes. If False, each element has such
-            a bit.
+        by_rows: whether each row of a tensor has a bit that indicates whether the row votes. If False, each element has
+            such a bit.
     """
 
     def __init__(self, bucket: Bucket, by_rows: bool) -> None:

@@ -1,5 +1,5 @@
-"""Counts the bytes that a compressor sends for a tensor. To count the bytes, the function runs the compressor's
-generator on arrays without values."""
+"""Counts the bytes that a compressor sends for a tensor. To count the bytes, the compressor's generator is run on
+arrays without values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SentPayload(NamedTuple):
     """One rank's payload for one collective and one tensor.
 
     Attributes:
-        kind: kind of collective: "allreduce", "reducescatter", "allgather" or "alltoall".
+        kind: kind of collective, that is, "allreduce", "reducescatter", "allgather" or "alltoall".
         bytes: the bytes of the payload, including indices and scales. The parts for all ranks are counted together.
         reduction: the operation and element type of an allreduce or reduce-scatter, such as "mean float32". Payloads
             with different reductions do not share a collective. The reduction is empty for allgather and alltoall,
@@ -32,8 +32,8 @@ class SentPayload(NamedTuple):
 
 @lru_cache(maxsize=1 << 14)  # called for every plan, step and prediction, but a model has few different shapes
 def payloads_of(compressor: Any, shape: tuple[int, ...], dtype: str, ranks: int = 1) -> tuple[SentPayload, ...]:
-    """The payloads of one step of a `Compressor` for a tensor, in order. If the payloads differ between steps, the mean
-    of the payloads over a period.
+    """The payloads of one step of a `Compressor` for a tensor, in order. If the payloads differ between steps, the
+    result is the mean of the payloads over a period.
     """
     steps = [payloads_of_step(compressor, shape, dtype, step, ranks) for step in range(compressor.period)]
     if len(steps) == 1:
@@ -53,7 +53,7 @@ def payloads_of_step(
         compressor: the compressor of the tensor.
         shape: shape of the tensor.
         dtype: element type of the tensor.
-        step: number of the step, from 0.
+        step: number of the step, counted from 0.
         ranks: the number of ranks. Some payloads depend on this number.
     """
     if not number_of_elements(shape):

@@ -1,4 +1,4 @@
-"""Chunked top-k sends the largest elements of each chunk of neighbouring elements. Indices and values need few bits."""
+"""Chunked top-k sends the largest elements of each chunk of neighboring elements. Indices and values need few bits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hvdcomp.specs.described import Rule, between
 from hvdcomp.specs.levels import Level
 
 VALUES = {"2bit": FOUR_MEANS, "sign": IN_SIGN, "fp16": IN_HALF, "float32": IN_FLOAT}
-"""The allowed encodings of values, each with the number by which kernels know it."""
+"""The allowed encodings of values, each with the number that stands for it in kernels."""
 
 _MEANINGS = "'2bit' (one of four means), 'sign' (a sign), 'fp16' (half precision) or 'float32'"
 _Values = Annotated[str, Rule(lambda values: values in VALUES, _MEANINGS)]
@@ -39,25 +39,26 @@ class ChunkedTopK(Compressor):
     2025, arXiv:2508.15706).
 
     An index within a chunk has as few bits as possible: 12 bits for 4096 elements. With two bits per value, float32
-    gradients need 4096 * 32 / (64 * (12 + 2)) = 146.3 times more bits. 146.3 is the published number, which leaves out
-    four float32 means for each tensor. The last chunk of a tensor may have fewer elements. This last chunk sends the
-    same share of its elements: ceil(k length / chunk).
+    gradients need 4096 * 32 / (64 * (12 + 2)) = 146.3 times more bits. 146.3 is the published number, which does not
+    count four float32 means for each tensor. The last chunk of a tensor may have fewer elements. This last chunk sends
+    the same share of its elements: ceil(k length / chunk).
 
-    Two bits say in which of four bins a value is. The value is decoded as the mean of the values in this bin:
+    With `values=2bit`, two bits indicate which of four bins contains a value. The value is decoded as the mean of the
+    values in this bin:
 
         bin(v) = round((v - mean) / s + 2), limited to 0 ... 3;  s = 6 sigma / 4
 
-    mean and sigma are the mean and the standard deviation of all values that are sent of the tensor. So the borders
-    between bins are at -2.25, -0.75 and 0.75 sigma from the mean. To compute sigma, the sum of squares is divided by n,
-    not by n - 1, for n values. With this choice, the method is a contraction even if only two values are sent: |x -
-    C(x)| < |x| unless x = 0.
+    mean and sigma are the mean and the standard deviation of all sent values of the tensor. So the borders between bins
+    are at -2.25, -0.75 and 0.75 sigma from the mean. To compute sigma, the sum of squares is divided by n, not by n -
+    1, for n values. With this choice, the method is a contraction even if only two values are sent: |x - C(x)| < |x|
+    unless x = 0.
 
     The paper compresses the change of 30 local steps, with a residual decay of 0.95
     (`memory=error_feedback:decay=0.95`).
 
     With `values=sign`, only the sign of a value is sent. The sign is decoded as plus or minus the mean magnitude of the
-    values that are sent of the tensor. Zero counts as positive. For example, to send the largest of each 8 elements
-    takes 4 bits: one sign, and 3 bits for the place. The mean magnitude is a float64 sum, multiplied by 1 / number in
+    sent values of the tensor. Zero counts as positive. For example, sending the largest of each 8 elements takes 4
+    bits: one for the sign, and 3 for the place. The mean magnitude is a float64 sum, multiplied by 1 / number in
     float64. The mean magnitude is then rounded to float32, or to the gradient's type if this has 16 bits. NumPy,
     PyTorch and kernels may add in different orders, but the error of a float64 sum hardly ever changes the float32
     result. Ranks never differ, because all ranks decode with the magnitude that was sent.
@@ -65,8 +66,9 @@ class ChunkedTopK(Compressor):
     Attributes:
         chunk: number of elements in a chunk.
         k: number of elements of each chunk that are sent, at most `chunk`.
-        values: how a value is sent. "2bit": as one of four numbers. "sign": as its sign, with one mean magnitude for
-            the tensor. "fp16" or "float32": as a float. The memory keeps the rounding error.
+        values: how a value is sent. With "2bit", it is sent as one of four numbers. With "sign", only its sign is sent,
+            with one mean magnitude for the tensor. With "fp16" or "float32", it is sent as a float. The memory keeps
+            the rounding error.
 
     Raises:
         SpecError: if k is more than `chunk`.
@@ -107,7 +109,7 @@ class ChunkedTopK(Compressor):
 
     def aggregate(self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         """Sends the largest elements of each chunk. C(x) has the decoded values of these elements, and zeros elsewhere.
-        The result is the mean of the ranks' C(x)."""
+        The result is the mean of C(x) over the ranks."""
         vector = xp.flatten(x)
         size, wide = vector.shape[0], wide_dtype(xp.dtype_name(x))
         places = self._choose(xp, vector)
@@ -145,8 +147,8 @@ class ChunkedTopK(Compressor):
         return -(-self.k * length // self.chunk)
 
     def _choose(self, xp: ArrayFunctions, vector: Array) -> Array:
-        """The places, int32 (count,), of the elements to send. Places count from the begin of the chunk, and chunks
-        follow each other."""
+        """The places, int32 (count,), of the elements to send. Places are counted from the start of the chunk. The
+        places of one chunk follow those of the previous chunk."""
         magnitudes, functions = abs(xp.astype(vector, wide_dtype(xp.dtype_name(vector)))), xp
         if not xp.waits(vector):  # so that all frameworks make the same choice among equal elements as NumPy
             magnitudes, functions = arrays_for(magnitudes).to_numpy(magnitudes), numpy_arrays

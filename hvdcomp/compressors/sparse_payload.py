@@ -1,9 +1,9 @@
 """Encodes chosen elements. Values are unchanged or in half precision, and indices take as few bytes as possible.
 
 In a tensor of at most 65536 elements, an index takes two bytes. Larger tensors are cut into blocks of 65536 elements.
-An index then takes two bytes, for the place in the block, and each block sends a count of four bytes. If only few
-elements are sent, four bytes for each index without counts are fewer bytes, and are used instead (eight bytes from
-2**31 elements on).
+An index then takes two bytes, for the place in the block, and each block sends a count of four bytes. If only a few
+elements are sent, it takes fewer bytes to send four bytes for each index and no counts (eight bytes for tensors of
+2**31 or more elements). In this case, indices are sent in this way.
 
 All sizes depend only on the number of elements of the tensor and the number of chosen elements. So every rank knows all
 sizes before the exchange.
@@ -45,8 +45,8 @@ def value_bytes(values: str, dtype: str = "float32") -> int:
 
 
 def most_elements(budget: float, size: int, bytes_of_value: float) -> int:
-    """The largest number of elements, from 1 to `size`, whose payload has at most `budget` bytes; 1 if there is
-    none."""
+    """The largest number of elements, from 1 to `size`, whose payload has at most `budget` bytes; 1 if there is no such
+    number."""
     blocks = 0 if size <= _BLOCK else 4 * _blocks(size)
     in_blocks = math.floor((budget - blocks) / (bytes_of_value + 2))
     whole = math.floor(budget / (bytes_of_value + _whole_bytes(size)))
@@ -71,7 +71,7 @@ def encode(xp: ArrayFunctions, vector: Array, indices: Array, values: str) -> tu
         xp: array functions.
         vector: the vector from which elements are sent, (d,).
         indices: the indices of the sent elements, (k,), int32 or int64. Each occurs at most once, in any order.
-        values: the element type of the sent values: "same" as the vector, or "fp16".
+        values: the element type of the sent values. "same" means the type of the vector. The alternative is "fp16".
 
     Returns:
         The parts of the payload, and the sparse vector that receivers decode. The parts are (values, indices) or

@@ -27,10 +27,10 @@ class RandomK(ByRatio):
     Attributes:
         unbiased: whether values are multiplied by d / k, for d elements of which k are sent. The expectation is then
             the gradient itself, and no error feedback is needed.
-        values: the element type of the values that are sent: "same" as the gradient, or "fp16". With "fp16", sums are
-            in half precision. Values are clipped to half the largest half-precision number divided by the number of
-            ranks, so that sums cannot overflow in any order. If `unbiased`, a value beyond this limit counts as not
-            finite, unless a bucket's memory keeps the excess.
+        values: the element type of the values that are sent. "same" means the type of the gradient. The alternative is
+            "fp16". With "fp16", sums are in half precision. Values are clipped to half the largest half-precision
+            number divided by the number of ranks, so that sums cannot overflow in any order. If `unbiased`, a value
+            beyond this limit counts as not finite, unless a bucket's memory keeps the excess.
 
     Example:
         >>> RandomK(ratio=0.01).payload_bytes((1000, 1000))
@@ -78,7 +78,7 @@ class RandomK(ByRatio):
         return Outcome(xp.reshape(dense, x.shape), SparseVector(indices, xp.astype(sent, dtype)))
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
-        """Like `aggregate`, but in passes over all tensors of the bucket. The names in brackets are the kernels on a
+        """Like `aggregate`, but in passes over all tensors of the bucket. The names in parentheses are the kernels on a
         device, which compute the places again instead of storing them.
 
         1. `random_encode` (`random_take`) draws the places, computes x, and writes its values at the places to the
@@ -122,8 +122,8 @@ class _Layout:
         half: whether the payload is in half precision.
 
     Attributes:
-        payload: the sent values of all tensors. Values of a tensor are next to each other, and among them the values of
-            a task.
+        payload: the sent values of all tensors. The values of a tensor are next to each other, and so are, within a
+            tensor, the values of a task.
         sent: the sent values, as receivers decode them, (values,).
         places: for each sent value, the index of its element within its task, (values,).
         ends: for each task, the end of its values among the values of its tensor (tasks,).

@@ -175,12 +175,12 @@ class ARCTopK(BlocksTogether):
 
     V is a matrix with `sketch` random columns. V is the same on all ranks and is drawn again in each step. The ranks
     average G V for their gradients G. The norm of a row of this average estimates the norm of the same row of the mean
-    gradient. So gradients that cancel between ranks do not count. In sums of squares such gradients would count.
+    gradient. So gradients that cancel between ranks do not count, although they would count in sums of squares.
 
     Attributes:
         ratio: the share of the elements that is sent, rounded to whole rows; at least one row is sent.
         sketch: the number of columns of the random matrix V. With more columns, the estimates of the norms are more
-            exact.
+            accurate.
 
     Example:
         >>> ARCTopK(ratio=0.05).payload_bytes((1000, 1000))
@@ -218,7 +218,7 @@ class ARCTopK(BlocksTogether):
 
     def judge_bucket(self, bucket: Bucket, layout: _BlocksLayout) -> bool | Array:
         """Computes the sketches of all matrices. On the host NumPy computes the products, because a kernel would add in
-        another order."""
+        a different order."""
         contexts = [dataclasses.replace(bucket.context, name=tensor.name) for tensor in bucket.tensors]
         shapes = [matrix_shape(tensor.shape) for tensor in bucket.tensors]
         sketches = layout.judged.vector

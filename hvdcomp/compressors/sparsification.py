@@ -49,7 +49,7 @@ class ByRatio(WithRatio):
 
     def most_elements(self, budget: float, size: int) -> int:
         """The largest number of elements, for a tensor with `size` elements, whose payload has at most `budget` bytes;
-        1 if there is none."""
+        1 if there is no such number."""
         raise NotImplementedError
 
     def payload_floats(self, shape: tuple[int, ...], level: Level | None = None) -> float:
@@ -69,8 +69,8 @@ class Sparsifier(ByRatio):
     `sparse_payload` describes the payload. An index takes two bytes if this makes the payload smaller.
 
     Attributes:
-        values: the element type of the values that are sent: "same" as the gradient, or "fp16". The memory keeps the
-            rounding error, and the excess above the largest half-precision number.
+        values: the element type of the values that are sent. "same" means the type of the gradient. The alternative is
+            "fp16". The memory keeps the rounding error, and the excess above the largest half-precision number.
     """
 
     values: sparse_payload.How = field(default="same", kw_only=True)
@@ -83,8 +83,8 @@ class Sparsifier(ByRatio):
         raise NotImplementedError
 
     def aggregate(self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
-        """Sends the chosen elements. C(x) has these k elements, and zeros elsewhere. The result is the mean of the
-        ranks' C(x)."""
+        """Sends the chosen elements. C(x) has these k elements, and zeros elsewhere. The result is the mean of C(x)
+        over the ranks."""
         vector = xp.flatten(x)
         parts, sent = self._encode(xp, vector)
         ranks = yield AllGather(parts)
@@ -176,7 +176,7 @@ class SparsePlaces:
 
     Args:
         bucket: the bucket. `count` and the offsets of the parts in its table are set.
-        values: the element type of the sent values: "same" or "fp16", as in `sparse_payload`.
+        values: the element type of the sent values, "same" or "fp16", as in `sparse_payload`.
 
     Attributes:
         payload: the payload that this rank sends.
@@ -217,7 +217,7 @@ class Selection:
         bucket: the bucket, with `count` set in its table.
 
     Attributes:
-        method: how the threshold is found: `KTH_LARGEST`, `BISECT`, `SAMPLED` or `FITTED`.
+        method: how the threshold is found. The value is `KTH_LARGEST`, `BISECT`, `SAMPLED` or `FITTED`.
         rounds: the number of rounds of the search.
         type: the element type of the values in the payload, as a number of `NARROW`.
         masks: whether the velocity of an element is set to zero when the element is sent.
@@ -304,15 +304,15 @@ def aggregate_by_magnitude(
     """Like `Sparsifier.aggregate`, but in passes over all tensors of the bucket:
 
     1. `sparse_encode` computes x and collects candidates. A sample gives a floor, and the candidates are the few
-       elements that reach the floor. Among the candidates, the kernel searches the threshold, chooses k elements, and
-       writes them to the payload.
+       elements that reach the floor. Among the candidates, the kernel searches for the threshold, chooses k elements,
+       and writes them to the payload.
     2. `sparse_keep` subtracts the sent elements from x, so that x becomes the residual.
     3. `sparse_decode` adds the elements of all ranks to the results.
 
     Args:
         bucket: the bucket that is compressed.
-        values: the element type of the sent values: "same" or "fp16", as in `sparse_payload`.
-        method: how the threshold is found: `KTH_LARGEST`, `BISECT`, `SAMPLED` or `FITTED`.
+        values: the element type of the sent values, "same" or "fp16", as in `sparse_payload`.
+        method: how the threshold is found. The value is `KTH_LARGEST`, `BISECT`, `SAMPLED` or `FITTED`.
         room: a threshold is good if at least k and at most `room` k elements reach it.
         rounds: number of rounds of the search for the threshold.
     """

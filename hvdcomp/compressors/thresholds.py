@@ -1,5 +1,5 @@
-"""Threshold sparsifiers do not sort. Threshold sparsifiers search for a threshold that the magnitudes of about k
-elements reach.
+"""Threshold sparsifiers do not sort. Instead, they search for a threshold that the magnitudes of about k elements
+reach.
 
 All these methods use the counts and means of `Magnitudes` above a threshold. The methods choose exactly k elements, so
 that the payload has a fixed size. The methods differ in how they search for the threshold.
@@ -26,12 +26,13 @@ _SAMPLED_ROUNDS = 1 + 10  # the threshold from the sample, and 10 more
 
 
 class Bracket:
-    """The bounds of the threshold. Tests narrow the bounds, and at the end the bounds choose k elements.
+    """The bounds of the threshold. Tests narrow the bounds, and at the end the bounds determine which k elements are
+    chosen.
 
     Args:
         magnitudes: the magnitudes of the elements of the vector.
         k: number of elements to choose.
-        most: a threshold is good if at least k and at most this many elements reach it.
+        most: a threshold is good if at least k and at most this number of elements reach it.
     """
 
     def __init__(self, magnitudes: Magnitudes, k: int, most: int) -> None:
@@ -110,8 +111,9 @@ class MSTopK(ThresholdSparsifier):
 
     The bisection starts between the mean and the largest magnitude. The bisection ends when exactly k elements reach
     the threshold, or after `rounds` rounds. All elements that reach the upper bound (at most k) are sent. To complete k
-    elements, elements between the lower and the upper bound are sent in index order. (The paper chooses a random run of
-    them.) An element that is not sent is larger than a sent element by at most the distance between the two bounds.
+    elements, elements between the lower and the upper bound are sent in index order. (The paper instead chooses a
+    random run of these elements.) An element that is not sent is larger than a sent element by at most the distance
+    between the two bounds.
 
     Attributes:
         rounds: maximum number of rounds of the bisection, at most 100.
@@ -137,9 +139,9 @@ class MSTopK(ThresholdSparsifier):
 
 @dataclass(frozen=True)
 class RedSync(ThresholdSparsifier):
-    """Sends the k largest elements. A bisection finds a threshold that between k and 2k elements reach, and the k
-    largest of these elements are chosen exactly (Fang et al. 2019, arXiv:1808.04357, trimmed top-k with threshold
-    binary search).
+    """Sends the k largest elements. A bisection finds a threshold that between k and 2k elements reach. Of these
+    elements, exactly the k largest are chosen (Fang et al. 2019, arXiv:1808.04357, trimmed top-k with threshold binary
+    search).
 
     If there is no such threshold (for example because many elements are equal), or 25 rounds do not find one, the k
     elements are chosen among 2k elements: those that reach the nearest tested thresholds, in index order.
@@ -163,18 +165,18 @@ class RedSync(ThresholdSparsifier):
 
 @dataclass(frozen=True)
 class DGC(ThresholdSparsifier):
-    """Deep gradient compression: sends the k largest elements of the gradients that momentum correction accumulates. A
-    sample gives the threshold (Lin et al. 2018, arXiv:1712.01887, sections 3 and 5).
+    """Deep gradient compression: sends the k largest elements of the gradients that momentum correction accumulates.
+    The threshold is estimated from a sample (Lin et al. 2018, arXiv:1712.01887, sections 3 and 5).
 
     The first threshold is the magnitude that a share `ratio` of a strided 1 % sample reaches. While fewer than k
     elements reach the threshold, it is multiplied by 0.8. While more than 2 k elements reach it, it is multiplied by
     1.3. The threshold is changed at most 10 times. If a product would pass a threshold that was already tested, the
-    next threshold is half-way to the tested one. When between k and 2 k elements reach the threshold, the k largest of
-    them are sent, which are the k largest of the tensor. If no such threshold is found, the k elements are chosen among
-    2 k elements: those that reach the nearest tested thresholds, in index order.
+    next threshold is halfway between the current threshold and the tested threshold. When between k and 2 k elements
+    reach the threshold, the k largest of them are sent, which are the k largest of the tensor. If no such threshold is
+    found, the k elements are chosen among 2 k elements: those that reach the nearest tested thresholds, in index order.
 
     The optimizer must have no momentum of its own. Momentum and clipping are settings of the default memory
-    (`MomentumCorrection`). These settings have no effect if you choose another memory.
+    (`MomentumCorrection`). These settings have no effect if you choose a different memory.
 
     Attributes:
         momentum, nesterov, clip: settings of the default memory, `MomentumCorrection`.
@@ -208,7 +210,7 @@ class DGC(ThresholdSparsifier):
         for _ in range(_SAMPLED_ROUNDS):
             too_few, too_many = bracket.test(threshold)
             following = threshold * where(too_few, 0.8, where(too_many, 1.3, 1.0))
-            # If the product passes a tested threshold, go half-way to the tested threshold instead.
+            # If the product passes a tested threshold, go halfway to the tested threshold instead.
             highest = where(bracket.high < magnitudes.largest, bracket.high, magnitudes.largest)
             untried = (following > bracket.low) & (following <= highest)
             threshold = where(untried, following, (bracket.low + highest) / 2)
@@ -236,7 +238,7 @@ class SIDCo(ThresholdSparsifier):
 
     Attributes:
         stages: number of stages of the estimate, at most 100. With 1 stage, the first threshold should already keep the
-            share `ratio`. The paper adapts the number of stages; here it is fixed.
+            share `ratio` of the elements. The paper adapts the number of stages; here it is fixed.
 
     Example:
         >>> SIDCo(ratio=0.01).payload_bytes((1000, 1000))

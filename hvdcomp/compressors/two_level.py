@@ -2,13 +2,13 @@
 gradients over slow links.
 
 A reduce-scatter within each node gives each rank one shard of the node's mean gradient. The ranks with the same shard,
-one on each node, exchange the shard through a compressor. Then an all-gather within each node puts the shards together.
+one on each node, exchange the shard through a compressor. Then an all-gather within each node reassembles the shards.
 With n ranks per node, each rank encodes, decodes and sends only 1/n of the model between nodes. So the link of a node
 transfers one compressed model in total.
 
 Methods for matrices need whole matrices. For such methods, each tensor has an owner among the ranks of a node, chosen
-by size, and only the owner compresses the tensor. Meanwhile the other ranks of the node exchange a 1 x 1 matrix of
-zero, so that all ranks make the same requests.
+by size, and only the owner compresses the tensor. Meanwhile, the other ranks of the node exchange a 1 x 1 zero matrix,
+so that all ranks make the same requests.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class TwoLevel(Compressor):
 
     The residual of a rank is x - C(x) of its shard of the node's mean, multiplied by the number of ranks of the node.
     The rank adds this residual to its gradient in the next step. Because of the factor, the residual then counts once
-    in the mean of the node. So the compressor can use its own memory, and the C(x) of the ranks add up to the result.
-    The state of the compressor, such as PowerSGD's Q, is sent back with the result. All ranks then have the same state,
-    and any rank may own the matrix in the next step.
+    in the mean of the node. So the compressor can use its own memory, and the values of C(x) on all ranks add up to the
+    result. The state of the compressor, such as PowerSGD's Q, is sent back with the result. All ranks then have the
+    same state, and any rank may own the matrix in the next step.
 
     Attributes:
         compressor: the compressor of the shards, which are sent between nodes. It must not have its own momentum, as
@@ -245,7 +245,7 @@ def aggregate_two_levels(bucket: Bucket, places: NodePlaces) -> BucketAggregatio
 
     1. `dense_encode` computes x. One reduce-scatter with rows of equal length distributes the shards, or whole tensors.
        The rows are as long as the largest share, so that their length depends only on the bucket.
-    2. This rank's shard is a bucket, too. The bucket form of the compressor exchanges it with other nodes.
+    2. This rank's shard is also a bucket. The bucket form of the compressor exchanges this bucket with other nodes.
     3. `dense_keep` writes the residuals. `dense_decode` writes the shards of the node's ranks to the results.
     """
     if bucket.layout is None:
@@ -338,9 +338,9 @@ class _States:
 
     Args:
         whole: the bucket of all tensors, with their states.
-        shard: the bucket of the tensors that this rank owns. If it owns none, the bucket has one tensor with a single
-            zero.
-        dealt: for each rank of the node, the places in the whole bucket of the tensors that the rank owns.
+        shard: the bucket of the tensors that this rank owns. If this rank owns no tensors, the bucket has one tensor
+            with a single zero.
+        dealt: for each rank of the node, the tensors that the rank owns, as places in the whole bucket.
         own: number of this rank in its node.
     """
 
@@ -367,7 +367,7 @@ class _States:
                 state[:] = kept[places]
 
     def updated(self) -> AnyArray:
-        """The new states of this rank's tensors, padded to the longest states that a rank has."""
+        """The new states of this rank's tensors, padded to the length of the longest states on any rank."""
         start = 0
         for state, places in zip(self._shard_states.next, self._places[self._own], strict=True):
             self._sent[start : start + len(places)] = state[: len(places)]
@@ -389,7 +389,7 @@ class _Layout:
 
     Attributes:
         result: the mean of this rank's shard. On a device `result` exists only during a step.
-        shard: this rank's shard. If the rank has none, the shard is a single zero, so that all ranks send the same
+        shard: this rank's shard. If the rank has no shard, `shard` is a single zero, so that all ranks send the same
             requests.
         states: the states of tensors that are not cut, or None if the method has no state.
     """
@@ -449,12 +449,12 @@ def needs_nodes(compressor: Compressor) -> bool:
 
 
 def within(compressor: Compressor) -> Compressor:
-    """The inner compressor of a two-level compressor. Any other compressor is returned itself."""
+    """The inner compressor of a two-level compressor. Any other compressor is returned unchanged."""
     return compressor.compressor if isinstance(compressor, TwoLevel) else compressor
 
 
 def _node_places(context: Context) -> NodePlaces:
-    """This rank's places. Without information about nodes, every rank counts as a node."""
+    """This rank's `NodePlaces`. Without information about nodes, every rank counts as a node."""
     if context.node_places is None:
         return NodePlaces(Place(0, 1), Place(context.rank, context.world_size))
     return context.node_places(context.name)

@@ -24,11 +24,12 @@ POLICIES: dict[str, type[LevelSchedule] | type[Policy[Any]]] = {
     **classes_by_name(__name__, LevelSchedule),
     **classes_by_name(__name__, Policy),
 }
-"""Schedules, which every rank follows by itself, and policies, which rank 0 decides, by their name in a spec string."""
+"""Schedules and policies, by their name in a spec string. Every rank follows a schedule by itself. With a policy, rank
+0 makes the decisions."""
 
 
 POLICY_PLUGINS = Plugins("policy", "hvdcomp.policies", (LevelSchedule, Policy), POLICIES)
-"""Finds policies and schedules in other packages and in modules of the user."""
+"""Finds policies and schedules in other packages and in the user's modules."""
 
 
 def changes_batch_size(policy: LevelSchedule | Policy[Any] | None) -> bool:
@@ -42,8 +43,7 @@ def parse_policy(spec: str) -> LevelSchedule | Policy[Any]:
 
     Raises:
         SpecError: if a name or setting is unknown, a setting is missing, or a value has the wrong kind. The message
-            lists the names or settings that exist. The error is also raised for a policy that was removed, and the
-            message then names its replacement.
+            lists the names or settings that exist. For a policy that was removed, the message names its replacement.
     """
     if isinstance(spec, str):
         refuse_removed(spec)

@@ -1,7 +1,7 @@
-"""Accordion compresses weakly in critical regimes of a training, and strongly in all other phases.
+"""Accordion compresses weakly in critical regimes of a training run, and strongly in all other phases.
 
-A regime is critical if the norm of the gradient, accumulated over an epoch, has changed much since the last comparison.
-The regime is also critical if the learning rate falls. Each tensor has its own regime.
+A regime is critical if the norm of the gradient, accumulated over an epoch, has changed a lot since the last
+comparison. The regime is also critical if the learning rate falls. Each tensor has its own regime.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CriticalRegimes(AccumulatedGradientPolicy[State]):
         interval: number of epochs from one comparison of norms to the next. The gradients of the last epoch before the
             comparison are accumulated.
         steps: number of steps from one comparison of norms to the next, instead of `interval`. The gradients of these
-            steps are accumulated. A fall of the learning rate is then also noticed only at these times.
+            steps are accumulated. With `steps`, a fall of the learning rate is also noticed only at these times.
     """
 
     eta: Eta = 0.5

@@ -1,8 +1,8 @@
 """AdaQS halves the compression factor whenever the mean of the gradient has become smaller relative to its standard
 deviation.
 
-While a training converges, noise becomes a larger part of the gradient, and the mean-to-standard-deviation ratio (MSDR)
-falls. AdaQS then sends the gradient more exactly.
+As training converges, noise becomes a larger part of the gradient, and the mean-to-standard-deviation ratio (MSDR)
+falls. AdaQS then sends the gradient more precisely.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class AdaQS(AccumulatedGradientPolicy[AdaQSState]):
     changes nothing, and a factor never rises.
 
     Attributes:
-        start: the compression factor at the start of the training.
+        start: the compression factor at the start of training.
         fall: the factor is halved if the ratio falls by at least this share, between 0 and 1. The papers give no value.
         floor: the smallest compression factor.
         interval: number of epochs from one decision to the next. Gradients are accumulated over these epochs.

@@ -1,13 +1,13 @@
 """Auto chooses the fastest of no compression, fp16 and some compressors, so that compression never costs time.
 
 The performance model lists the candidates and predicts the time of a step for each (`hvdcomp.adaptation.candidates`).
-The training begins with the candidate that has the shortest prediction, and measures it. If the predicted time of
-another candidate is close to the best, the policy tries this candidate for a few steps. The steps before and after the
-trial use the best candidate. Because the speed of a machine changes, only measurements that follow each other can be
-compared. The policy keeps the candidate with the shortest measured time. A trial begins when its expected cost is at
-most a small share of the training time so far, so that the cost of all trials stays below this share. If step times
-have changed since the candidate was chosen, all candidates may be tried again. If the trial of a candidate was long
-ago, the candidate is tried once more.
+Training begins with the candidate that has the shortest predicted time, and the policy measures it. If the predicted
+time of another candidate is close to the best time, the policy tries this candidate for a few steps. The steps before
+and after the trial use the best candidate. Because the speed of a machine changes, only measurements that directly
+follow each other can be compared. The policy keeps the candidate with the shortest measured time. A trial begins when
+its expected cost is at most a small share of the training time so far, so that the cost of all trials stays below this
+share. If step times have changed since the candidate was chosen, all candidates may be tried again. If the trial of a
+candidate was long ago, the candidate is tried once more.
 
 This policy was developed for hvdcomp and is not from a paper.
 """
@@ -39,18 +39,18 @@ from hvdcomp.policies.schedules import Levelled
 from hvdcomp.specs.described import Rule, at_least, number
 
 WARM_UP = 10
-"""Steps at the start of a training that are not counted, before the `SETTLING` steps. Caches, allocators and the
-exchange of names slow them down, so that the first candidate would look worse than it is."""
+"""The number of steps that are not counted at the start of a training run, before the `SETTLING` steps. Caches,
+allocators and the exchange of names slow these steps down, so that the first candidate would look worse than it is."""
 
 DENSE_CANDIDATE = "dense"
 """Name of the candidate without compression."""
 
 _HOPELESS = 1.5  # a trial ends early if its steps are slower, or faster, than the best candidate's by this factor
-_FEW = 4  # after this number of measurements, the cost of changing to a candidate always counts
+_FEW = 4  # from this number of measurements on, the cost of changing to a candidate always counts
 _MOST = 16  # largest number of windows to measure a candidate that cannot be distinguished from the best
 # smallest standard error of a trial's ratio, because the speed of a machine changes from minute to minute
 _UNEVEN = 0.05
-_MOST_PATIENCE = 64  # decisions in a row
+_MOST_PATIENCE = 64  # largest value of `AutoState.patience`, in decisions in a row
 _LOOK_S = 1.0  # approximate seconds between decisions, because a decision costs time
 _AGAIN = 100  # after this number of windows, a candidate whose time is known is tried once more
 
@@ -67,7 +67,7 @@ _Excess = Annotated[float, number(lambda value: value > 0, "above 0, such as 0.1
 class Auto(Policy[AutoState]):
     """Chooses no compression, fp16 or a compressor for each set of tensors, so that steps are as fast as possible.
 
-    The compressor is the compressor of the training, or one of `compressors`. Levels do not change. If a compressor has
+    The compressor is that of the training run, or one of `compressors`. Levels do not change. If a compressor has
     `exchange="auto"`, the policy also chooses the faster of "gather" and "scatter".
 
     Attributes:
@@ -75,7 +75,8 @@ class Auto(Policy[AutoState]):
         compressors: further compressors, or their specs, from which to choose. The compressors are stored as specs.
         loss: the policy also considers compressors that raised the loss by at most this share in our measurements
             (`hvdcomp.compressors.evidence`). 0 adds no compressors.
-        model: the model in the calibration; empty for the model whose tensors have the same shapes as in this training.
+        model: the model in the calibration; empty for the model whose tensors have the same shapes as in this training
+            run.
         batch: the batch size of one rank, if it differs from the batch size of the calibration; otherwise 0.
         window: the number of steps for which a candidate is measured. A few steps before the window do not count.
         every: the number of steps between two decisions while no candidate is tried. If these steps take less than a
@@ -83,7 +84,7 @@ class Auto(Policy[AutoState]):
         margin: a candidate is tried if its steps are expected to be slower than the best steps by at most this share.
         budget: the share of the training time that trials may cost.
         drift: a share of the step time. All candidates may be tried again if, at four decisions in a row, the step time
-            differs by more than this share from the step time at the choice of the current candidate.
+            differs by more than this share from the step time when the current candidate was chosen.
 
     Example:
         >>> str(Auto(calibration="calibration.json"))
@@ -198,7 +199,7 @@ class Auto(Policy[AutoState]):
         return max(0, self.window - len(trial.times))
 
     def _note(self, state: AutoState, latest: Measured) -> AutoState:
-        """Records the time of the chosen candidate, and scales the times of the others in proportion."""
+        """Records the time of the chosen candidate, and scales the times of all other candidates in proportion."""
         old = state.measured.get(state.chosen)
         merged = latest if old is None else old.with_more(latest, _MOST * self.window)
         factor = 1.0 if old is None else merged.seconds / old.seconds
@@ -243,15 +244,15 @@ class Auto(Policy[AutoState]):
         return self._stay(state, best, step, short)
 
     def _open(self, state: AutoState, best: str) -> list[str]:
-        """The candidates that may be noticeably faster than the best."""
+        """The candidates that may be noticeably faster than the best candidate."""
         due = []
         limit = state.measured[best]
         for name in state.candidates:
             measured = state.measured.get(name)
             if measured is None:
-                # Uncompressed gradients are always tried, because the policy promises never to be slower than them.
-                # After step times have drifted, predictions and earlier trials are no longer valid, so all candidates
-                # are tried.
+                # Uncompressed gradients are always tried, because the policy promises never to be slower than without
+                # compression. After step times have drifted, predictions and earlier trials are no longer valid, so all
+                # candidates are tried.
                 if name == DENSE_CANDIDATE or state.reopened or state.is_near(best, name, self.margin):
                     due.append(name)
             elif name != best and measured.steps < _MOST * self.window:
@@ -302,7 +303,7 @@ class Auto(Policy[AutoState]):
         )
 
     def _until_look(self, seconds: float) -> int:
-        """The number of steps until the next decision. seconds: the time of a step."""
+        """The number of steps until the next decision. `seconds` is the time of a step."""
         return max(self.every, math.ceil(_LOOK_S / seconds))
 
     # States as JSON, in which the fields of the trial are next to the fields of the state.
@@ -314,7 +315,7 @@ class Auto(Policy[AutoState]):
 
     def fields_of(self, data: Mapping[str, Any]) -> dict[str, Any]:
         fields = dict(data)
-        if vars(Trial()).keys() <= fields.keys():  # an incomplete trial is left out, and then reported as missing
+        if vars(Trial()).keys() <= fields.keys():  # an incomplete trial is omitted, and then reported as missing
             fields["trial"] = {name: fields.pop(name) for name in vars(Trial())}
         return super().fields_of(fields)
 

@@ -12,14 +12,16 @@ from hvdcomp.policies.median import median_with_error
 from hvdcomp.policies.request import Candidate
 
 PATIENCE = 4
-"""Decisions in a row that must see another step time before all candidates are open again for the first time."""
+"""The number of decisions in a row that must see a changed step time before all candidates may be tried again for the
+first time."""
 
 SETTLING = 2
-"""Steps after a change that are not counted: the first sends residuals, and Horovod negotiates new names and sizes."""
+"""The number of steps that are not counted after a change. The first of them sends residuals, and Horovod negotiates
+new names and sizes."""
 
-LEAST = 2  # fewest steps by which to judge a candidate
+LEAST = 2  # fewest measured steps that are enough to judge a candidate
 _CLOCK_S = 1e-9  # a shorter step time is an error of the clock, and is ignored
-DOUBT = 0.1  # share by which a prediction may be too high; a trial of a candidate within this share counts as free
+DOUBT = 0.1  # a prediction may be too high by this share; a trial of a candidate within this share counts as free
 _PRIOR = 2  # a prediction counts as this number of measured steps, with DOUBT as its standard error
 # trial and prediction agree within this number of standard errors; if they do not agree, the prediction is ignored
 _AGREES = 2
@@ -52,7 +54,7 @@ class Measured:
         return cls(*median_with_error(times), len(times))
 
     def scaled(self, factor: float) -> Measured:
-        """The measurement with all times multiplied by `factor`."""
+        """This measurement with all times multiplied by `factor`."""
         return Measured(factor * self.seconds, factor * self.error, self.steps, self.at)
 
     def contradicts(self, other: Measured, errors: float) -> bool:
@@ -75,7 +77,7 @@ class Trial:
 
     Attributes:
         trying: whether the chosen candidate is being tried. If False, the chosen candidate is the best so far.
-        rival: the candidate with which the tried candidate is compared; "" for the first candidate of a training.
+        rival: the candidate with which the tried candidate is compared; "" for the first candidate of a training run.
         tried: the candidate whose trial has just ended, while the rival is measured again; otherwise "".
         latest: the latest measurement of the rival, or of the chosen candidate if there is no rival; None if the
             measurement is too short.
@@ -100,7 +102,7 @@ class AutoState:
     """The state that `Auto` keeps from one decision to the next.
 
     Attributes:
-        order: the names of the tensors. Tensors for which compression saves most are first.
+        order: the names of the tensors. The tensors for which compression is most worthwhile come first.
         candidates: the candidates with their predicted times, by name; empty before the first decision.
         chosen: name of the current candidate.
         why: the reason for the choice, in words. Decision logs contain these words, and `hvdcomp replay` compares them.
@@ -108,10 +110,10 @@ class AutoState:
         since: the first step, counted from 0, that uses the chosen candidate. Steps of the warm-up are not considered.
         until: the number of steps after which the next decision is made.
         trial: the trial of a candidate that is under way.
-        measured: the measurements of each candidate, by name, since all candidates were last open. A trial is recorded
-            as a step time: the ratio between the trial and the rival before and after it, times the step time of the
-            rival. The first trial is averaged with the prediction, which counts as two steps, unless the two contradict
-            each other.
+        measured: the measurements of each candidate, by name, since the last time when all candidates could be tried
+            again. A trial is recorded as a step time: the ratio between the trial and the rival before and after the
+            trial, times the step time of the rival. The first trial is averaged with the prediction, which counts as
+            two steps. They are not averaged if they contradict each other.
         before: the median step time of each candidate in earlier measurements, by name.
         usual: the seconds of a step when the policy decided to stay with a candidate, by the candidate's name. A drift
             is noticed by comparison with this time.
@@ -167,7 +169,7 @@ class AutoState:
         )
 
     def opened_again(self, latest: Measured) -> AutoState:
-        """The state in which all candidates are open, and only the chosen one has a measurement."""
+        """The state in which all candidates may be tried again, and only the chosen candidate has a measurement."""
         before = {**self.before, **{name: measured.seconds for name, measured in self.measured.items()}}
         return dataclasses.replace(
             self, measured={self.chosen: latest}, before=before, drifted=0,
@@ -175,16 +177,16 @@ class AutoState:
         )  # fmt: skip
 
     def best(self) -> str:
-        """The candidate that was measured to be fastest. The fastest candidate is the chosen candidate, unless another
-        is faster by more than the noise."""
+        """The candidate that is fastest according to the measurements. This is the chosen candidate, unless another
+        candidate is faster by more than the noise."""
         best = min(self.measured, key=lambda name: self.measured[name].seconds)
         fastest, present = self.measured[best], self.measured[self.chosen]
         doubt = max(fastest.error, NOTICEABLE * fastest.seconds)
         return best if present.seconds - fastest.seconds > doubt else self.chosen
 
     def longest_ago(self, best: str, before: int) -> str:
-        """Among the candidates other than the best, the one whose trial was longest ago, or that was never tried. "" if
-        all trials were after step `before`.
+        """Among the candidates other than the best, the candidate whose trial was longest ago, or that was never tried.
+        "" if all trials were after step `before`.
 
         The step time of such a candidate may have changed even if the step time of the best has not.
         """
@@ -193,8 +195,8 @@ class AutoState:
         return name if name and at[name] <= before else ""
 
     def expected(self, best: str, name: str) -> float:
-        """The measured seconds of a step with a candidate. If the candidate was not measured, the prediction,
-        multiplied by measured / predicted time of the best candidate."""
+        """The measured seconds of a step with a candidate. If the candidate was not measured, the result is its
+        predicted time, multiplied by the measured time / the predicted time of the best candidate."""
         if name in self.measured:
             return self.measured[name].seconds
         correction = self.measured[best].seconds / self.candidates[best].seconds
@@ -208,8 +210,8 @@ class AutoState:
 
 
 def known_before(measured: Measured | None, predicted: float, trial: Measured) -> Measured | None:
-    """The measurement before a trial. If there is none, the prediction in the form of a measurement. None if the trial
-    contradicts it."""
+    """The measurement before a trial, or, if there is none, the prediction in the form of a measurement. None if the
+    trial contradicts this value."""
     if measured is not None:
         return None if measured.contradicts(trial, SURE) else measured  # None if the speed has changed since then
     prior = Measured(predicted, DOUBT * predicted, _PRIOR)

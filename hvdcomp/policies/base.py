@@ -52,13 +52,13 @@ class Policy(Described, Generic[State]):
     state_growth: ClassVar[int] = 512
 
     def request(self, state: State) -> Request:
-        """The request of the policy in a state. The request says when the policy decides next, and which statistics it
-        needs for this decision."""
+        """The request of the policy in a state. The request specifies when the policy decides next, and which
+        statistics the policy needs for this decision."""
         raise NotImplementedError
 
     @property
     def compressors(self) -> tuple[str, ...]:
-        """The specs of compressors that decisions may use, in addition to the compressor of the training."""
+        """The specs of compressors that decisions may use, in addition to the compressor of the training run."""
         return ()
 
     @property
@@ -85,8 +85,8 @@ class Policy(Described, Generic[State]):
         """The state of the policy before its first decision.
 
         Args:
-            tensors: the names of the tensors that are compressed. Tensors that are always sent uncompressed are left
-                out.
+            tensors: the names of the tensors that are compressed. Tensors that are always sent uncompressed are not
+                included.
         """
         raise NotImplementedError
 
@@ -134,7 +134,7 @@ class Policy(Described, Generic[State]):
         return state, self.decision(state)
 
     def to_json(self, state: State) -> dict[str, Any]:
-        """A state as JSON data, in which all keys are texts."""
+        """A state as JSON data, in which all keys are strings."""
         return {"policy": self.name, **with_text_keys(state)}
 
     def from_json(self, data: Mapping[str, Any]) -> State:
@@ -187,8 +187,8 @@ class AccumulatedGradientPolicy(Policy[State]):
     Attributes:
         steps: number of steps from one decision to the next. Gradients are accumulated over these steps. 0 to count
             epochs instead.
-        statistic: which gradients are accumulated: "local" (those of rank 0) or "aggregated" (the means over the
-            ranks).
+        statistic: which gradients are accumulated, either "local" (the gradients of rank 0) or "aggregated" (the means
+            over the ranks).
     """
 
     steps: Annotated[int, at_least(0)] = 0

@@ -1,5 +1,4 @@
-"""Policies that change the batch size. Larger batches need fewer exchanges. Larger batches are made by gradient
-accumulation.
+"""Policies that change the batch size. Larger batches need fewer exchanges, and are made by gradient accumulation.
 
 Both policies multiply the learning rate by the same factor as the batch size, so that the noise of the updates does not
 change (Goyal et al. 2017, arXiv:1706.02677; Smith et al. 2018, arXiv:1711.00489).
@@ -32,7 +31,7 @@ class AccordionBatchSizeState:
     """The state that `AccordionBatchSize` keeps from one decision to the next.
 
     Attributes:
-        grown: whether the training now uses the large batch.
+        grown: whether the training run now uses the large batch.
         previous: the norm of the model's accumulated gradient at the last comparison; None before the first comparison.
         ends: the number of epochs (or windows of steps) that have ended.
     """
@@ -50,7 +49,7 @@ class AccordionBatchSize(CriticalRegimes[AccordionBatchSizeState]):
     the learning rate does not fall, the batch becomes large and stays large.
 
     Attributes:
-        low: size of the small batch at the start of the training, in samples.
+        low: size of the small batch at the start of training, in samples.
         high: size of the large batch, in samples; a multiple of `low`.
 
     Example:
@@ -92,8 +91,8 @@ class AccordionBatchSize(CriticalRegimes[AccordionBatchSizeState]):
     def update(self, state: AccordionBatchSizeState, statistics: Statistics) -> AccordionBatchSizeState:
         ends = state.ends + 1
         if state.grown or not self.compares_at(ends):
-            # If the learning rate falls between two comparisons, Accordion asks for the small batch, which is already
-            # in use.
+            # If the learning rate falls between two comparisons, Accordion chooses the small batch, which is already in
+            # use.
             return AccordionBatchSizeState(state.grown, state.previous, ends)
         norm, rates = statistics.model_norm, statistics.learning_rates
         assert norm is not None
@@ -129,14 +128,14 @@ class IncreaseBatchSizeState:
 class IncreaseBatchSize(Policy[IncreaseBatchSizeState]):
     """Increases the batch size instead of decaying the learning rate (Smith et al. 2018, arXiv:1711.00489).
 
-    The schedule gives a learning rate below its peak. The batch is multiplied by peak / rate, rounded down to an
+    If the schedule's learning rate is below its peak, the batch is multiplied by peak / rate, rounded down to an
     integer and limited by `high`. The learning rate of the schedule is multiplied by the same integer. So the rate
     falls below its peak only because of the rounding and the limit `high`. With several parameter groups, the largest
-    rate counts. If the schedule returns to its peak (a warm restart), the batch returns to its first size. A rate of
+    rate counts. If the schedule returns to its peak (a warm restart), the batch returns to its original size. A rate of
     zero, as at the end of some schedules, changes nothing.
 
     Attributes:
-        low: size of the batch at the start of the training, in samples.
+        low: size of the batch at the start of training, in samples.
         high: size of the largest batch, in samples.
         steps: number of steps from one decision to the next. With 0, decisions are made at the end of every epoch.
 

@@ -50,32 +50,36 @@ class Budget(OptimalLevels[BudgetState]):
     L-GreCo (Markov et al. 2022, arXiv:2210.17357) measures the error of a level as ||G - C(G)||, where G is the mean of
     the last gradients. This policy divides the error by the root mean square of the tensor's elements of G, which gives
     ||G - C(G)|| sqrt(n) / ||G|| for n elements. Adam divides gradients by a similar number: the square root of its
-    second moment. With `factor`, the policy looks at all choices that send at most the uncompressed bytes / `factor`,
-    and takes the choice with the least error. With `ms`, the policy looks at all choices that can be exchanged in this
-    time, according to the performance model and a calibration, and takes the choice with the least error. With `error`,
-    the policy takes the choice that sends the fewest bytes with at most this error. The limit in bytes and the unit of
-    the error were developed for hvdcomp and are not from the paper.
+    second moment. With `factor`, the policy considers all choices that send at most the uncompressed bytes / `factor`,
+    and takes the choice with the smallest error. With `ms`, the policy considers all choices that can be exchanged in
+    this time, according to the performance model and a calibration, and takes the choice with the smallest error. With
+    `error`, the policy takes the choice that sends the fewest bytes with at most this error. The limit in bytes and the
+    unit of the error were developed for hvdcomp and are not from the paper.
 
     The first decision is made after `last` steps. (With `critical` and an `interval` below twice `last`, it is made
-    after `interval` steps.) Before it, all tensors have their own levels, which are those of the training's compressor,
-    or of the methods to which it routes tensors. The levels to choose from are around the own levels. If no choice is
-    within the limit, all tensors get the levels that come closest to the limit.
+    after `interval` steps.) Before the first decision, all tensors have their own levels. These are the levels of the
+    training run's compressor, or of the methods to which this compressor routes tensors. The policy chooses from levels
+    around the own levels. If no choice is within the limit, all tensors get the levels that come closest to the limit.
 
     With `critical` there are two limits. At each decision, Accordion's rule (Agarwal et al. 2021, arXiv:2010.16248)
     decides whether the regime of the whole model is critical. In critical regimes, `critical` replaces the other limit.
 
     Attributes:
-        factor: least compression factor of the whole model in a step: the uncompressed bytes divided by the bytes that
-            a rank sends.
-        error: the limit of the relative error. The relative error is the sum of the tensors' errors over the sum of
+        factor: smallest compression factor of the whole model in a step, that is, the uncompressed bytes divided by the
+            bytes that a rank sends.
+        error: the limit on the relative error. The relative error is the sum of the tensors' errors over the sum of
             their norms ||G||, in the same unit. This quotient is the mean of ||G - C(G)|| / ||G||, weighted by sqrt(n).
         ms: largest number of milliseconds by which the exchange may lengthen a step. Encoding, exchange and decoding
-            count, as far as they do not overlap with the backward pass. Give exactly one of `factor`, `error` and `ms`.
+            count, except for the parts that overlap with the backward pass. Pass exactly one of `factor`, `error` and
+            `ms`.
         critical: the limit in critical regimes; 0 for a single limit. The critical limit must lead to less compression:
             a smaller factor, a smaller error, or more milliseconds.
-        eta: for `critical`: a regime is critical if the norm changes by at least this share between two decisions.
-        calibration: for `ms`: a calibration file, or the name of a preset of `hvdcomp.perfmodel`. Only rank 0 reads it.
-        model: the model in the calibration; empty for the model whose tensors have the same shapes as in this training.
+        eta: used with `critical`. A regime is critical if the norm changes by at least this share between two
+            decisions.
+        calibration: used with `ms`. A calibration file, or the name of a preset of `hvdcomp.perfmodel`. Only rank 0
+            reads it.
+        model: the model in the calibration; empty for the model whose tensors have the same shapes as in this training
+            run.
         batch: the batch size of one rank; 0 for the batch size of the calibration.
         interval, last, least, most, levels, statistic: settings that `OptimalLevels` describes.
 
@@ -200,7 +204,7 @@ class Budget(OptimalLevels[BudgetState]):
 def bytes_within(seconds: Mapping[int, float], limit: float) -> float:
     """The largest number of bytes whose exchange stays within a time limit, by linear interpolation.
 
-    The time may be shorter for more bytes, because less is encoded.
+    More bytes may take less time, because less is encoded.
 
     Args:
         seconds: the predicted seconds of a step's exchange, by the bytes that a rank sends.

@@ -28,7 +28,7 @@ class Decision:
         sets_batch_size: whether decisions set the batch size instead of compression.
         uses_factors: whether decisions give compression factors. A factor may lead to any level.
         shown: names of the attributes that a report shows under the same names.
-        later: names of the fields that logs of earlier versions lack. `to_json` leaves a field out if it has its
+        later: names of the fields that logs of earlier versions lack. `to_json` omits such a field if it has its
             default value.
     """
 
@@ -39,7 +39,7 @@ class Decision:
     later: ClassVar[tuple[str, ...]] = ()
 
     def plan(self, plans: Any) -> Any:
-        """Makes the plan of this decision. plans: a `hvdcomp.adaptation.plans.Plans`."""
+        """Makes the plan of this decision. `plans` is an `hvdcomp.adaptation.plans.Plans`."""
         return plans.own()
 
     def batch(self) -> BatchSize:
@@ -47,7 +47,7 @@ class Decision:
         return BatchSize()
 
     def observer(self, observers: Any) -> Any:
-        """The observer for steps that use this decision, or None. observers: a
+        """The observer for steps that use this decision, or None. `observers` is an
         `hvdcomp.adaptation.observers.Observers`."""
 
     def measures(self, period_ends: bool) -> bool:
@@ -128,8 +128,8 @@ class MultiLevel(Decision):
         minimum: the factor of the first compression, which compresses the gradient plus the residual.
         candidate: the factor of the second compression, which compresses the result of the first. The factor is
             relative to the uncompressed size. None for no second compression.
-        send: which result is sent: that of the first compression, that of the second compression, or "dense", the
-            uncompressed gradient plus the residual.
+        send: which result is sent. This is the result of the first compression, the result of the second compression,
+            or "dense" for the uncompressed gradient plus the residual.
         factor: the unit of compression factors, "bytes" or "elements", as in `GraVAC`.
         gain: how the gain is computed, as in `GraVAC`.
     """
@@ -168,7 +168,7 @@ class MultiLevel(Decision):
 
 @dataclass(frozen=True)
 class BatchSize(Decision):
-    """A decision about the batch size, relative to the batch size at the start of the training.
+    """A decision about the batch size, relative to the batch size at the start of training.
 
     Attributes:
         accumulation: the number of batches, of the size at the start, that are accumulated for one update. The update
@@ -192,9 +192,9 @@ class Methods(Decision):
     """A decision about the compressor of each tensor.
 
     Attributes:
-        methods: the spec of each tensor's compressor, by tensor name; None for the compressor of the training.
+        methods: the spec of each tensor's compressor, by tensor name; None for the compressor of the training run.
         others: the spec of the compressor of all other tensors, including small ones; None for the compressor of the
-            training.
+            training run.
     """
 
     methods: Mapping[str, str | None]

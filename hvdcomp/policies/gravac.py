@@ -26,7 +26,7 @@ WINDOWS = {"exponential": 500, "geometric": 2000}
 """For each `scaling`, the default number of steps for which a candidate is evaluated."""
 
 SELDOM = 10
-"""The default of `every`, and the least number of measurements in a window for it to be used."""
+"""The default of `every`. It is used if a window then has at least this number of measurements."""
 
 
 def error_gain(energy: float, error_energy: float) -> float:
@@ -100,15 +100,15 @@ class GraVACState:
 class GraVAC(Policy[GraVACState]):
     """GraVAC (Tyagi and Swany 2023, arXiv:2305.12201, algorithm 1).
 
-    For each factor, smoothing starts with the first gain of this factor, because gains of other factors say nothing
-    about it. A factor is not sent before its gain is known. Gains that are not finite are ignored. The time that is
-    spent only on measuring gains is subtracted from the time of a step. If the search ends at a factor that is not
-    above the first factor, this factor is used for the rest of the training, and gains are no longer measured.
+    For each factor, smoothing starts with the first gain of this factor, because gains of other factors are not
+    meaningful for it. A factor is not sent before its gain is known. Gains that are not finite are ignored. The time
+    that is spent only on measuring gains is subtracted from the time of a step. If the search ends at a factor that is
+    not above the first factor, this factor is used for the rest of the training run, and gains are no longer measured.
 
     Attributes:
-        min: the factor of the first compression at the start of the training.
+        min: the factor of the first compression at the start of training.
         max: the largest compression factor.
-        epsilon: least gain with which a factor may be used.
+        epsilon: smallest gain with which a factor may be used.
         omega: two gains, or two throughputs, count as equal if their relative difference is at most this number.
         scaling: with "exponential", the candidates are 2, 4, 16, 256... times `min`. With "geometric", the candidates
             are 2, 4, 8, 16... times `min`. The last candidate is `max`.
@@ -248,8 +248,8 @@ class GraVAC(Policy[GraVACState]):
         return dataclasses.replace(state, minimum=minimum, candidate=candidate, gains=gains, ended=ideal is not None)
 
     def _ideal(self, throughput: Mapping[float, float]) -> float | None:
-        """The lower of the two factors with the best throughputs, if the two throughputs are close. No compression does
-        not count as a factor."""
+        """The lower of the two factors with the best throughputs, if the two throughputs are close. Factor 1.0, which
+        means no compression, is not considered."""
         best = sorted((cf for cf in throughput if cf > 1), key=lambda cf: (-throughput[cf], cf))[:2]
         if len(best) == 2 and self._is_close(throughput[best[0]], throughput[best[1]]):
             return min(best)

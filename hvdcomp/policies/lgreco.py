@@ -20,10 +20,10 @@ class LGreCo(OptimalLevels[TensorLevels]):
     total.
 
     The error of a level is ||G - C(G)||, where G is the mean of the last gradients. The own level of a tensor is the
-    level of the training's compressor, or of the method to which it routes the tensor. The sum of the errors of all
-    tensors is at most `alpha` times the sum at their own levels. No decision sends more bytes than the own levels,
-    unless `alpha` is below 1. If no choice is within this limit, each tensor gets the level with the least error. If a
-    sum of gradients is not finite, levels do not change.
+    level of the training run's compressor, or of the method to which this compressor routes the tensor. The sum of the
+    errors of all tensors is at most `alpha` times the sum at their own levels. No decision sends more bytes than the
+    own levels, unless `alpha` is below 1. If no choice is within this limit, each tensor gets the level with the
+    smallest error. If a sum of gradients is not finite, levels do not change.
 
     The policy minimizes bytes, not time. In the performance model, a byte of a method takes the same time in every
     tensor and at every level (tests/policies/test_policies_lgreco.py). So a calibration could not change a choice.
@@ -51,7 +51,7 @@ class LGreCo(OptimalLevels[TensorLevels]):
 
 
 def cheapest(table: LevelTable, alpha: float) -> dict[str, Level]:
-    """The levels that `LGreCo` chooses. alpha: the setting of `LGreCo`."""
+    """The levels that `LGreCo` chooses. `alpha` is the setting of `LGreCo`."""
     budget = alpha * math.fsum(errors[table.own[name]] for name, errors in table.errors.items())
     levels = fewest_bytes(table, budget) or least_of(table.errors)
     # Errors are rounded up, so with alpha=1 even the own levels may exceed the limit.

@@ -1,9 +1,9 @@
 """Finds the best levels of all tensors from measured errors and bytes, with dynamic programming. The module also has
 the base class of the policies that do so.
 
-The same level costs other bytes and another error in each tensor. At intervals, rank 0 measures both for a few levels
-of each tensor. Dynamic programming then finds the best choice. The choice is exact, except that the limited quantity is
-rounded.
+In each tensor, the same level sends a different number of bytes and causes a different error. At intervals, rank 0
+measures the bytes and the errors of a few levels of each tensor. Dynamic programming then finds the best choice. The
+choice is exact, except that the limited quantity is rounded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ByLevel = Mapping[str, Mapping[Level, float]]  # a number for each tensor and l
 
 
 def in_parts(values: Sequence[float], limit: float) -> np.ndarray:
-    """Divides a limit into `PARTS` parts, and gives each value as a number of parts, rounded up. Values beyond the
+    """Divides a limit into `PARTS` parts, and expresses each value as a number of parts, rounded up. Values beyond the
     limit become `PARTS` + 1."""
     array = np.asarray(values, float)
     if limit <= 0:
@@ -47,7 +47,7 @@ def in_parts(values: Sequence[float], limit: float) -> np.ndarray:
 def least_cost(parts: Sequence[np.ndarray], costs: Sequence[np.ndarray]) -> list[int] | None:
     """The cheapest choice of one candidate for each tensor, with at most `PARTS` parts in total.
 
-    Let D[l][b] be the least cost of the first l tensors with at most b parts. D[l][b] is the minimum of D[l - 1][b -
+    Let D[l][b] be the smallest cost of the first l tensors with at most b parts. D[l][b] is the minimum of D[l - 1][b -
     parts[c]] + costs[c] over the candidates c of tensor l. Among equal costs, the first candidate is taken.
 
     Args:
@@ -103,9 +103,9 @@ class OptimalLevels(Policy[Chosen]):
         least, most: the smallest and the largest level to choose from, as factors of a tensor's own level.
         levels: the number of levels to choose from. The levels are a geometric sequence from `least` to `most`, and the
             own level replaces the factor nearest to 1. Ranks and bits are rounded. Levels that a method does not have
-            are left out.
-        statistic: which gradients are accumulated: "local" (those of rank 0) or "aggregated" (the means over the
-            ranks).
+            are omitted.
+        statistic: which gradients are accumulated, either "local" (the gradients of rank 0) or "aggregated" (the means
+            over the ranks).
     """
 
     interval: Annotated[int, at_least(1)] = 100
@@ -125,7 +125,7 @@ class OptimalLevels(Policy[Chosen]):
 
     @property
     def looks(self) -> int:
-        """The number of steps before a decision over which gradients are accumulated."""
+        """The number of steps, directly before a decision, over which gradients are accumulated."""
         return min(self.last, self.interval)
 
     @property
@@ -172,16 +172,17 @@ class OptimalLevels(Policy[Chosen]):
 
 
 def fewest_bytes(table: LevelTable, limit: float) -> dict[str, Level] | None:
-    """The levels that send the fewest bytes with a total error of at most `limit`; None if no levels have such an
-    error.
+    """The levels that send the fewest bytes with a total error of at most `limit`; None if no choice of levels is
+    within this limit.
 
-    Among levels with equal bytes, the level with less error is taken.
+    Among levels with equal bytes, the level with the smaller error is taken.
     """
     return _best(table.errors, table.sent, limit)
 
 
 def least_error(table: LevelTable, limit: float) -> dict[str, Level] | None:
-    """The levels with the least total error that send at most `limit` bytes; None if no levels send so few bytes.
+    """The levels with the smallest total error that send at most `limit` bytes; None if no choice of levels is within
+    this limit.
 
     Args:
         table: the errors and the bytes of the levels of each tensor.
@@ -191,13 +192,13 @@ def least_error(table: LevelTable, limit: float) -> dict[str, Level] | None:
 
 
 def least_of(values: _ByLevel) -> dict[str, Level]:
-    """The level with the least value, for each tensor."""
+    """The level with the smallest value, for each tensor."""
     return {name: min(levels, key=levels.__getitem__) for name, levels in values.items()}
 
 
 def _best(limited: _ByLevel, costs: _ByLevel, limit: float) -> dict[str, Level] | None:
-    """The levels with the least total cost, among all whose limited values add up to at most `limit`; None if there are
-    none."""
+    """The levels with the smallest total cost, among all choices of levels whose limited values add up to at most
+    `limit`; None if there is no such choice."""
     # Candidates are sorted by the limited value, so that among equal costs the candidate with the smaller value is
     # taken.
     candidates = {name: sorted(values, key=values.__getitem__) for name, values in limited.items()}

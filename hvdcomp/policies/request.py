@@ -1,6 +1,6 @@
-"""The requests of policies, and the statistics that policies get for them.
+"""The requests of policies, and the statistics that policies get in return.
 
-`Policy.request` names statistics and a period. At the end of the period, the policy gets these statistics as one
+`Policy.request` specifies statistics and a period. At the end of the period, the policy gets these statistics as one
 `Statistics`.
 """
 
@@ -32,8 +32,7 @@ class Statistic(Enum):
 
 @dataclass(frozen=True)
 class LearningRates:
-    """The learning rates of the training's schedule, one for each parameter group. A factor of a policy is not
-    included.
+    """The learning rates of the user's schedule, one for each parameter group. They do not include a policy's factor.
 
     Attributes:
         now: the rates at the first step of the period that has ended. A change within the period then shows as a
@@ -79,7 +78,7 @@ class Timing:
 
     Attributes:
         samples: number of samples that all ranks processed together. Any unit is possible if it does not change during
-            a training.
+            a training run.
         seconds: total time of the steps, in seconds.
         evaluation_seconds: the part of `seconds` that was spent only on measuring gains. Later steps do not need this
             time.
@@ -96,9 +95,10 @@ class Candidate:
 
     Attributes:
         seconds: predicted time of a step, in seconds.
-        compressed: number of tensors that get `method`: the first ones in `Candidates.order`. All others get `rest`.
-        rest: the spec of the compressor of all other tensors; None for the compressor of the training.
-        method: the spec of the compressor of the first tensors; None for the compressor of the training.
+        compressed: number of tensors that get `method`. These are the first tensors in `Candidates.order`. All other
+            tensors get `rest`.
+        rest: the spec of the compressor of all other tensors; None for the compressor of the training run.
+        method: the spec of the compressor of the first tensors; None for the compressor of the training run.
     """
 
     seconds: float
@@ -111,10 +111,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The choices of methods that a policy can decide for (`hvdcomp.adaptation.candidates`).
+    """The choices of methods from which a policy can choose (`hvdcomp.adaptation.candidates`).
 
     Attributes:
-        order: the names of the tensors whose method may be chosen. Tensors for which compression saves most are first.
+        order: the names of the tensors whose method may be chosen. The tensors for which compression is most worthwhile
+            come first.
         candidates: the candidates, by name.
     """
 
@@ -126,7 +127,7 @@ class Candidates:
 class LevelTable:
     """The errors and the bytes of several levels of each tensor.
 
-    The table leaves out levels that a tensor's method does not have, and tensors without a level or a gradient.
+    The table does not contain levels that a tensor's method does not have, or tensors without a level or a gradient.
 
     Attributes:
         errors: ||G - C(G)||, by tensor name and level, where G is the mean of the accumulated gradients. With
@@ -134,7 +135,7 @@ class LevelTable:
             not finite.
         sent: the bytes that a rank sends in a step, by tensor name and level.
         own: each tensor's own level, which is used without a policy, by tensor name.
-        other_bytes: the bytes that a rank sends in a step for all tensors that the table leaves out, with their own
+        other_bytes: the bytes that a rank sends in a step for all tensors that are not in the table, with their own
             methods.
         dense_bytes: the bytes of the whole model in a step without compression.
         norm: with `Request.scaled`, the sum of ||G|| over the tensors of the table, in the unit of the errors;
@@ -161,7 +162,7 @@ class Statistics:
     """The statistics for one decision. A field that the policy did not request may be None.
 
     Attributes:
-        step: the number of steps that have ended since the start of the training.
+        step: the number of steps that have ended since the start of training.
         epoch: the number of epochs that have ended; None if epochs are not counted.
         learning_rates: the learning rates at the start of this period, and in the next step.
         norms: the 2-norm of each tensor's accumulated gradient, by tensor name. The accumulated gradient is the sum of
@@ -173,18 +174,19 @@ class Statistics:
             counted in steps.
         timing: the number of samples that were processed in the period, and the time that this took. Only for periods
             that are counted in steps.
-        candidates: the choices of methods that the policy can decide for, with predicted step times. They are given
-            once, before the exchange of the first step. A policy that requests candidates must have the settings
-            `calibration`, `model` and `batch`, as in `Auto`. The policy may also have `compressors` and `loss`.
+        candidates: the choices of methods from which the policy can choose, with predicted step times. They are
+            provided once, before the exchange of the first step. A policy that requests candidates must have the
+            settings `calibration`, `model` and `batch`, as in `Auto`. The policy may also have `compressors` and
+            `loss`.
         step_times: the seconds of each step since the last decision, in order, by rank 0's clock. A time is measured
             from the end of one step's exchange to the end of the next step's exchange. NaN for the first step after a
             start.
         level_table: the errors and the bytes of each tensor at the levels that `Request.around` names.
         exchange_seconds: the predicted time of a step's exchange for each factor of `Request.around`, as a mapping from
-            the bytes that a rank sends in a step to seconds, in ascending order. For each factor, all tensors have this
-            factor of their own levels. A policy that requests this statistic must have the settings `calibration`,
-            `model` and `batch`, and a method `require_reachable`. This method refuses a limit if no level meets the
-            limit.
+            the bytes that a rank sends in a step to seconds, in ascending order. For each factor, the level of every
+            tensor is its own level times this factor. A policy that requests this statistic must have the settings
+            `calibration`, `model` and `batch`, and a method `require_reachable`. This method raises an error if no
+            level meets the policy's limit.
     """
 
     step: int
@@ -224,7 +226,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Period:
-    """When a policy decides. Two of the first three fields are 0.
+    """Specifies when a policy decides. Two of the first three fields are 0.
 
     Attributes:
         epochs: number of epochs from one decision to the next.
@@ -245,10 +247,12 @@ class Request:
     """The request of a policy in one state.
 
     Attributes:
-        statistics: the statistics that the next `decide` reads. Only these must be computed in the period before it.
+        statistics: the statistics that the next `decide` reads. Only these statistics must be computed in the period
+            before this call.
         period: the period over which gradients are accumulated. `decide` is called at the end of a period. None if
             `decide` is never called again.
-        source: which gradients are accumulated: "local" (those of rank 0) or "aggregated" (the means over the ranks).
+        source: which gradients are accumulated, either "local" (the gradients of rank 0) or "aggregated" (the means
+            over the ranks).
         ever: the statistics that a request in any state may name. With these names, all ranks can prepare for any state
             of rank 0.
         around: the levels for LEVEL_TABLE and EXCHANGE_SECONDS, as factors of each tensor's own level. 1.0 is one of

@@ -113,11 +113,12 @@ class ListedLevels(LevelSchedule):
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(ListedLevels):
-    """A list of levels, each until its end, and then the compressor's own level. Levels may rise and fall.
+    """Uses each level of a list until the end of this level, and then the compressor's own level. Levels may rise and
+    fall.
 
     Attributes:
         levels: the levels of all tensors, in the order in which they are used.
-        epochs, steps: the end of each level, in epochs or in steps. Give one of the two.
+        epochs, steps: the end of each level, in epochs or in steps. Pass only one of the two.
 
     Example:
         >>> str(Schedule(levels=(0.1, 0.002), epochs=(3, 8)))
@@ -137,8 +138,8 @@ class Schedule(ListedLevels):
 
 @dataclass(frozen=True, kw_only=True)
 class Legacy(ListedLevels):
-    """LEGACY (ICLR 2026): compresses less early in the training, or compresses small tensors less. This policy does not
-    measure anything.
+    """LEGACY (ICLR 2026): compresses less at the start of training, or compresses small tensors less. This policy does
+    not measure anything.
 
     The compressor's own level is not used. The last level of the list is used for the last steps, or for the largest
     tensors.
@@ -146,7 +147,7 @@ class Legacy(ListedLevels):
     Attributes:
         levels: the levels, in descending order.
         epochs, steps: the end of each level except the last, in epochs or in steps.
-        sizes: instead of `epochs` or `steps`: for each level except the last, the number of elements below which a
+        sizes: used instead of `epochs` or `steps`. For each level except the last, the number of elements below which a
             tensor gets this level.
 
     Example:
@@ -184,10 +185,10 @@ class WarmUp(LevelSchedule):
     Attributes:
         dense_steps: number of steps at the start that send uncompressed gradients.
         levels: the level of each period after the dense steps.
-        start: instead of `levels`: the first level of a geometric sequence that reaches the compressor's own level
+        start: used instead of `levels`. The first level of a geometric sequence that reaches the compressor's own level
             after `periods` periods. Integer levels (ranks, bits) are rounded.
         periods: the number of periods of the geometric sequence.
-        epochs, steps: the length of a period, in epochs or in steps. Give one of the two.
+        epochs, steps: the length of a period, in epochs or in steps. Pass only one of the two.
 
     Example:
         >>> str(WarmUp(levels=(0.25, 0.05), epochs=1))

@@ -17,8 +17,8 @@ class Rule(NamedTuple):
 
         rank: Annotated[int, Rule(allows, allowed_text)]
 
-    Python evaluates this type later, from its text. Therefore a lambda in the type can use no local variables except
-    its own argument.
+    Python evaluates this type later, from its source text. Therefore a lambda in the type can use no local variables
+    except its own argument.
 
     Attributes:
         allows: function that returns whether a value is allowed.
@@ -101,7 +101,7 @@ def between(least: int, most: int) -> Rule:
 
 
 def or_none(rule: Rule) -> Rule:
-    """A rule that allows None, and what the given rule allows."""
+    """A rule that allows None, and all values that the given rule allows."""
     return Rule(lambda value: value is None or rule.allows(value), rule.allowed_text)
 
 

@@ -1,4 +1,4 @@
-"""The types of levels. A level says how strongly a method compresses, in the method's own unit."""
+"""The types of levels. A level determines how strongly a method compresses, in the method's own unit."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ Level = float | int
 """A level: a ratio, a rank or a number of bits."""
 
 Unit = Literal["bytes", "elements"]
-"""The unit in which a compression factor is computed: bytes, which include the bytes of indices, or elements, which do
-not."""
+"""The unit in which a compression factor is computed: either bytes (including the bytes of indices), or elements
+(without indices)."""
 
 DENSE: Final = "dense"
-"""The value in place of a level if gradients are sent uncompressed."""
+"""The value that takes the place of a level if gradients are sent uncompressed."""
 
 LevelsBySize = tuple[tuple[int | None, Level], ...]
 """The levels of tensors by their number of elements: pairs (size, level) in ascending order of sizes. A tensor has the
@@ -22,5 +22,6 @@ is that of all other tensors."""
 
 
 def level_of_size(levels: Sequence[Sequence[int | Level | None]], size: int) -> Level:
-    """The level of a tensor with `size` elements. `levels` is a `LevelsBySize`, or the lists that JSON makes of it."""
+    """The level of a tensor with `size` elements. `levels` is a `LevelsBySize`, or the nested lists that it becomes in
+    JSON."""
     return next(level for below, level in levels if level is not None and (below is None or size < below))

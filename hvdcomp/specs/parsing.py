@@ -24,7 +24,7 @@ def parse(spec: str, kinds: Mapping[str, type[Kind]], noun: str, plugins: Plugin
     """Creates the object that a spec string describes.
 
     Args:
-        spec: the spec string: a name, or a name followed by a colon and settings.
+        spec: the spec string, which is a name, or a name followed by a colon and settings.
         kinds: the classes that the spec string may name, by name.
         noun: word for an object of these classes in error messages, such as "compressor".
         plugins: classes of other packages that the spec string may also name; None if there are none.
@@ -71,7 +71,7 @@ def text_of(spec: object, noun: str, example: str) -> str:
     """Checks that a spec is a text, and removes the spaces around it.
 
     Args:
-        spec: the spec of the user.
+        spec: the user's spec.
         noun: word for what the spec describes in error messages, such as "compressor".
         example: an example of a spec, for the error message.
 
@@ -119,8 +119,8 @@ def convert(text: str, kind: Any, where: str) -> Any:
 
     Args:
         text: the text of the value in a spec string.
-        kind: type of the value: bool, str, int, float, a Literal, or a tuple of texts or of numbers. Any other type
-            means an int or a float.
+        kind: type of the value. This is bool, str, int, float, a Literal, or a tuple of texts or of numbers. Any other
+            type means an int or a float.
         where: words that name the setting in error messages.
 
     Raises:
@@ -146,7 +146,8 @@ def convert(text: str, kind: Any, where: str) -> Any:
 
 
 def _of_percent(text: str) -> str:
-    """If a text is a percentage, words for an error message that show the number to write instead. Otherwise empty.
+    """Words for an error message, which show the number to write instead of a percentage; empty if the text is not a
+    percentage.
 
     >>> _of_percent("1 %")
     ', such as 0.01 for 1 %'
@@ -166,7 +167,8 @@ def _texts(text: str, where: str) -> tuple[str, ...]:
 
 
 def number(text: str, where: str) -> float | int:
-    """The int of a text that is a whole number, or else its float. `where` names the number in error messages."""
+    """Converts a text to an int if it is a whole number, and otherwise to a float. `where` names the number in error
+    messages."""
     try:
         return int(text)
     except ValueError:

@@ -1,7 +1,7 @@
-"""Finds compressors and policies in other packages and in modules of the user.
+"""Finds compressors and policies in other packages and in the user's modules.
 
-A package offers a class by an entry point with the name of the class. The class is imported only if a spec string
-contains its name. A module of the user offers all classes that are defined in it. The user names such modules with
+A package offers a class through an entry point with the name of the class. The class is imported only if a spec string
+contains its name. A user's module offers all classes that are defined in it. The user specifies such modules with
 `hvdcomp ... --plugin MODULE`, or in the environment variable HVDCOMP_PLUGINS.
 """
 
@@ -28,7 +28,7 @@ it."""
 
 @dataclass(frozen=True, eq=False)
 class Plugins:
-    """Finds classes of one kind, such as compressors, in other packages and in modules of the user.
+    """Finds classes of one kind, such as compressors, in other packages and in the user's modules.
 
     Args:
         noun: word for an object of these classes in error messages, such as "compressor".
@@ -43,8 +43,7 @@ class Plugins:
     known: Mapping[str, type]
 
     def find(self, name: str) -> type[Any] | None:
-        """The class with this name, from hvdcomp, another package or a module of the user; None if there is no such
-        class.
+        """The class with this name, from hvdcomp, another package or a user's module; None if there is no such class.
 
         Raises:
             SpecError: if a plugin cannot be imported or is not a valid class, or if two plugins have this name.
@@ -105,25 +104,25 @@ class Plugins:
             )
 
     def ways(self) -> str:
-        """Words that say how to use classes of one's own, for the error about an unknown name."""
+        """Words that explain how to use your own classes, for the error about an unknown name."""
         return f"for a {self.noun} of your own, pass --plugin MODULE, or set {VARIABLE}=MODULE in the environment"
 
 
 def named_modules() -> list[str]:
-    """The names of the modules that the user has named as plugins."""
+    """The names of the modules that the user has specified as plugins."""
     return list(dict.fromkeys(part.strip() for part in os.environ.get(VARIABLE, "").split(",") if part.strip()))
 
 
 def name_modules(names: tuple[str, ...]) -> None:
     """Adds modules to those that are searched for plugins, in this process and in the processes that it starts. Modules
-    in the current folder are found, too."""
+    in the current folder are also found."""
     os.environ[VARIABLE] = ",".join(dict.fromkeys([*named_modules(), *names]))
     if names and os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())  # `python -m hvdcomp` has this folder in the path, but the command `hvdcomp` not
+        sys.path.append(os.getcwd())  # with `python -m hvdcomp`, this folder is already in the path
 
 
 def imported(name: str) -> ModuleType:
-    """The module with this name. It is imported if it was not.
+    """The module with this name. It is imported if necessary.
 
     Raises:
         SpecError: if the module cannot be imported.

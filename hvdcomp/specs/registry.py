@@ -18,11 +18,12 @@ def classes_by_name(package: str, base: type[Kind]) -> dict[str, type[Kind]]:
 
     Args:
         package: name of the package, such as "hvdcomp.compressors".
-        base: base class of the classes. A class that does not set `name` itself is left out, because it is only a base
-            of other classes.
+        base: base class of the classes to find. A class that does not set `name` itself is not included, because it is
+            only a base of other classes.
 
     Returns:
-        The classes, by name: first in the order of the modules' names, and then in the order of the lines.
+        The classes, by name. They are in the order of the modules' names and, within a module, in the order of the
+        lines.
 
     Raises:
         TypeError: if two classes have the same name.

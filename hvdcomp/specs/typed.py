@@ -31,9 +31,9 @@ def typed(kind: Any, value: Any, where: str, texts: Mapping[str, float] | None =
         typed(tuple[int, ...], [1, 2], "ranks")  # (1, 2)
 
     Args:
-        kind: the expected type: Any, str, int, float (whole numbers are allowed), bool, Path, a Literal, an optional of
-            these, `int | float`, a tuple of one type, a Mapping whose keys are texts or numbers, or a dataclass of
-            these.
+        kind: the expected type. Allowed are Any, str, int, float (which also accepts whole numbers), bool, Path, a
+            Literal, an optional of these, `int | float`, a tuple of one type, a Mapping whose keys are texts or
+            numbers, or a dataclass of these.
         value: the value from parsed JSON or TOML.
         where: place of the value in the file, for error messages.
         texts: numbers that JSON cannot contain, such as not-a-number, by their texts in the file, such as "NaN". None
@@ -76,9 +76,9 @@ def typed(kind: Any, value: Any, where: str, texts: Mapping[str, float] | None =
 
 
 def as_fields(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass, to write them to a file. `typed` restores the dataclass from them.
+    """The fields of a dataclass, in a form for files. `typed` restores the dataclass from these fields.
 
-    The class attribute `later` lists fields that earlier versions of hvdcomp did not have. These fields are left out if
+    The class attribute `later` lists fields that earlier versions of hvdcomp did not have. These fields are omitted if
     they have their defaults, so that the file is the same as with earlier versions.
     """
     later = getattr(value, "later", ())
@@ -96,7 +96,7 @@ def with_text_keys(value: Any) -> Any:
 
 
 def shortened(value: Any) -> str:
-    """The text of a value for a message. A long text is cut."""
+    """The text of a value for a message. A long text is shortened."""
     text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 

@@ -26,7 +26,7 @@ __all__ = ["CompressedAdam", "CompressionState", "RowExchange", "saved_state", "
 
 
 def __getattr__(name: str) -> Any:
-    """Imports TensorFlow when a name is used for the first time that needs TensorFlow. So the core can import
+    """Imports TensorFlow only when a name that needs it is used for the first time. The core can therefore import
     `hvdcomp.tensorflow.framework` without TensorFlow."""
     if name in _FILES:
         return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)

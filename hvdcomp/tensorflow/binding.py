@@ -79,7 +79,7 @@ class _Traced:
 
 
 class TensorFlowBinding(TensorFlowTraining):
-    """Ties one `Compression` to the tapes or the optimizer of one training.
+    """Ties one `Compression` to the tapes or the optimizer of one training run.
 
     Args:
         setup: the `Compression`, and what the user passed to it. `setup.parameters` is a mapping of variables by name,
@@ -184,11 +184,11 @@ class TensorFlowBinding(TensorFlowTraining):
         return _Traced(call.gradients, names, begun, dict(zip(names, results, strict=True)))
 
     def _begun(self, begin: Callable[[Any], int], number: Any = 0) -> tf.Tensor:
-        """Adds the operation that begins a step to the graph that is being made. begin: the function that the operation
-        calls with `number`.
+        """Adds the operation that begins a step to the graph that is being made. The operation calls the function
+        `begin` with `number`.
 
-        The operation compares weights, but TensorFlow does not know that Python reads them. TensorFlow keeps the order
-        of the program only between operations that name the same variable. Therefore the graph reads each variable
+        The operation compares weights, but TensorFlow does not see that Python reads them. TensorFlow keeps the order
+        of the program only between operations that refer to the same variable. Therefore the graph reads each variable
         twice. The operation waits for the first reads, and so it also waits for earlier changes of the weights. The
         second reads wait for the operation. Later changes, such as the weight decay of Keras, wait for the second
         reads.

@@ -14,15 +14,15 @@ def as_callback(function: Callable[..., Any]) -> Callable[..., Any]:
 
     TensorFlow passes on only the text of an error. A ValueError becomes an InvalidArgumentError, and most other errors
     become an UnknownError. Elastic Horovod searches every UnknownError for the name of a failed collective. If Horovod
-    finds no such name, Horovod ends the training as if the training were complete. Therefore all errors except
-    Horovod's own become ValueErrors.
+    finds no such name, it ends the training run as if the run were complete. Therefore all errors except Horovod's own
+    become ValueErrors.
     """
 
     @functools.wraps(function)
     def called(*arguments: Any) -> Any:
         try:
             return function(*arguments)
-        except (HorovodInternalError, MemoryError):  # Horovod and TensorFlow know these errors
+        except (HorovodInternalError, MemoryError):  # Horovod and TensorFlow handle these errors themselves
             raise
         except Exception as error:
             raise ValueError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__) from None

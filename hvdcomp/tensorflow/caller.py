@@ -67,7 +67,7 @@ def gradients_call(tensor: tf.Tensor) -> GradientsCall:
 
 def _steps_per_execution() -> int:
     model = caller_local("self", lambda value: getattr(value, "_steps_per_execution", None) is not None)
-    with tf.init_scope():  # because it is a variable
+    with tf.init_scope():  # because the value is a TensorFlow variable
         return 1 if model is None else int(model._steps_per_execution)
 
 

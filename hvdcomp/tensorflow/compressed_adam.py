@@ -40,7 +40,8 @@ class CompressedAdam(tf_keras.optimizers.AdamW):
 
     Args:
         learning_rate, options: the arguments of `tf_keras.optimizers.AdamW`, without `amsgrad`.
-        freeze_after: the number of steps before second moments are frozen. Use 15 to 25 % of the training.
+        freeze_after: the number of steps before second moments are frozen. Use 15 to 25 % of the steps of the training
+            run.
         warm_up, floor, refreshes_per_gap: settings that `hvdcomp.torch.CompressedAdam` describes.
 
     Raises:

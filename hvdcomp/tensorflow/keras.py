@@ -1,4 +1,5 @@
-"""A callback for Keras `fit`. The callback checks a training, and records its compression in logs and TensorBoard."""
+"""A callback for Keras `fit`. The callback checks a training run, and records its compression in logs and
+TensorBoard."""
 
 from __future__ import annotations
 
@@ -20,19 +21,19 @@ from hvdcomp.tensorflow.optimizer import learning_rate_of, unwrapped
 
 
 class PolicyCallback(tf_keras.callbacks.Callback):
-    """Checks a training with `fit`, and records its compression and policy.
+    """Checks a training run with `fit`, and records its compression and policy.
 
-    - Before the training, the callback raises an error if the model was compiled without Horovod's optimizer or with
+    - Before training begins, the callback raises an error if the model was compiled without Horovod's optimizer or with
       `jit_compile=True`, if `steps_per_epoch` differs from that of `fit`, or if a policy changes the batch size, which
       `fit` does not support.
     - At the end of each epoch, the callback adds three values to the logs: `compression_factor` (dense bytes / sent
       bytes that may leave the node), `megabytes_sent` (everything that this rank has sent in the epoch), and
-      `learning_rate`. History, CSVLogger and the progress bar show them.
+      `learning_rate`. History, CSVLogger and the progress bar show these values.
     - On rank 0, the callback writes TensorBoard scalars: `Compression.metrics` of the latest step, the level of each
       tensor, the learning rate, and the megabytes sent since the start of the epoch.
-    - Some policies use step times. The callback excludes the time of validation from them.
+    - The callback excludes the time of validation from step times, which some policies use.
 
-    The callback does not change the training. `fit` gives the same weights without the callback.
+    The callback does not influence the result: `fit` gives the same weights without the callback.
 
     Args:
         compression: the `Compression` that Horovod's optimizer uses.
@@ -116,7 +117,7 @@ class PolicyCallback(tf_keras.callbacks.Callback):
             self._writer = None
 
     def _scalars(self) -> dict[str, float]:
-        """The learning rate, and the compression factor and the megabytes sent of the epoch."""
+        """The learning rate, the compression factor of the epoch, and the megabytes sent in the epoch."""
         epoch = replace(self._compression.ledger.totals)
         epoch.add(self._epoch_began, -1)  # only the bytes are used: the difference of times is not meaningful
         scalars = {"learning_rate": learning_rate_of(unwrapped(self.model.optimizer))}
@@ -128,7 +129,7 @@ class PolicyCallback(tf_keras.callbacks.Callback):
         if self._writer is None:
             return
         written: dict[str, float] = {f"hvdcomp/{name}": value for name, value in scalars.items()}
-        written |= self._compression.metrics()  # replaces the compression factor by the factor of the latest step
+        written |= self._compression.metrics()  # replaces the compression factor with the factor of the latest step
         written |= {f"hvdcomp/level/{name}": level for name, level in self._compression.levels.items()}
         with self._writer.as_default(step=self._compression.ledger.steps):
             for name, value in written.items():

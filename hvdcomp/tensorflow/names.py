@@ -13,9 +13,9 @@ def stable_names(names: Sequence[str]) -> list[str]:
     """Unique names without Keras's counters, in the same order.
 
     Keras names the first dense layer of a process `dense`, and the second `dense_1`, even if they belong to different
-    models. If a model is built a second time, its variables would have other names, and the model would not find its
-    state. Therefore the layers are counted again. The first dense layer, for example `dense_7`, becomes `dense`, and
-    the next dense layer becomes `dense_1`.
+    models. If a model is built a second time, its variables would have different names, and the model would not find
+    its state. Therefore the layers are counted again. The first dense layer, for example `dense_7`, becomes `dense`,
+    and the next dense layer becomes `dense_1`.
 
     >>> stable_names(["dense_7/kernel:0", "dense_7/bias:0", "dense_9/kernel:0"])
     ['dense/kernel', 'dense/bias', 'dense_1/kernel']
@@ -43,7 +43,7 @@ def by_name(variables: Iterable[Any]) -> dict[str, Any]:
     """The variables, by their stable names, in the same order.
 
     Raises:
-        ConfigurationError: if there are no variables, or if one is not a tf.Variable, as in Keras 3.
+        ConfigurationError: if there are no variables, or if one of them is not a tf.Variable, as in Keras 3.
     """
     variables = list(variables)
     for variable in variables:

@@ -12,7 +12,7 @@ from hvdcomp.errors import ConfigurationError
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside a LossScaleOptimizer. Any other optimizer is returned itself."""
+    """The optimizer inside a LossScaleOptimizer. Any other optimizer is returned unchanged."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 

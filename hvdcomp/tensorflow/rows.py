@@ -35,17 +35,17 @@ class RowExchange:
     gradients.
 
     Args:
-        wire_dtype: the element type in which rows and means are sent: tf.bfloat16, tf.float16 or tf.int8. With tf.int8,
-            the largest magnitude of each row is also sent, and the error of an element is at most 1/254 of this
-            magnitude. The mean is rounded in the same way a second time. Rounding errors are not kept. Default: the
-            gradient's own type.
+        wire_dtype: the element type in which rows and means are sent, which is tf.bfloat16, tf.float16 or tf.int8. With
+            tf.int8, the largest magnitude of each row is also sent, and the error of an element is at most 1/254 of
+            this magnitude. The mean is rounded in the same way a second time. Rounding errors are not kept. Default:
+            the gradient's own type.
 
     Attributes:
         ledger: the ledger, with the bytes of each step as in `Compression.ledger`, but without times. It is empty if
-            there is only one rank. Dense bytes count whole tables.
+            there is only one rank. The dense bytes are the bytes of whole tables.
 
     Raises:
-        ConfigurationError: if wire_dtype is another type.
+        ConfigurationError: if wire_dtype is any other type.
     """
 
     def __init__(self, *, wire_dtype: tf.DType | None = None) -> None:
@@ -59,12 +59,12 @@ class RowExchange:
         return Ledger() if self._means is None else self._means.ledger
 
     def serve(self, distributed: Any) -> Any:
-        """Makes a tape or optimizer of Horovod use this exchange, and returns it. distributed: a
-        hvd.DistributedGradientTape, or the result of hvd.DistributedOptimizer.
+        """Makes a tape or optimizer of Horovod use this exchange, and returns the tape or optimizer. The argument
+        `distributed` is an hvd.DistributedGradientTape, or the result of hvd.DistributedOptimizer.
 
         Raises:
-            ConfigurationError: for another object; if `serve` was already called with this object; or with
-                op=hvd.Adasum, or backward_passes_per_step above 1.
+            ConfigurationError: if the argument is any other object; if `serve` was already called with this object; or
+                with op=hvd.Adasum, or backward_passes_per_step above 1.
         """
         reduce_dense: Any = getattr(distributed, "_allreduce_grads", None)
         settings = _settings_of(reduce_dense)
@@ -96,7 +96,8 @@ class RowExchange:
                 dense = [gradients[place] for place in dense_places]
                 trained = [variables[place] for place in dense_places]
                 means |= zip(dense_places, reduce_dense(dense, trained, *options), strict=True)
-            # One after the other, because together they may need more threads than TensorFlow has.
+            # The dense gradients and the slices are exchanged one after the other, because together they may need more
+            # threads than TensorFlow has.
             with tf.control_dependencies([mean for mean in means.values() if mean is not None]):
                 slices = [gradients[place] for place in places]
                 tables = [variables[place] for place in places]

@@ -61,7 +61,7 @@ def serve_simulated(
     communicator: SimulatedCommunicator,
     optimizer: Any,
 ) -> Callable[[Sequence[np.ndarray]], list[np.ndarray]]:
-    """Makes the model of a simulated rank exchange compressed gradients.
+    """Sets up the exchange of compressed gradients for the model of a simulated rank.
 
     Args:
         compression: a `Compression` that no other model uses.
@@ -70,7 +70,7 @@ def serve_simulated(
         optimizer: the Keras optimizer of the model.
 
     Returns:
-        A function that gets the gradients of all variables, in order, and returns their means. Call it once in each
+        A function that takes the gradients of all variables, in order, and returns their means. Call it once in each
         step.
     """
     named = by_name(variables)

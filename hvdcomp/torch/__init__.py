@@ -34,7 +34,7 @@ _FILES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports PyTorch when a name is used for the first time that needs PyTorch. So the core can import
+    """Imports PyTorch only when a name that needs it is used for the first time. The core can therefore import
     `hvdcomp.torch.framework` without PyTorch."""
     if name in _FILES:
         return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)

@@ -10,7 +10,7 @@ _MOST_HOLDING = 1 << 17  # a call with at most this number of elements (0.1 ms) 
 
 
 def narrow(vector: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The vector cast to another element type."""
+    """The vector, cast to the given element type."""
     if not _has_kernel(vector, dtype):
         return vector.to(dtype)
     halves = torch.empty_like(vector, dtype=dtype)

@@ -11,21 +11,21 @@ from hvdcomp.communicators import Communicator
 
 
 class PolledCommunicator(Communicator, Protocol):
-    """A communicator that can say whether a collective has ended."""
+    """A communicator that can report whether a collective has ended."""
 
     def is_done(self, started: Any) -> bool:
         """Whether `wait` would return immediately."""
 
 
 class PresenceCheck:
-    """Checks once in each step, by an allreduce during the backward pass, that all ranks take part in the step.
+    """Checks once in each step, with an allreduce during the backward pass, that all ranks take part in the step.
 
-    Before any bucket starts, the check detects a rank that has called `join`, has other levels, or refuses the step.
-    `Binding.check_presence` raises the error at the end of the step.
+    Before any bucket starts, the check detects a rank that has called `join`, has different levels, or refuses the
+    step. `Binding.check_presence` raises the error at the end of the step.
 
     Args:
         communicator: the communicator of the ranks that take part in the step.
-        waits: whether `agrees` waits for the result, so that it is the same on all ranks.
+        waits: whether `agrees` waits for the result, so that the answer is the same on all ranks.
 
     Attributes:
         waits: whether `agrees` waits for the result.

@@ -56,7 +56,7 @@ class SimulatedBinding(TorchTraining):
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Replaces the gradients by their means. Call this after the backward passes of a step."""
+        """Replaces the gradients with their means. Call this after the backward passes of a step."""
         ready, self._ready = self._ready, {}
         gradients = {name: gradient for name in ready if (gradient := self._parameters[name].grad) is not None}
         if not self.exchanges:
@@ -99,7 +99,7 @@ class SimulatedBinding(TorchTraining):
         self.end_step()
 
     def _reduce(self, buffer: torch.Tensor, wire: str | None) -> None:
-        """Replaces a bucket by the mean over all ranks, like `DDPBinding`."""
+        """Replaces a bucket with the mean over all ranks, like `DDPBinding`."""
         ranks, name = self.communicator, "hvdcomp.bucket"
         dtype = buffer.dtype if wire is None else getattr(torch, wire)
         if dtype == buffer.dtype:
@@ -139,7 +139,7 @@ class SimulatedBinding(TorchTraining):
 def serve_simulated(
     compression: UsedCompression, model: torch.nn.Module, communicator: SimulatedCommunicator, optimizer: Any
 ) -> Callable[[], None]:
-    """Makes the model of a simulated rank exchange compressed gradients.
+    """Sets up the exchange of compressed gradients for the model of a simulated rank.
 
     Args:
         compression: a `Compression` that no other model uses.
@@ -148,6 +148,6 @@ def serve_simulated(
         optimizer: the optimizer of the model.
 
     Returns:
-        A function that replaces the gradients by their means. Call it after the backward passes of each step.
+        A function that replaces the gradients with their means. Call it after the backward passes of each step.
     """
     return compression.serve(lambda setup: SimulatedBinding(setup, model, communicator), optimizer).exchange

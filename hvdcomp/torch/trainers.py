@@ -1,5 +1,5 @@
-"""Code that the callbacks and strategies for trainers share. This code saves the state of each rank in the checkpoint
-of a trainer.
+"""Code that the callbacks and strategies for trainers share. It saves the state of each rank in the checkpoint of a
+trainer.
 
 A trainer saves only the state of one rank. Residuals differ between ranks, so each rank writes its own state to its own
 file, in the folder of the checkpoint or next to the checkpoint.
@@ -77,8 +77,8 @@ def restore(
     """Restores the state of this rank before the first step. Call it on every rank.
 
     If the number of ranks has changed, the residuals of all old ranks are divided among the new ranks, as in
-    `hvdcomp.state_for`. If no rank has a file, for example after a training without compression, residuals start at
-    zero, and a warning is issued.
+    `hvdcomp.state_for`. If no rank has a file, for example because the checkpoint comes from a training run without
+    compression, residuals start at zero, and a warning is issued.
 
     Args:
         compression: the `Compression` whose state is restored.
@@ -87,13 +87,14 @@ def restore(
         checkpoint: the path of the checkpoint, used in messages.
 
     Raises:
-        ConfigurationError: if the states of some ranks are missing, or for a reason of `Compression.load_state_dict`.
+        ConfigurationError: if the states of some ranks are missing, or for one of the reasons given in
+            `Compression.load_state_dict`.
     """
     own = read_state(rank)
     known = read_state(0) if own is None else own
     if known is None:
         warn_of_no_state(checkpoint, rank)
-    if not known:  # there is no state, or only the state of a training that has made no step
+    if not known:  # there is no state, or only the state of a training run that has made no step
         return
     size = parts_of(known)[1]["size"]
 

@@ -50,10 +50,10 @@ class TorchTraining(Binding):
         communicator: the communicator of the ranks that exchange gradients.
         optimizer: the optimizer of these parameters; None if unknown.
         names: names of all parameters of the model, as in `Binding`.
-        shared: names of the parameters whose gradients other groups of ranks have too (`TensorInfo.is_shared`).
+        shared: names of the parameters whose gradients other groups of ranks also have (`TensorInfo.is_shared`).
 
     Class attributes:
-        optimizer_from: the code with which a user makes the optimizer known. The code is shown in messages.
+        optimizer_from: the code with which a user passes the optimizer to hvdcomp. The code is shown in messages.
         averaged_by: the name of the object that averages the model's gradients, if it is not Horovod's optimizer.
     """
 
@@ -155,7 +155,7 @@ class TorchTraining(Binding):
 
     def checksums(self, names: Sequence[str]) -> list[int]:
         tensors: Mapping[str, torch.Tensor] = self._parameters
-        if isinstance(self._optimizer, CompressedAdam):  # the first step of a resumed training may be a local step
+        if isinstance(self._optimizer, CompressedAdam):  # the first step of a resumed training run may be a local step
             tensors = {name: self._optimizer.at_latest_exchange(tensors[name]) for name in names}
         return checksums_of(tensors, names)
 

@@ -32,7 +32,7 @@ class Unaveraged:
     Args:
         model: the model whose gradients are averaged.
         averaged: the parameters whose gradients are averaged.
-        aside: the parameters of the model whose gradients may stay different on different ranks.
+        aside: the parameters of the model whose gradients may differ between ranks.
         optimizer: the optimizer of the model; None if unknown.
         advice: the text of the message, with a field for the names of parameters.
     """

@@ -1,1 +1,1 @@
-"""The operators of compiled graphs, and the pass that replaces all-reduces by these operators."""
+"""The operators of compiled graphs, and the pass that replaces all-reduces with these operators."""

@@ -2,8 +2,8 @@
 
 A node of a graph gets all inputs of a step as its arguments, and keeps nothing between steps. Each node has an engine,
 which is created when the node runs for the first time. In each step, the engine gets the step number and the residuals.
-The node then gives the same result, bit for bit, as the engine of a training with the same method, seed and names in
-the same step.
+The node then gives the same result, bit for bit, as the engine of a training run with the same method, seed and names
+in the same step.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def method_of(spec: str, residuals: bool) -> Compressor:
 
 
 def require_reduce_scatter(method: Compressor, tensor: TensorInfo) -> Compressor:
-    """The method of a tensor in a reduce-scatter.
+    """Returns the method that a tensor uses in a reduce-scatter.
 
     Args:
         method: the compressor that `method_of` returned.
@@ -174,7 +174,7 @@ def reduce_scatter(
     """This rank's part of the mean of a tensor over the ranks of a process group, in a new tensor.
 
     Raises:
-        SpecError, ConfigurationError, RankMismatchError: as of `exchange`.
+        SpecError, ConfigurationError, RankMismatchError: as in `exchange`.
     """
     check([tensor], None, [name], step)
     check_scattered(tensor, name, group_of(group_name))
@@ -196,7 +196,7 @@ def group_of(name: str) -> dist.ProcessGroup:
     Raises:
         ConfigurationError: if torch.distributed has no process group of this name.
     """
-    # the type of its argument is a new type in PyTorch 2.13
+    # from PyTorch 2.13 on, the argument of this function has a type of its own
     resolve: Any = dist.distributed_c10d._resolve_process_group
     try:
         group: dist.ProcessGroup = resolve(name)
@@ -227,7 +227,7 @@ class _Node:
         self.signature = _signature(tensors)
         self.communicator, like = TorchDistributedCommunicator(group), next(iter(tensors.values()))
         self.infos = [info_of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
-        # If ranks have different specs, some may already wait here.
+        # If ranks have different specs, some ranks may already wait here.
         with refused_on_every_rank(self.communicator, like):
             self.method = self.checked(method_of(spec, residuals))
         facts = {
@@ -249,7 +249,7 @@ class _Node:
 
 
 class _Means(_Node):
-    """A node of means of whole tensors, with its engine."""
+    """A node that computes means of whole tensors, with its engine."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -258,7 +258,7 @@ class _Means(_Node):
     def step(
         self, gradients: Mapping[str, torch.Tensor], residuals: Mapping[str, torch.Tensor], step: int
     ) -> dict[str, torch.Tensor]:
-        """The means by name; replaces the values of the residuals."""
+        """Returns the means by name, and replaces the values of the residuals."""
         _check_number(step)
         engine = self._engine
         engine.begin()
@@ -285,7 +285,8 @@ class _Means(_Node):
 
 
 class _PartOfMean(_Node):
-    """A node that computes this rank's part of the mean of one tensor, exactly within a node of the cluster."""
+    """A node that computes this rank's part of the mean of one tensor. Within a node of the cluster, values are sent
+    without loss."""
 
     def __init__(self, group: dist.ProcessGroup, spec: str, residuals: bool, tensors: Any, seed: int) -> None:
         super().__init__(group, spec, residuals, tensors, seed)
@@ -302,7 +303,7 @@ class _PartOfMean(_Node):
         return require_reduce_scatter(method, info)
 
     def step(self, gradient: torch.Tensor, step: int) -> torch.Tensor:
-        """The mean of the rows of the gradient that belong to this rank."""
+        """The mean of this rank's rows of the gradient."""
         _check_number(step)
         (info,) = self.infos
         reducer, ranks = self._reducer, self.communicator.world_size
@@ -329,7 +330,7 @@ _nodes: dict[tuple[Any, ...], Any] = {}  # all nodes so far, by the values that 
 def _node(
     kind: type[_N], tensors: Mapping[str, torch.Tensor], residuals: bool, spec: str, group_name: str, seed: int
 ) -> _N:
-    """The node of these arguments, made anew if the tensors or the process group have changed."""
+    """The node for these arguments. It is created again if the tensors or the process group have changed."""
     group, key = group_of(group_name), (kind, spec, residuals, group_name, seed, *tensors)
     known: _N | None = _nodes.get(key)
     if known is None or known.group is not group or known.signature != _signature(tensors):

@@ -1,9 +1,9 @@
 """The operators of compiled graphs: `torch.ops.hvdcomp.allreduce_mean`, its forms for several tensors, and
 `reduce_scatter_mean`.
 
-An operator is opaque to the compiler. The fake kernel of an operator tells the compiler the shapes of the results, and
-refuses invalid arguments when the graph is made. An operator is registered with an effect, so that the compiler keeps
-the operators in the order of the program. This order is the same on all ranks.
+An operator is opaque to the compiler. The fake kernel of an operator computes the shapes of the results for the
+compiler, and refuses invalid arguments when the graph is made. An operator is registered with an effect, so that the
+compiler keeps the operators in the order of the program. This order is the same on all ranks.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""A pass over a graph of a training step that replaces its all-reduces and reduce-scatters of gradients by compressed
+"""A pass over a graph of a training step that replaces its all-reduces and reduce-scatters of gradients with compressed
 means.
 
-Tools that trace a training step, such as `make_fx` and `torch.compile`, write an all-reduce as two nodes:
-`_c10d_functional.all_reduce`, which begins it, and `wait_tensor`. Reduce-scatters look the same. A collective that is
-coalesced begins several reductions in one node, and `getitem` picks each. A mean is a sum with a division by the number
-of ranks before or after it. The pass finds these nodes, and puts nodes of `hvdcomp.torch.compiled.operators` in their
-place.
+Tools that trace a training step, such as `make_fx` and `torch.compile`, represent an all-reduce as two nodes:
+`_c10d_functional.all_reduce`, which begins it, and `wait_tensor`. Reduce-scatters look the same. A coalesced collective
+begins several reductions in one node, and a `getitem` node picks the result of each reduction. A mean is a sum with a
+division by the number of ranks before or after it. The pass finds these nodes, and puts nodes of
+`hvdcomp.torch.compiled.operators` in their place.
 
-Tensors that are all-reduced one after the other share a node, and so their collectives, as long as nothing between them
-uses a mean or may change a tensor. Each reduce-scatter has a node of its own, where the graph began it.
+Tensors that are all-reduced one after another share a node, and therefore its collectives, unless something between
+them uses a mean or may change a tensor. Each reduce-scatter has a node of its own, at the place where the graph began
+the reduce-scatter.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from hvdcomp.errors import ConfigurationError
 from hvdcomp.torch.compiled.exchange import group_of, info_of, method_of, require_reduce_scatter
 
 NamesOfReductions = Callable[[Node], str | None]
-"""The name of the tensor that a node reduces, or None if it is to stay uncompressed."""
+"""The name of the tensor that a node reduces, or None if the tensor is to stay uncompressed."""
 
 _ALL_REDUCES = ("all_reduce", "all_reduce_coalesced")
 _REDUCE_SCATTERS = ("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced")
@@ -42,8 +43,8 @@ class _Reduction:
 
     Attributes:
         start: the node that begins the reduction, perhaps together with other reductions.
-        begun: the node whose result is waited for. It is `start`, or the node that picks the result of this tensor from
-            several results.
+        begun: the node whose result `wait_tensor` waits for. It is `start`, or the node that picks the result of this
+            tensor from several results.
         divides: whether the node `summand`, whose value is reduced, is a division by the number of ranks.
         result: the node whose value is replaced.
         factor: the number by which the mean must be multiplied to give the value of `result`.
@@ -118,13 +119,14 @@ def replace_reductions(
 
 
 def compile_by(backend: str, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Compiles a graph from Dynamo with a backend of `torch.compile`. inputs: example inputs."""
+    """Compiles a graph from Dynamo with a backend of `torch.compile`. `inputs` are example inputs."""
     compiled: Callable[..., Any] = torch._dynamo.lookup_backend(backend)(module, list(inputs))
     return compiled
 
 
 def _begun_by(start: Node, group_name: str) -> list[Node]:
-    """The nodes with the results of what a node begins to add up in this process group; `wait_tensor` waits for them.
+    """The nodes that hold the results of the reductions that `start` begins in this process group. `wait_tensor` waits
+    for them.
     """
     if not _calls(start, *_ALL_REDUCES, *_REDUCE_SCATTERS):
         return []
@@ -146,11 +148,11 @@ def _summand(start: Node, begun: Node) -> Node:
 
 
 def _may_replace(start: Node, begun: Node, least: int, size: int) -> bool:
-    """Whether a reduction adds up a tensor of this many numbers, or more."""
+    """Whether a reduction adds up a tensor with at least `least` elements."""
     example, ends = _example(begun), list(begun.users)
     if example is None or not example.dtype.is_floating_point or len(ends) != 1 or not _calls(ends[0], "wait_tensor"):
         return False
-    return example.numel() * (size if _calls(start, *_REDUCE_SCATTERS) else 1) >= least  # a part of it is scattered
+    return example.numel() * (size if _calls(start, *_REDUCE_SCATTERS) else 1) >= least  # each rank gets only a part
 
 
 def _reduction(start: Node, begun: Node, name: str, size: int, results: Set[Node]) -> _Reduction:
@@ -172,7 +174,7 @@ def _reduction(start: Node, begun: Node, name: str, size: int, results: Set[Node
 
 
 def _require_reduce_scatter(method: Compressor, reductions: Sequence[_Reduction], size: int) -> None:
-    """Raises SpecError if a reduce-scatter cannot follow the method of its tensor."""
+    """Raises SpecError if a reduce-scatter cannot use the method of its tensor."""
     for reduction in reductions:
         example = _example(reduction.begun)
         assert example is not None
@@ -181,7 +183,7 @@ def _require_reduce_scatter(method: Compressor, reductions: Sequence[_Reduction]
 
 
 def _together(graph: torch.fx.Graph, found: dict[Node, list[_Reduction]]) -> Iterator[tuple[list[_Reduction], Node]]:
-    """The all-reduces that share a node, and the node before which it is put."""
+    """Yields each group of all-reduces that share a node, and the node before which the shared node is inserted."""
     waiting: list[_Reduction] = []
     own: set[Node] = set()  # nodes that the pass replaces
     results: set[Node] = set()
@@ -198,7 +200,7 @@ def _together(graph: torch.fx.Graph, found: dict[Node, list[_Reduction]]) -> Ite
 def _put_all_reduces(
     graph: torch.fx.Graph, reductions: list[_Reduction], place: Node, arguments: tuple[Any, ...], seed: int
 ) -> None:
-    """Puts the means of some tensors before a node, and uses them in place of the results of all-reduces."""
+    """Inserts the means of some tensors before a node, and uses them in place of the results of all-reduces."""
     tensors, names = [one.tensor for one in reductions], [one.name for one in reductions]
     with graph.inserting_before(place):
         operation = torch.ops.hvdcomp.allreduce_means.default
@@ -213,7 +215,7 @@ def _put_all_reduces(
 def _put_reduce_scatters(
     graph: torch.fx.Graph, reductions: list[_Reduction], place: Node, arguments: tuple[Any, ...], seed: int
 ) -> None:
-    """Puts this rank's parts of the means of some tensors before a node, and uses them in place of the results of
+    """Inserts this rank's parts of the means of some tensors before a node, and uses them in place of the results of
     reduce-scatters."""
     with graph.inserting_before(place):
         for reduction in reductions:
@@ -232,7 +234,7 @@ def _use(graph: torch.fx.Graph, mean: Node, reduction: _Reduction) -> None:
 
 
 def _erase(graph: torch.fx.Graph, start: Node, reductions: Sequence[_Reduction]) -> None:
-    """Takes the nodes of replaced reductions out of the graph, and their divisions if nothing else uses them."""
+    """Removes the nodes of replaced reductions from the graph, and also their divisions if nothing else uses them."""
     divisions = dict.fromkeys(one.summand for one in reductions if one.divides)
     for reduction in reductions:
         for node in dict.fromkeys((reduction.result, reduction.wait, reduction.begun)):
@@ -248,7 +250,7 @@ def _erase(graph: torch.fx.Graph, start: Node, reductions: Sequence[_Reduction])
 
 
 def _keep_used(start: Node) -> None:
-    """Takes the tensors that nothing picks any more out of a collective of several."""
+    """Removes from a collective of several tensors those tensors whose results no node picks any more."""
     users: list[Any] = list(start.users)
     picks = {pick.args[1]: pick for pick in users}
     tensors: Any = start.args[0]
@@ -289,7 +291,7 @@ def _is_division(node: Any, size: int) -> bool:
     if not isinstance(tensor, Node) or not isinstance(number, int | float):
         return False
     before, after = _example(tensor), _example(node)
-    if before is None or after is None or before.dtype != after.dtype:  # a division of integers gives another type
+    if before is None or after is None or before.dtype != after.dtype:  # a division of integers gives a different type
         return False
     called = _called(node)
     return (called in _DIVISIONS and number == size) or (called in _FACTORS and number == 1 / size)
@@ -313,6 +315,6 @@ def _ends_a_run(node: Node) -> bool:
 
 
 def _example(node: Node) -> torch.Tensor | None:
-    """A tensor with the shape and type of the node's result; None if the tracer has not stored one."""
+    """A tensor with the shape and type of the node's result; None if the tracer has not stored such a tensor."""
     examples = (node.meta.get(key) for key in _FOUND_BY)
     return next((example for example in examples if isinstance(example, torch.Tensor)), None)

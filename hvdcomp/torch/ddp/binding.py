@@ -3,7 +3,7 @@
 When all gradients of a DDP bucket are ready, DDP calls the hook with the DDP bucket, and gets a future. The order of
 the DDP buckets is the same on all ranks. A step ends when DDP has passed all trained parameters. DDP also marks one DDP
 bucket as the last, but this mark is not reliable: in the first pass of a static graph, DDP marks every DDP bucket as
-the first and none as the last. There are two kinds of steps, and all ranks choose the same:
+the first and none as the last. There are two kinds of steps, and all ranks choose the same kind:
 
 - cast: the plan only casts all gradients to one element type, and the policy does not decide or measure anything in
   this step. Each DDP bucket is allreduced in place during the backward pass.
@@ -87,10 +87,10 @@ class DDPBinding(TorchTraining):
         # torch.distributed matches collectives by their order. On the host, a rank starts the engine's collectives as
         # soon as it knows that all ranks make the step, which may be at a different time on each rank. So the engine
         # has its own process group. All ranks start the presence check and the all-reduces of whole DDP buckets at the
-        # same point. These collectives stay in the model's process group, and so they also meet a rank that does not
-        # make the step. On a device, the model's process group is used for everything. There, the presence check waits
-        # for its result instead of polling, so that all ranks start a bucket between the same two collectives. Waiting
-        # costs little, because the device still has work.
+        # same point. These collectives stay in the model's process group. There, they are also matched with a
+        # collective of a rank that does not make the step. On a device, the model's process group is used for
+        # everything. There, the presence check waits for its result instead of polling, so that all ranks start a
+        # bucket between the same two collectives. Waiting costs little, because the device is still busy.
         on_device = any(parameter.is_cuda for parameter in trained.values())
         self._beside = None if on_device else GroupBeside.of(communicator, self)
         if self._beside is not None:
@@ -112,11 +112,11 @@ class DDPBinding(TorchTraining):
             "find_unused_parameters": model.find_unused_parameters,
             "static_graph": model.static_graph,
         }
-        # Only for a model that may leave out parameters in a step.
+        # Only for a model that may not use all of its parameters in a step.
         self._uses = UsedParameters(model, parameters) if any(self._model_settings.values()) else None
         self._unused: Set[str] = frozenset()  # parameters without gradients in a static graph
-        self._flag_bytes = 0  # bytes of the flags that say which parameters were used in the current step
-        # The key is the identity of a parameter, because the hash of a tensor is a call of Python.
+        self._flag_bytes = 0  # bytes of the flags that mark the parameters used in the current step
+        # The key is the identity of a parameter, because hashing a tensor calls a Python function.
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._wire: torch.dtype | None = None  # the element type of a step that only casts
         # the latest plan, and the element type to which it casts
@@ -171,7 +171,7 @@ class DDPBinding(TorchTraining):
         if not whole:
             used = {name: gradients[name] for name in names if name not in self._unused} if self._unused else gradients
             self._pending.update(used)
-            if self._uses is None:  # otherwise a gradient that no rank has must not change
+            if self._uses is None:  # otherwise this is done later, because a gradient that no rank has must not change
                 self.add_momenta(used)
                 self.engine.overlap.ready(used)
         if not self._awaited:
@@ -181,7 +181,7 @@ class DDPBinding(TorchTraining):
         return future
 
     def _keep(self, buffer: torch.Tensor, names: set[str]) -> torch.futures.Future[torch.Tensor]:
-        """Keeps this rank's own gradients. names: the names of the step so far."""
+        """Keeps this rank's own gradients. `names` are the names of the step's tensors so far."""
         self._kept = names
         if not self._awaited:
             self.engine.enter_alone(names)
@@ -197,7 +197,7 @@ class DDPBinding(TorchTraining):
             self._beside.under_way = True
         super().begin()
         self._wire = self._wire_of_plan() if self.engine.passthrough and not self.needs_engine else None
-        # If all steps of a training only cast, no presence check is needed. It would cost a latency.
+        # If all steps of a training run only cast, no presence check is needed. It would only add latency.
         self._checks_presence = self._wire is None or self.plan_may_change
         if self._checks_presence:
             self._presence_check.start(self.presence, UNNAMED)
@@ -213,7 +213,7 @@ class DDPBinding(TorchTraining):
         return self._wire_of[1]
 
     def _reduce_whole(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """Starts the allreduce of a DDP bucket, which is first cast if the plan says so."""
+        """Starts the allreduce of a DDP bucket, which is first cast if the plan requires it."""
         if buffer.is_sparse or self._wire in (None, buffer.dtype):
             # divided before the sum, because DDP without a hook does so, and the bits must be the same
             mean = buffer.div_(self.communicator.world_size)
@@ -246,7 +246,8 @@ class DDPBinding(TorchTraining):
 
     def _end_casts(self) -> None:
         if self.coordinator is not None:
-            # The coordinator's clock, and observers of means, need the end of the step. DDP would wait for it now, too.
+            # The coordinator's clock, and observers of means, need the end of the step. DDP would wait at this point
+            # anyway.
             for bucket in self._step:
                 bucket.future.wait()
             for bucket in self._step:
@@ -303,7 +304,8 @@ class DDPBinding(TorchTraining):
 
 @not_compiled
 def compressed_hook(binding, bucket):
-    """The hook that DDP calls. The hook has no annotations: DDP would compare them with types, but they are strings."""
+    """The hook that DDP calls. The hook has no annotations, because DDP would compare them with types, but they are
+    strings."""
     return binding.reduce(bucket)
 
 
@@ -395,7 +397,7 @@ def _named_parameters(setup: Setup) -> dict[str, torch.nn.Parameter]:
 
 
 def _sparse_bytes(gradient: torch.Tensor) -> int:
-    """Bytes of the rows that a rank sends of a sparse gradient: of their numbers and of their values."""
+    """The number of bytes that a rank sends of a sparse gradient: the row numbers and the values of the rows."""
     rows = gradient.coalesce()  # the process group also adds up equal rows before it sends them
     return int(rows.indices().nbytes + rows.values().nbytes)
 

@@ -2,7 +2,7 @@
 
 torch.distributed matches the collectives of a process group by their order. Some collectives start in the backward
 pass, as soon as a rank knows that all ranks take part. In the user's process group, such a collective could be matched
-with a wrong collective, for example of another model in the same backward pass.
+with a wrong collective, for example with one of another model in the same backward pass.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class GroupBeside:
 
     Attributes:
         ranks: the communicator of the additional process group.
-        under_way: whether the user of the process group has unfinished collectives. If the user is freed with
-            unfinished collectives, the process group is not used again, because ranks may have started different
+        under_way: whether the object that uses the process group has unfinished collectives. If this object is freed
+            with unfinished collectives, the process group is not used again, because ranks may have started different
             numbers of collectives.
     """
 
@@ -42,7 +42,8 @@ class GroupBeside:
 
     @classmethod
     def of(cls, ranks: TorchDistributedCommunicator, user: Any) -> GroupBeside:
-        """A process group that no other object uses on any rank. All ranks must call this at the same point.
+        """Returns a process group that no other object uses on any rank. All ranks must call this method at the same
+        point.
 
         Args:
             ranks: the communicator of the process group that the user of hvdcomp chose.

@@ -2,9 +2,9 @@
 
 FSDP reduces the gradients of a module to this rank's shards, and calls hooks on its own stream. The engine exchanges
 the shards with the other replicas, in place. So gradients are uncompressed within a replica and compressed between
-replicas. Buckets start during the backward pass, and the remaining gradients are sent at its end. If the mesh of the
-model has a dimension of replicas, FSDP itself averages over it. From the end of `FSDPBinding.__init__` on, the engine
-does this instead.
+replicas. Buckets start during the backward pass, and the remaining gradients are sent at its end. If the model's mesh
+has a dimension for replicas, FSDP itself averages over this dimension at first. After `FSDPBinding.__init__` has
+finished, the engine does this instead.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class FSDPBinding(TorchTraining):
             self._frozen = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
             self._register(model)
         self._model = ref(model)
-        # By name, because FSDP replaces the parameters by whole parameters during a pass.
+        # By name, because FSDP replaces the parameters with whole parameters during a pass.
         self._known = WeakKeyDictionary({module: _own_names(module) for module in model.modules()})
         self._due = False  # whether gradients of this backward pass still wait for the exchange
         self._was_inner = False  # whether, since the forward pass, a nested backward pass has made a step
@@ -112,7 +112,7 @@ class FSDPBinding(TorchTraining):
             leave_to_hook(group, functools.partial(self._group_reduced, group))
         self._groups = {name: groups[parameter] for name, parameter in self._sharded.items()}
         for name, parameter in self._sharded.items():
-            # FSDP calls it after the hook of the parameter group, when `grad` is set.
+            # FSDP calls this hook after the hook of the parameter group, when `grad` is set.
             parameter.register_post_accumulate_grad_hook(functools.partial(self._gradient_ready, name))
         before_forward_passes(model, self._forget)
 
@@ -167,7 +167,7 @@ class FSDPBinding(TorchTraining):
             self.engine.overlap.ready({name: self._ready[name]})
 
     def _follow(self, name: str) -> None:
-        """Rescales the residual of a parameter if FSDP now divides the gradient by another factor."""
+        """Rescales the residual of a parameter if FSDP now divides the gradient by a different factor."""
         factor = self._groups[name].gradient_divide_factor
         before = self._divided_by.setdefault(name, factor)
         if before != factor:
@@ -212,7 +212,7 @@ class FSDPBinding(TorchTraining):
         """Drops the state of a backward pass that has raised an error."""
         self._was_inner = False
         frozen = torch.is_grad_enabled() and not any(parameter.requires_grad for parameter in self._trained)
-        # if frozen parameters get no gradient, no step would refuse them
+        # checked here, because without gradients no step would find out that all parameters are frozen
         if frozen and (reason := self.reason_to_refuse()):
             raise ConfigurationError(reason)
         if not self._due:
@@ -238,7 +238,8 @@ class FSDPBinding(TorchTraining):
         return {}
 
     def warm_up(self) -> str | None:
-        """The spec by which all tensors are compressed, whatever the plan: a single replica has nobody to send to."""
+        """The spec with which all tensors are compressed, whatever the plan. A single replica has no other replica to
+        send to."""
         return "none" if self.communicator.world_size == 1 else None
 
     def trained(self) -> Set[str]:

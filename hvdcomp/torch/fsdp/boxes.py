@@ -1,9 +1,9 @@
-"""Boxes, and how residuals move to another mesh. A box is the part of a parameter that a rank has on a mesh.
+"""Boxes, and how residuals move to a different mesh. A box is the part of a parameter that a rank has on a mesh.
 
 The part of a mean that was not sent yet is the sum of the replicas' residuals, divided by the number of replicas. This
-part must stay the same on another mesh. Let there be N old and M new replicas. The new replica j gets the sum of the
+part must stay the same on the new mesh. Let there be N old and M new replicas. The new replica j gets the sum of the
 residuals of the old replicas j, j + M, j + 2M, and so on, times M / N. Each rank takes the elements of its box.
-`hvdcomp.state_for` shares whole residuals in the same way.
+`hvdcomp.state_for` redistributes whole residuals in the same way.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def on_other_mesh(
     latest decision.
 
     Args:
-        states: the states that all ranks saved, read one by one.
-        own: the own part of any of these states. The counts in this part, such as the number of steps, continue.
+        states: the states that all ranks saved. They are read one after another.
+        own: the rank's own part in any of these states. The counts in this part, such as the number of steps, continue.
         boxes: the boxes that this rank has now, by parameter name.
         rank, ranks: this rank's number among the replicas, and the number of replicas.
 

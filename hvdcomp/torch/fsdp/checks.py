@@ -34,8 +34,8 @@ def parameter_groups(module: FSDPModule) -> list[Any]:
 
 
 def all_parameter_groups(model: torch.nn.Module) -> dict[str, list[Any]]:
-    """The `parameter_groups` of all modules of a model, without duplicates, by the name of the first module of a
-    parameter group."""
+    """The `parameter_groups` of all modules of a model, without duplicates. The key is the name of the first module of
+    the parameter group."""
     seen: set[int] = set()
     found: dict[str, list[Any]] = {}
     for name, module in modules_of(model).items():

@@ -1,8 +1,8 @@
 """Finds out which parameters are in the flat gradients of FSDP, so that each parameter keeps its own residual.
 
-Not all parameters of a module need have a gradient in a step. FSDP joins the gradients that exist, and does not say
-which parameters have one. The length of the flat gradient is not enough to find out, because two experts of the same
-shape may be trained in different steps. So each parameter has a hook.
+In a step, some parameters of a module may have no gradient. FSDP joins the gradients that exist, and does not report
+which parameters they belong to. The length of the flat gradient is not enough to find out, because two experts of the
+same shape may be trained in different steps. So each parameter has a hook.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class FlatGradient:
 
     @property
     def layout(self) -> FlatLayout | None:
-        """The parameters of the residual; None if a parameter is cut along another dimension than the first."""
+        """The parameters of the residual; None if a parameter is cut along a dimension other than the first."""
         parameters = [(name, self._parameters[name]) for name in self.held]
         if not all(parameter.cut_first for _, parameter in parameters):
             return None
@@ -105,8 +105,8 @@ class FlatGradient:
             length: the number of elements of a row.
         """
         noted, self._with_gradient = self._with_gradient, set()
-        # All trained parameters are in it after `set_reduce_scatter_unused_params`, or in a pass that does not call the
-        # module's forward().
+        # The flat gradient contains all trained parameters after `set_reduce_scatter_unused_params`, or in a pass that
+        # does not call the module's forward().
         for names in ([name for name in self._parameters if name in noted], self._trained()):
             if self._length(names) == length:
                 return names
@@ -168,8 +168,8 @@ class FlatGradient:
 def _in_order(
     module: torch.nn.Module, prefix: str, visited: set[torch.nn.Module]
 ) -> Iterator[tuple[str, torch.nn.Module, str, Any]]:
-    """The parameters in FSDP's order, in which child modules come before the module itself. Each is given as (name,
-    module, attribute, parameter).
+    """Yields (name, module, attribute, parameter) for each parameter, in FSDP's order: child modules come before the
+    module itself.
     """
     visited.add(module)
     for inside, child in module.named_children():

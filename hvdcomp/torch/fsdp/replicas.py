@@ -1,4 +1,4 @@
-"""The replicas of a model in FSDP2: which ranks have the same shards, and what averages their gradients.
+"""The replicas of a model in FSDP2: which ranks have the same shards, and who averages their gradients.
 
 On a mesh of two dimensions, FSDP itself allreduces uncompressed gradients between replicas before it calls any hook.
 `leave_to_hook` makes FSDP stop after the reduction to this rank's shards, as on a mesh of one dimension. Parameters and
@@ -26,9 +26,9 @@ from hvdcomp.torch.fsdp.checks import all_parameter_groups
 
 REGISTER = "hvdcomp.fsdp.register"
 LOCAL_STEPS = "LocalSteps"
-"""The two functions to which FSDP can leave the exchange between replicas, by their names in messages."""
+"""The two functions to which FSDP can leave the exchange between replicas, as messages name them."""
 
-_PLACES_BYTES = 64  # bytes of the text in which a rank says which boxes it has
+_PLACES_BYTES = 64  # bytes of the text that describes which boxes a rank has
 
 
 def group_of_replicas(model: torch.nn.Module, mesh: DeviceMesh | None, caller: str) -> dist.ProcessGroup | None:
@@ -40,7 +40,7 @@ def group_of_replicas(model: torch.nn.Module, mesh: DeviceMesh | None, caller: s
         caller: `REGISTER` or `LOCAL_STEPS`.
 
     Raises:
-        ConfigurationError: if FSDP averages the gradients of only some modules, or between other ranks than those of
+        ConfigurationError: if FSDP averages the gradients of only some modules, or between ranks other than those of
             `mesh`; or if this model was registered before. (If only `LocalSteps` has used a model before, it may use
             the model again.)
     """
@@ -83,7 +83,8 @@ def group_of_shards(model: torch.nn.Module) -> dist.ProcessGroup:
 
 
 def leave_to_nobody(model: torch.nn.Module) -> None:
-    """Makes FSDP only reduce the gradients of a model to this rank's shards. Replicas then have different gradients."""
+    """Limits FSDP to reducing the gradients of a model to this rank's shards. Replicas then have different
+    gradients."""
     for groups in all_parameter_groups(model).values():
         for group in groups:
             if isinstance(group.mesh_info, DDPMeshInfo):
@@ -91,11 +92,12 @@ def leave_to_nobody(model: torch.nn.Module) -> None:
 
 
 def leave_to_hook(group: Any, hook: Callable[[torch.Tensor], None] | None) -> None:
-    """Makes FSDP only reduce the gradients of a parameter group to this rank's shards, and call a hook with the result.
+    """Limits FSDP to reducing the gradients of a parameter group to this rank's shards, and makes it call a hook with
+    the result.
 
     The function sets the hook directly, because `set_all_reduce_hook` refuses modules with several parameter groups.
-    There is no public way to leave out FSDP's own allreduce: `set_requires_all_reduce(False)` hides the gradients of
-    the backward pass.
+    There is no public way to skip FSDP's own allreduce: `set_requires_all_reduce(False)` hides the gradients of the
+    backward pass.
     """
     group._all_reduce_hook = hook
     info = group.mesh_info

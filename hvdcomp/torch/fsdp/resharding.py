@@ -1,11 +1,12 @@
-"""Converts residuals of shards to another number of ranks or nodes.
+"""Converts residuals of shards to a different number of ranks or nodes.
 
-With N nodes, the pending part of a row's mean is 1/N of the sum of its residuals on all nodes. This sum is cut by the
-new ranks' rows and shared equally by the ranks that send a row to its owner, one on each other node: with N' nodes
-there are N' - 1 of them, and each gets N' / (N' - 1) of the pending part.
+With N nodes, the pending part of a row's mean is 1/N of the sum of its residuals on all nodes. This sum is cut into the
+rows of the new ranks. Each row is divided equally among the ranks that send the row to its owner. There is one such
+rank on each other node. So with N' nodes there are N' - 1 of them, and each gets N' / (N' - 1) of the pending part.
 
-With R replicas, the mean lacks 1/R of what the means of all replicas lack. The pending parts of old replicas are dealt
-out to the R' new ones, which add R'/R of them up.
+With R replicas, the pending part of the mean is 1/R of the sum of the replicas' pending parts. The pending parts of the
+old replicas are distributed over the R' new replicas. Each new replica adds up the parts that it gets, and multiplies
+the sum by R'/R.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from hvdcomp.errors import ConfigurationError
 from hvdcomp.torch.parameters import plain_names
 
 FlatLayout = Sequence[tuple[str, Sequence[int]]]
-"""The parameters of a flat gradient, in its order: names and shapes."""
+"""The names and shapes of the parameters of a flat gradient, in the order of the flat gradient."""
 
 
 class OwnedRows(NamedTuple):
@@ -40,7 +41,8 @@ class OwnedRows(NamedTuple):
 
 
 def replica_of(own: Mapping[str, Any]) -> tuple[int, int]:
-    """The replica in a rank's own part of a state, and the number of replicas; earlier versions had one."""
+    """The number of the replica in a rank's own part of a state, and the number of replicas. In states of earlier
+    versions, there is one replica."""
     return own.get("replica", 0), own.get("replicas", 1)
 
 
@@ -56,8 +58,8 @@ def resharded(
     """Makes the residual of a new rank for each flat gradient, float32 (rows, length).
 
     Args:
-        states: the states of all old ranks, read one by one.
-        layouts: the present layout of each flat gradient, by name.
+        states: the states of all old ranks. They are read one after another.
+        layouts: the current layout of each flat gradient, by name.
         new: the rows that the new rank owns.
 
     Raises:
@@ -88,8 +90,7 @@ def resharded(
 
 
 def with_plain_names(layout: FlatLayout) -> list[tuple[str, list[int]]]:
-    """A saved layout without the parts of names that come from wrappers. Earlier versions saved names with these
-    parts."""
+    """A saved layout, without the parts that wrappers add to names. Earlier versions saved names with these parts."""
     names = plain_names([name for name, _ in layout])
     return [(name, list(shape)) for name, (_, shape) in zip(names, layout, strict=True)]
 

@@ -1,8 +1,9 @@
-"""The binding of models in FSDP2 (`fully_shard`) in place of FSDP's reduce-scatter, over all ranks or in each replica.
+"""The binding that replaces FSDP's reduce-scatter for models in FSDP2 (`fully_shard`), over all ranks or in each
+replica.
 
-After the backward pass of a module, FSDP passes the module's flat gradient, which has one row for each rank, and gets
-this rank's row of the mean. So the exchange overlaps with the rest of the backward pass, like FSDP's own
-reduce-scatter.
+After the backward pass of a module, FSDP passes the module's flat gradient to this binding, and gets this rank's row of
+the mean. The flat gradient has one row for each rank. So the exchange overlaps with the rest of the backward pass, like
+FSDP's own reduce-scatter.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ _WITH_MEMORY = " with memory "
 
 
 class ShardsBinding:
-    """Ties one `Compression` to the reduce-scatters of one model. All ranks must create it at the same point.
+    """Ties one `Compression` to the reduce-scatters of one model. All ranks must create this binding at the same point.
 
     Args:
         setup: the `Compression`, and what the user passed to it.
         model: a model sharded by `fully_shard`.
-        weights: the compressor of changes of weights; None for FSDP's own all-gather.
+        weights: the compressor of changes of weights; None to keep FSDP's own all-gather.
         group: the process group over which each replica is sharded; None for all ranks.
         replica, replicas: the number of this rank's replica, from 0, and the number of replicas.
 
@@ -145,7 +146,7 @@ class ShardsBinding:
         """Computes this rank's row of the mean, of the sum, or of the sum divided by a factor, and writes it to `row`.
 
         Args:
-            flat: the flat gradient that FSDP wants to reduce.
+            flat: the flat gradient that FSDP is about to reduce.
             row, rows, group, op: the arguments of FSDP's own reduce-scatter.
             factor: the factor of `set_gradient_divide_factor`; None for the mean.
         """
@@ -170,10 +171,10 @@ class ShardsBinding:
         row.copy_(mean)
 
     def _require_same_divisor(self, name: str, factor: float | None) -> None:
-        """Raises ConfigurationError if FSDP divides by another factor than before.
+        """Raises ConfigurationError if FSDP divides by a different factor than before.
 
         FSDP divides gradients in float16 twice, once before and once after the exchange. If the first divisor changed,
-        the residual would have another scale. Other types are only divided after the exchange.
+        the residual would have a different scale. Other types are only divided after the exchange.
         """
         before, self._divided_by[name] = self._divided_by.get(name, factor), factor
         if before != factor and self.engine.states.get(name):
@@ -216,14 +217,14 @@ class ShardsBinding:
         self.engine.end_step()
 
     def _forget(self) -> None:
-        """After a backward pass that has raised an error: counts its bytes as part of the next step."""
+        """Counts the bytes of a backward pass that has raised an error as part of the next step."""
         self._due = False
 
     # Methods that `Compression` calls.
 
     @property
     def has_begun(self) -> bool:
-        """Whether the training has begun: whether any gradient has arrived."""
+        """Whether training has begun, that is, whether any gradient has arrived."""
         return bool(self.engine.plan)
 
     def compress(self, tensor: torch.Tensor) -> Any:
@@ -285,8 +286,8 @@ class ShardsBinding:
 
     @property
     def _layouts(self) -> dict[str, FlatLayout]:
-        """The layout of each residual. Modules whose parameters are cut along another dimension than the first are left
-        out."""
+        """The layout of each residual. Modules whose parameters are cut along a dimension other than the first are
+        omitted."""
         return {name: layout for name, flat in self._flats.items() if (layout := flat.layout) is not None}
 
     @property
@@ -414,7 +415,7 @@ def _check(setup: Setup) -> None:
 
 
 def _check_weights(weights: Any) -> None:
-    """Raises ConfigurationError unless changes of weights can be sent so."""
+    """Raises ConfigurationError unless `weights` is a compressor that can send changes of weights."""
     if weights is not None and not (isinstance(weights, Compressor) and averages_vectors(weights)):
         raise ConfigurationError(
             f"weights={weights!r} does not work with hvdcomp.fsdp.register; give hvdcomp.Int8(), hvdcomp.Int4() or "
@@ -474,8 +475,8 @@ def _trained(model: torch.nn.Module, ranks: list[int], in_replica: bool) -> dict
 
 
 def _flat_gradients(model: torch.nn.Module, ranks: int) -> list[tuple[FlatGradient, Any]]:
-    """The flat gradient and the parameter group of each `fully_shard`. The last module of a `fully_shard` gives the
-    name."""
+    """The flat gradient and the parameter group of each `fully_shard`. The flat gradient is named after the last module
+    of its `fully_shard`."""
     modules: dict[str, Any] = modules_of(model)
     names = {module: name for name, module in zip(plain_names(modules), modules.values(), strict=True)}
     groups, flats = {}, []

@@ -1,11 +1,11 @@
-"""Replaces FSDP's all-gather of weights. This object sends only the quantized change of the weights since the last
+"""Replaces FSDP's all-gather of weights. The replacement sends only the quantized change of the weights since the last
 all-gather.
 
 Every rank keeps the result of the last all-gather. The owner of a row quantizes the difference between its weights and
-this result. All ranks, including the owner, add the decoded difference. So all ranks compute with the same bits. The
-rounding error of one gather is part of the next difference, so errors do not accumulate. The owner's shard, which the
-optimizer updates, is not rounded. The changes of the weights are the weight differences of SDP4Bit (Jia et al. 2024,
-arXiv:2410.15526, section 3.1).
+this result. All ranks, including the owner, add the decoded difference. So all ranks compute with the same weights, bit
+for bit. The rounding error of one gather is part of the next difference, so errors do not accumulate. The owner's
+shard, which the optimizer updates, is not rounded. The method is that of the weight differences in SDP4Bit (Jia et al.
+2024, arXiv:2410.15526, section 3.1).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class WeightChanges:
     """The all-gather of one module. FSDP calls it instead of its own all-gather.
 
     Args:
-        reducer: the `ShardReducer` of the same ranks. The reducer has the seed, the step and the ledger.
-        compressor: the compressor of the changes of weights: a `Gathering`, or a lossless compressor.
+        reducer: the `ShardReducer` of the same ranks. The reducer provides the seed, the step and the ledger.
+        compressor: the compressor of the changes of weights, which is either a `Gathering` or a lossless compressor.
         name: name of the module.
         min_numel: modules with fewer elements are gathered uncompressed.
     """
@@ -65,7 +65,7 @@ class WeightChanges:
 
     def forget_where_loaded(self, module: torch.nn.Module) -> None:
         """Makes the first gather after each `load_state_dict` exact, if the module, or a module inside it, was loaded.
-        Loading may change weights much. A quantized gather would send this change with a large error, and no other
+        Loading may change the weights a lot. A quantized gather would send this change with a large error, and no later
         gather would correct the error before the next update."""
 
         def forget(*_: Any) -> None:

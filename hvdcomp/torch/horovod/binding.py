@@ -1,7 +1,8 @@
 """The binding of the unmodified `hvd.DistributedOptimizer` of horovod.torch.
 
 Horovod calls `compress` for every gradient when the gradient becomes ready, in any order. Horovod calls `decompress`
-for every gradient after all gradients were compressed. There are two kinds of steps, and all ranks choose the same:
+for every gradient after all gradients were compressed. There are two kinds of steps, and all ranks choose the same
+kind:
 
 - cast: the plan only casts gradients. Horovod itself allreduces the gradients, overlapped with the backward pass
   (`hvdcomp.torch.horovod.passthrough`).
@@ -142,7 +143,7 @@ class TorchBinding(TorchTraining):
 
     @torch.no_grad()
     def _run_pending(self, presence: int) -> None:
-        """Runs the engine with the gradients that were kept. presence: the sum of the ranks' presences, from
+        """Runs the engine with the gradients that were kept. `presence` is the sum of the ranks' presences, from
         Horovod."""
         try:
             self.check_presence(presence if self.is_summed else presence * self.communicator.world_size)

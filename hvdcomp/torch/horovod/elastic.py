@@ -1,9 +1,9 @@
-"""Enables `hvd.elastic.TorchState(..., compression=compression)` to save and restore a `hvdcomp.Compression`, and
+"""Enables `hvd.elastic.TorchState(..., compression=compression)` to save and restore an `hvdcomp.Compression`, and also
 optimizers.
 
-Horovod calls a handler to save the object at a commit, to restore it after a failure, and to synchronise it when the
-ranks have changed. `hvdcomp.bindings.elastic` synchronises a `Compression` in the first step after a change. Only a
-policy that changes the batch size must be synchronised earlier, because the training loop reads
+Horovod calls a handler to save the object at a commit, to restore it after a failure, and to synchronize it when the
+ranks have changed. `hvdcomp.bindings.elastic` synchronizes a `Compression` in the first step after a change. Only a
+policy that changes the batch size must be synchronized earlier, because the training loop reads
 `compression.accumulation` before this step.
 """
 
@@ -56,8 +56,8 @@ class CompressionHandler(StateHandler):
 class OptimizerHandler(OptimizerStateHandler):
     """Saves and restores an optimizer like Horovod's own handler, but does not change the weights.
 
-    To give a new rank the state of an optimizer, Horovod makes a step with zero gradients on the new rank. Weight decay
-    would then change the weights of this rank, which may already be those of rank 0.
+    To give a new rank the state of an optimizer, Horovod's own handler makes a step with zero gradients on the new
+    rank. In this step, weight decay would change the weights of the rank, which may already be those of rank 0.
 
     Args:
         value: the optimizer in the elastic state.
@@ -101,7 +101,7 @@ class LocalStepsHandler(StateHandler):
                 "Leave out model=, because LocalSteps keeps the weights"
             )
         own = self.value.state_dict()
-        own.get(OWN, {}).pop("compression", None)  # the binding synchronises it
+        own.get(OWN, {}).pop("compression", None)  # the binding synchronizes it
         message = (list(_parameters(self.value)), own) if hvd.rank() == 0 else None
         weights, common = hvd.broadcast_object(message, root_rank=0, name="hvdcomp.local_steps")
         if OWN not in common:  # rank 0 has not made a step
@@ -116,11 +116,11 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def register(kind: type) -> None:
-    """Registers with Horovod `CompressionHandler` for objects of this kind, and the handlers of optimizers. Later calls
-    do nothing."""
+    """Registers handlers with Horovod: `CompressionHandler` for objects of this kind, and the handlers of optimizers.
+    Later calls do nothing."""
     registry = get_handler_registry()
     if all(registered is not kind for registered, _ in registry):
-        # LocalSteps comes first, because Horovod uses the first handler that fits, and a LocalSteps is an optimizer,
-        # too.
+        # LocalSteps comes first, because Horovod uses the first handler that fits, and a LocalSteps is also an
+        # optimizer.
         optimizers = [(LocalSteps, LocalStepsHandler), (torch.optim.Optimizer, OptimizerHandler)]
         set_handler_registry([*optimizers, *registry, (kind, CompressionHandler)])

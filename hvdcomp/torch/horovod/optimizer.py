@@ -1,4 +1,4 @@
-"""Reads the settings of Horovod's optimizer, and refuses uses after which ranks would have different weights."""
+"""Reads the settings of Horovod's optimizer, and refuses uses that would make the weights of the ranks differ."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ class HorovodOptimizer:
         """Waits for Horovod's collectives of a step that was abandoned, so that their names can be used again."""
         handles = [handle for handle, _ in getattr(self.optimizer, "_handles", {}).values()]
         for handle in handles:
-            if isinstance(handle, int):  # it is not an int before submission, or for a sparse gradient
-                # somebody has already waited for it, or it has failed
+            if isinstance(handle, int):  # the handle is not an int before submission, or for a sparse gradient
+                # someone else has already waited for this collective, or it has failed
                 with contextlib.suppress(ValueError, HorovodInternalError):
                     hvd.synchronize(handle)
 
@@ -166,7 +166,7 @@ def _clash(optimizer: Any, current: int) -> str | None:
 
 
 def _is_under_way(optimizer: Any) -> bool:
-    """Whether Horovod has gradients of this optimizer for which nobody has waited. The result does not depend on
+    """Whether Horovod has gradients of this optimizer that nobody has waited for yet. The result does not depend on
     whether the exchange of these gradients is complete, because ranks may see completion at different times."""
     return any(map(_is_open, (handle for handle, _ in optimizer._handles.values())))
 
@@ -176,7 +176,7 @@ def _is_open(handle: Any) -> bool:
         return False
     try:
         hvd.poll(handle)
-    except ValueError:  # somebody has already waited for it
+    except ValueError:  # someone else has already waited for this collective
         return False
     return True
 
@@ -191,7 +191,7 @@ def _names_of(optimizer: Any) -> dict[str, torch.nn.Parameter]:
 
 
 def _before_step(optimizer: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-    """A step pre-hook of PyTorch. arguments: the arguments of `optimizer.step`, beginning with the optimizer."""
+    """A step pre-hook of PyTorch. `arguments` are the arguments of `optimizer.step`, beginning with the optimizer."""
     _refuse_closure(optimizer, options.get("closure", arguments[1] if len(arguments) > 1 else None))
 
 

@@ -37,7 +37,7 @@ class Passthrough:
     """The part of a binding that handles steps in which gradients are only cast.
 
     Args:
-        engine: the engine. The plan of the engine says how each gradient is cast.
+        engine: the engine. The plan of the engine determines how each gradient is cast.
         parameters: the parameters of the model, by name.
         names: the object that finds the names of gradients.
         optimizer: Horovod's optimizer; None if another function of Horovod is the caller.
@@ -118,8 +118,8 @@ class Passthrough:
         self._unnamed.clear()  # releases gradients, so that their memory is freed when the user sets them to None
 
     def _names_of_step(self) -> Set[str]:
-        """The names of the tensors of a step. Horovod passes the same tensors in all steps. So if the number is the
-        same as before, the tensors are the same."""
+        """The names of the tensors of a step. Horovod passes the same tensors in all steps. So if the number of tensors
+        is the same as before, the tensors are the same."""
         if not self._unnamed:
             return self._named
         if len(self._unnamed) + len(self._named) == len(self._all):

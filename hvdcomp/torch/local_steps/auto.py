@@ -1,4 +1,4 @@
-"""Decides, during the training, the number of steps of a round of `LocalSteps` with `every="auto"`."""
+"""Decides, during training, the number of steps of a round of `LocalSteps` with `every="auto"`."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ import torch
 from hvdcomp.specs.described import Described, at_least, number
 
 MEASURED_ROUNDS = 3
-"""The first rounds, of `start` steps, whose drift is the one that is allowed later."""
+"""The number of rounds at the beginning that have `start` steps each. Their drift determines the drift that is allowed
+later."""
 
 WIDTH = 251
-"""Numbers of a sketch: its squared norm is off by 9 % of the vector's, one standard deviation."""
+"""The number of elements of a sketch. With this number, the standard deviation of the sketch's squared norm is 9 % of
+the vector's squared norm."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutoRounds(Described):
-    """The rule for the length of a round. A round should be so long that the exchange takes only a small share of the
-    time, but so short that the ranks do not drift too far apart.
+    """The rule for the length of a round. A round should be long enough that the exchange takes only a small share of
+    the time, but short enough that the ranks do not drift too far apart.
 
     The first three rounds have `start` steps. After the first three rounds, H is the smallest number of steps for which
     the exchange takes at most `share` of the round's time. The drift of the ranks limits H. The drift S is the mean
     squared distance of the ranks' pseudo-gradients from their mean. S may be at most C times the learning rate times
     the largest learning rate so far. C is the value of S / (rate times largest rate) in the first three rounds (Jiang
     and Agrawal 2020, ADPSGD, arXiv:2007.06134, algorithm 2, in which the learning rate only falls). S grows at least in
-    proportion to H, and at most in proportion to H². So H times the square root of (allowed S / measured S) never goes
-    too far. From one round to the next, H at most doubles and at most halves.
+    proportion to H, and at most in proportion to H². So H times the square root of (allowed S / measured S) never
+    exceeds the limit. From one round to the next, H at most doubles and at most halves.
 
     Attributes:
         start: number of steps of each of the first three rounds.
@@ -75,7 +77,7 @@ class RoundLength:
             steps: the number of steps of the round.
             drift: the drift S at the end of the round.
             rate: the learning rate at the end of the round. A round with rate 0 is ignored.
-            step_seconds, exchange_seconds: the seconds of a step, measured until all ranks have made it, and the
+            step_seconds, exchange_seconds: the seconds of a step, measured until all ranks have finished it, and the
                 seconds of the exchange.
         """
         if rate <= 0:

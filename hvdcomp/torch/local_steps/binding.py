@@ -107,22 +107,23 @@ class LocalStepsBinding(TorchTraining):
 
     @torch.no_grad()
     def moved(self, places: Sequence[int]) -> list[torch.Tensor]:
-        """This rank's pseudo-gradients for the parameters at these places."""
+        """This rank's pseudo-gradients for the parameters with these indices."""
         parameters = list(self._stepped.values())
         anchors = list(self._anchors.values())
         return [anchors[place] - local_part(parameters[place]) for place in places]
 
     @torch.no_grad()
     def agree(self, decided: int, moved: Sequence[torch.Tensor]) -> tuple[int, float]:
-        """Waits for all ranks, and returns to all of them the number of steps that rank 0 has decided.
+        """Waits for all ranks, and returns the number of steps that rank 0 has decided on, which is the same on all
+        ranks.
 
         Args:
-            decided: the number of steps that this rank has decided.
+            decided: the number of steps that this rank has decided on.
             moved: the pseudo-gradients of all parameters.
 
         Returns:
-            The number of steps that rank 0 has decided, and the drift of the ranks (`RoundLength.learn`), which
-            sketches estimate.
+            The number of steps that rank 0 has decided on, and the drift of the ranks (`RoundLength.learn`), estimated
+            from sketches.
         """
         own = sketch(moved)
         head = torch.tensor([float(decided * (self.communicator.rank == 0)), float(own.dot(own))], dtype=own.dtype)
@@ -143,7 +144,8 @@ class LocalStepsBinding(TorchTraining):
         Args:
             places: the indices of the parameters that are sent.
             moved: the pseudo-gradients of these parameters.
-            background: whether local steps are made before `receive`. If True, do not change `moved` before `receive`.
+            background: whether local steps are made between `send` and `receive`. If so, do not change `moved` before
+                `receive`.
             earlier: if the exchange is begun again after a restart, the number of steps since it was first begun.
         """
         names = list(self._parameters)
@@ -215,7 +217,7 @@ def local_part(tensor: Any) -> torch.Tensor:
 
 FEW = 0.1  # a method sends few elements if it sends less than this share
 MUCH = 0.9  # an outer momentum is large from this value on
-"""Trainings with a method that sends few elements, and with a large outer momentum, were unstable
+"""Training runs that combined a method that sends few elements with a large outer momentum were unstable
 (docs/local-steps.md)."""
 
 

@@ -53,9 +53,9 @@ class LocalSteps(torch.optim.Optimizer):
             optimizer.step()
 
     Do not wrap the model in DistributedDataParallel, and do not wrap the inner optimizer in hvd.DistributedOptimizer.
-    Between two exchanges, the weights differ between ranks. Therefore evaluate, and end the training, when `in_sync` is
-    true. You can also evaluate inside `outer_weights`: these weights are the same on all ranks after every step.
-    Statistics of batch normalization are buffers, and are not exchanged. Keep the weights in float32 (with
+    Between two exchanges, the weights differ between ranks. Therefore evaluate, and end the training run, only when
+    `in_sync` is true. You can also evaluate inside `outer_weights`: these weights are the same on all ranks after every
+    step. Statistics of batch normalization are buffers, and are not exchanged. Keep the weights in float32 (with
     torch.autocast for the computation), because the weights of the latest exchange have the same type as the
     parameters.
 
@@ -72,18 +72,18 @@ class LocalSteps(torch.optim.Optimizer):
         optimizer: the inner optimizer, of any kind, with its own learning rate. Clip gradients as usual.
         every: the number of steps between exchanges; papers use 30 to 500. With 1, the ranks exchange the change of the
             weights in each step instead of the gradient, and all ranks have the same weights after every step. With
-            "auto", or for example "auto:share=0.05,start=10", rank 0 decides the number after each exchange, with the
-            rule of `hvdcomp.torch.AutoRounds`. "auto" does not work with `fragments`, `delay` or `local_share`.
-        compression: a `Compression` that only this optimizer uses. Default: no compression, in float32. Rules by name
-            and checkpoints use the names in its `named_parameters`. If there are no such names, rules and checkpoints
-            use the names in the inner optimizer (PyTorch 2.6), or otherwise numbers.
+            "auto", or for example "auto:share=0.05,start=10", rank 0 decides on the number after each exchange, with
+            the rule of `hvdcomp.torch.AutoRounds`. "auto" does not work with `fragments`, `delay` or `local_share`.
+        compression: a `Compression` that only this optimizer uses. Default: no compression; values are sent in float32.
+            Rules by name and checkpoints use the names in its `named_parameters`. If there are no such names, rules and
+            checkpoints use the names in the inner optimizer (with PyTorch 2.6 or later), or else numbers.
         fragments: the number of fragments. A fragment is a set of whole parameters. All fragments have about the same
             size. Each fragment is exchanged once in `every` steps.
         delay: the number of steps between sending a fragment and applying its mean; less than `every / fragments`. In
             methods with several exchanges (PowerSGD, scatter), only the first exchange overlaps with steps.
         local_share: after an exchange, a rank's weights are a mix of its own weights and the outer weights, and
             `local_share` is the share of its own weights. If there is a delay and `local_share` is 0, the rank loses
-            its steps since sending. With 0.5, the rank keeps half of these steps.
+            the steps that it has made since sending. With 0.5, the rank keeps half of these steps.
         outer_lr, outer_momentum, nesterov: the settings of the outer `torch.optim.SGD`, which applies the mean of the
             pseudo-gradients. With a rate of 1 and no momentum, this averages the ranks' weights.
         communicator: the communicator of the ranks that exchange. Default: all ranks of torch.distributed, or all ranks
@@ -289,8 +289,8 @@ class LocalSteps(torch.optim.Optimizer):
 
     @not_compiled
     def exchange(self) -> None:
-        """Exchanges all parameters now, so that all ranks have the same weights, for example at the end of a training.
-        Call it on every rank. If a fragment was sent and its mean is not yet applied, the mean is applied first.
+        """Exchanges all parameters now, so that all ranks have the same weights, for example at the end of a training
+        run. Call it on every rank. If a fragment was sent and its mean is not yet applied, the mean is applied first.
         Nothing happens if the ranks are `in_sync`."""
         self._begin()
         if self.in_sync:
@@ -326,7 +326,7 @@ class LocalSteps(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _receive(self, places: Sequence[int], local_share: float) -> None:
-        """Ends the exchange of the parameters at these places, and applies the mean."""
+        """Ends the exchange of the parameters with these indices, and applies the mean."""
         assert self._binding is not None
         self._sent = None
         means = self._binding.receive()
@@ -348,7 +348,7 @@ class LocalSteps(torch.optim.Optimizer):
                 parameters[place].copy_(anchors[place])
 
     def _end_round(self) -> None:
-        """Begins the next round, with the number of steps that rank 0 has decided."""
+        """Begins the next round, with the number of steps that rank 0 has decided on."""
         steps, self._steps = self._steps, 0
         if self._auto is None or self._length is None:
             return
@@ -410,8 +410,8 @@ class LocalSteps(torch.optim.Optimizer):
         latest exchange, the outer momentum, the number of steps since the latest exchange, an exchange that has not
         ended yet, and the state of the compression.
 
-        Between two exchanges, this state and the state of the model differ between ranks. To continue bit for bit, save
-        both states on every rank.
+        Between two exchanges, this state and the state of the model differ between ranks. To continue with the same
+        results, bit for bit, save both states on every rank.
         """
         state = self.inner.state_dict()
         if self._anchored:
@@ -428,13 +428,13 @@ class LocalSteps(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores a state of `state_dict` before the first step. Call it on every rank, with the state that this rank
-        has saved. Also load the weights of the model.
+        """Restores a state from `state_dict` before the first step. Call it on every rank, with the state that this
+        rank has saved. Also load the weights of the model.
 
-        You can also pass a state of the inner optimizer alone. The training then starts as after an exchange, without
-        outer momentum. If all ranks load a state that rank 0 has saved between two exchanges, all ranks continue from
-        it, and the steps of the other ranks since the latest exchange are lost. `outer_lr`, `outer_momentum` and
-        `nesterov` are restored.
+        You can also pass a state of the inner optimizer alone. Training then starts in the same way as after an
+        exchange, without outer momentum. If all ranks load a state that rank 0 has saved between two exchanges, all
+        ranks continue from this state. The steps of the other ranks since the latest exchange are then lost.
+        `outer_lr`, `outer_momentum` and `nesterov` are restored.
 
         Raises:
             ConfigurationError: after a step, or if the state belongs to other tensors or another compressor.
@@ -446,12 +446,12 @@ class LocalSteps(torch.optim.Optimizer):
         self._load(state_dict, self.compression.load_state_dict)
 
     def roll_back(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores an earlier state of `state_dict` after steps were made. Elastic Horovod does this after a failure.
+        """Restores an earlier state from `state_dict` after steps were made. Elastic Horovod does this after a failure.
         Call it on every rank, and also restore the weights that the model had at this step."""
         self._load(state_dict, self.compression.roll_back)
 
     def join(self, state_dict: Mapping[str, Any]) -> None:
-        """Joins other ranks as a new rank. Pass a state of `state_dict` from any of these ranks. The model gets the
+        """Joins other ranks as a new rank. Pass the result of `state_dict` from any of these ranks. The model gets the
         outer weights, the inner optimizer gets the moments of the other rank, and pseudo-gradients are zero. If the
         other rank has made no step, the model keeps its weights. The caller restores the state of the compression."""
         self._load(state_dict, lambda _: None)
@@ -461,18 +461,19 @@ class LocalSteps(torch.optim.Optimizer):
                 moved.zero_()
 
     def change_ranks(self, group: dist.ProcessGroup) -> None:
-        """Continues with other ranks of torch.distributed, beginning with the next step. Call it between two steps, on
-        every rank of the new process group, and on no other rank. You can call it in the middle of a round.
+        """Continues with a different set of ranks of torch.distributed, beginning with the next step. Call it between
+        two steps, on every rank of the new process group, and on no other rank. You can call it in the middle of a
+        round.
 
             group = torch.distributed.new_group([0, 1, 3])  # without rank 2
             if torch.distributed.get_rank() != 2:
                 optimizer.change_ranks(group)
 
         A rank that has made steps keeps its weights, its moments and its residuals. The residuals are multiplied by a
-        factor, so that they have the same weight in the mean as before. A rank that has made no step is new. A new rank
-        begins with the outer weights and the outer momentum, with the moments of the first rank of the process group,
-        and at the same step of the round. A rank that is not in the new process group loses its steps since its latest
-        exchanges. If an exchange has not ended, it is sent again in the new process group.
+        factor, so that they contribute to the mean with the same weight as before. A rank that has made no step counts
+        as new. A new rank begins with the outer weights and the outer momentum, with the moments of the first rank of
+        the process group, and at the same step of the round. A rank that is not in the new process group loses its
+        steps since its latest exchanges. If an exchange has not ended, it is sent again in the new process group.
 
         A rank that has made fewer steps than the first rank of the process group continues at the step number of the
         first rank. If both ranks are in the same round, the rank keeps its steps. If the first rank has made an
@@ -597,7 +598,7 @@ def _require_whole(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _compression_of(compressor: Compressor, **options: Any) -> UsedCompression:
-    """Creates a `hvdcomp.Compression`. The class is imported late, because this layer must not import a higher
+    """Creates an `hvdcomp.Compression`. The class is imported late, because this layer must not import a higher
     layer."""
     compression: UsedCompression = import_module("hvdcomp").Compression(compressor, **options)
     return compression

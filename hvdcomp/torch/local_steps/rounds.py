@@ -1,4 +1,4 @@
-"""The schedule of `LocalSteps`. The schedule says after which step which parameters are exchanged."""
+"""The schedule of `LocalSteps`. The schedule determines which parameters are exchanged after each step."""
 
 from __future__ import annotations
 
@@ -70,8 +70,9 @@ class Rounds(NamedTuple):
 
 
 def in_fragments(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Divides parameters into fragments of about equal size, and returns the places of each fragment's parameters. The
-    function begins with the largest parameter, and puts each parameter into the fragment that is smallest so far."""
+    """Divides parameters into fragments of about equal size, and returns the indices of each fragment's parameters. The
+    function goes through the parameters from the largest to the smallest, and puts each parameter into the fragment
+    that is smallest so far."""
     fragments: list[list[int]] = [[] for _ in range(count)]
     filled = [0] * count
     for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):

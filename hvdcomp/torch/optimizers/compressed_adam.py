@@ -23,7 +23,7 @@ class Momentum:
 
     Attributes:
         mean: m, the first moment before this step. The mean is the same on all ranks.
-        weight: the factor by which `mean` is multiplied when it is added to the gradient: b1 / (1 - b1).
+        weight: b1 / (1 - b1), the factor by which `mean` is multiplied when it is added to the gradient.
 
     Class attributes:
         sent_always: whether the momentum is added even if the exchange is lossless.
@@ -50,8 +50,8 @@ class LocalMomenta:
 
     Attributes:
         mean: m, this rank's first moment before this step.
-        weight: the factor by which `mean` is multiplied: b1 / (1 - b1).
-        moved: the sum over the earlier steps since the last exchange of the learning rate times m.
+        weight: b1 / (1 - b1), the factor by which `mean` is multiplied.
+        moved: the sum of the learning rate times m, over the earlier steps since the last exchange.
         share: the learning rate of this step, as a share of the sum of the learning rates since the last exchange.
         of_moved: the factor by which `moved` is multiplied.
     """
@@ -91,12 +91,12 @@ class CompressedAdam(torch.optim.AdamW):
     `param.grad` still contains gradients. The ranks send g + b1 / (1 - b1) m, which is the momentum divided by 1 - b1,
     and subtract the second term from the mean. On a single rank, or with a lossless compressor, the result is the same
     as if only g were exchanged. Clip gradients only before the second moment is frozen, with `if not optimizer.frozen`.
-    After that, `clip_grad_norm_` would see the noise of the compression, which is larger than the gradient.
+    After that, `clip_grad_norm_` would measure the noise of the compression, which is larger than the gradient.
 
     With `local_steps` above 1, each rank makes this number of steps with its own momentum. Then the ranks exchange the
     mean of the momenta since the last exchange, and all ranks apply this mean to the weights of the last exchange. Such
     steps are the local steps of 0/1 Adam (Lu et al. 2023, arXiv:2202.06009, algorithm 1), with a fixed number of local
-    steps between exchanges. Between two exchanges, weights differ between ranks. Therefore save and evaluate when
+    steps between exchanges. Between two exchanges, weights differ between ranks. Therefore save and evaluate only when
     `in_sync` is true. To accumulate the gradients of several backward passes, run all passes except the last inside
     DistributedDataParallel's `no_sync()`.
 
@@ -107,7 +107,7 @@ class CompressedAdam(torch.optim.AdamW):
     Args:
         params, lr, betas, eps, weight_decay: the arguments of `torch.optim.AdamW`.
         freeze_after: the number of steps of a parameter after which its second moment is frozen. Use 15 to 25 % of the
-            training. If you load a state of `torch.optim.AdamW`, its steps count.
+            steps of the training run. If you load a state of `torch.optim.AdamW`, the steps in this state count.
         warm_up: the spec of the compressor that is used before freezing. Use a compressor with which AdamW trains well,
             such as "int8", "int4", "powersgd:rank=4" or "none".
         local_steps: after freezing, the ranks exchange only in steps whose number is a multiple of `local_steps`.
@@ -116,7 +116,7 @@ class CompressedAdam(torch.optim.AdamW):
             large random steps. 0 means no floor, as in the paper.
         refreshes_per_gap: a refresh is a step that exchanges uncompressed gradients and adds their squares to the
             frozen second moments. After this number of refreshes, the gap between refreshes doubles, as in 0/1 Adam
-            (where the number is called kappa, and is 16). Gaps are counted from the first step of the training, but
+            (where the number is called kappa, and is 16). Gaps are counted from the first step of the training run, but
             refreshes begin only after `freeze_after`. None for no refresh. Refreshes are not allowed with local steps,
             because 0/1 Adam ends its refreshes before its local steps.
 
@@ -167,7 +167,7 @@ class CompressedAdam(torch.optim.AdamW):
 
     def _complete(self) -> None:
         """Adds missing options to all parameter groups. Parameter groups from Horovod's wrapper, or from a state of
-        AdamW, may lack some."""
+        AdamW, may lack some options."""
         for group in self.param_groups:
             for option in _OWN:
                 group.setdefault(option, self.defaults[option])
@@ -254,7 +254,7 @@ class CompressedAdam(torch.optim.AdamW):
 
     def momenta(self) -> dict[torch.Tensor, Momentum | LocalMomenta]:
         """The momentum to add to each gradient in the next step, by parameter. Only parameters with a frozen second
-        moment have one."""
+        moment are included."""
         self._freeze()
         return {
             parameter: self._momentum(parameter, group)
@@ -325,7 +325,7 @@ class CompressedAdam(torch.optim.AdamW):
         return loss
 
     def _step_frozen(self, group: dict[str, Any], rate: float, parameters: list[torch.Tensor]) -> None:
-        """Updates the parameters whose second moments are frozen. rate: the learning rate."""
+        """Updates the parameters whose second moments are frozen. `rate` is the learning rate."""
         if not parameters:
             return
         (b1, b2), kept = group["betas"], 1 - rate * group["weight_decay"]
@@ -350,7 +350,7 @@ class CompressedAdam(torch.optim.AdamW):
     def _meet(
         self, parameter: torch.Tensor, state: dict[str, Any], scale: torch.Tensor, rate: float, b1: float, kept: float
     ) -> None:
-        """Updates a parameter after an exchange of momenta, beginning with its value at the previous exchange."""
+        """Updates a parameter after an exchange of momenta, starting from its value at the previous exchange."""
         assert parameter.grad is not None
         torch.mul(parameter.grad, 1 - b1, out=state["exp_avg"])
         parameter.copy_(state["anchor"].addcdiv_(state["exp_avg"], scale, value=-self._sums[parameter]))

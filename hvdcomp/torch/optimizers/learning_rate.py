@@ -1,4 +1,4 @@
-"""A factor of the learning rate that is applied only while the optimizer steps.
+"""A factor for the learning rate that is applied only while the optimizer makes a step.
 
 Schedulers, and policies that read the schedule, see the user's rates without the factor.
 """
@@ -30,7 +30,7 @@ class ScaledSteps:
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """The user's rates, even while the optimizer steps."""
+        """The user's rates, even while the optimizer makes a step."""
         return rates_of(self._optimizer) if self._own is None else tuple(map(float, self._own))
 
     def begin_step(self) -> None:
@@ -41,7 +41,7 @@ class ScaledSteps:
         """
         self._of_step = self.factor
 
-    # Both Horovod's optimizer and the wrapped one call the hooks in a step.
+    # In a step, both Horovod's optimizer and the wrapped optimizer call the hooks.
 
     def _scale(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         factor = self.factor if self._of_step is None else self._of_step

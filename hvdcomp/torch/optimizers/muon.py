@@ -75,7 +75,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
     (`adjust_lr_fn="match_rms_adamw"`; Liu et al. 2025, arXiv:2502.16982, section 2.2), so that both can use the same
     learning rate.
 
-    `hidden_matrices` says which parameters of a model Muon trains. To choose them yourself, pass parameter groups:
+    `hidden_matrices` determines which parameters of a model Muon trains. To choose them yourself, pass parameter
+    groups:
 
         optimizer = hvdcomp.torch.MuonWithAdamW(
             [{"params": matrices, "use_muon": True}, {"params": others, "weight_decay": 0.0}], lr=8e-3
@@ -83,18 +84,18 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     Args:
         params: a model, or parameter groups. The parameters of a model are divided into two parameter groups with
-            names. Muon trains the parameter groups with `use_muon=True`. A parameter group may have the options of its
-            optimizer.
+            names. Muon trains the parameter groups with `use_muon=True`. A parameter group may set options of the
+            optimizer that trains it.
         lr: the learning rate of parameter groups that have none of their own.
         head: the head of a model, as in `hidden_matrices`.
         muon, adamw: the options of `torch.optim.Muon` and of `torch.optim.AdamW` for parameter groups that do not set
-            them, such as `adamw={"betas": (0.9, 0.95), "lr": 2e-3}`. Defaults: those of PyTorch, except for
+            them, such as `adamw={"betas": (0.9, 0.95), "lr": 2e-3}`. Defaults: PyTorch's own defaults, except for
             `adjust_lr_fn`.
 
     Raises:
         ConfigurationError: if PyTorch is older than 2.9, which has no Muon; if there is no hidden matrix; if a
             parameter for Muon is not a matrix; or if a state belongs to other parameter groups.
-        TypeError: if PyTorch's optimizer does not have an option.
+        TypeError: if an option does not exist in PyTorch's optimizer.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from hvdcomp.errors import RankMismatchError
 from hvdcomp.exchange.rows import Rows
 
 END = object()
-"""The value in place of a batch after the last batch of the loader."""
+"""The value that takes the place of a batch after the last batch of the loader."""
 _ENDED, _REFUSED = -1, -2  # sent in place of a number of rows
 
 
@@ -64,7 +64,8 @@ class ReadBatch:
         """Waits for the numbers of keys, and starts the exchange of keys.
 
         Raises:
-            RankMismatchError: on every rank, if any rank's batch was refused, or if only some ranks have ended.
+            RankMismatchError: on every rank, if any rank's batch was refused, or if the loaders of only some ranks have
+                ended.
         """
         if self._lengths is not None:
             return

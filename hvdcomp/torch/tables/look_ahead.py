@@ -22,8 +22,8 @@ from hvdcomp.torch.tables.sharded import ShardedTables
 from hvdcomp.torch.tables.sharded_exchange import ShardedExchange
 
 _ON_HOST = torch.empty(0)
-# The allowed optimizers, and the allowed values of their options. With these, the update of a row depends only on the
-# row's own gradients, and not on the time of the update.
+# The allowed optimizers, and the allowed values of their options. With these values, the update of a row depends only
+# on the row's own gradients, and not on the time of the update.
 _RULES: dict[type, dict[str, Callable[[Any], bool]]] = {
     torch.optim.SGD: {"momentum": lambda value: value == 0, "weight_decay": lambda value: value == 0},
     torch.optim.Adagrad: {
@@ -35,7 +35,8 @@ _RULES: dict[type, dict[str, Callable[[Any], bool]]] = {
 }
 
 Ids = Callable[[Any], Mapping[str, torch.Tensor]]
-"""Function from a batch to the ids that it looks up, of any shape, by the names of the tables' weights."""
+"""A function that takes a batch and returns the ids that it looks up: a tensor of any shape for each table, by the name
+of the table's weight."""
 
 
 class LookAhead:
@@ -49,17 +50,17 @@ class LookAhead:
         for inputs, targets in ahead:
             loss_of(ddp(inputs), targets).backward()
             ahead.step()        # the tables: instead of rows.exchange(), optimizer.step() and zero_grad()
-            layers.step()       # an optimizer of the rest
-            layers.zero_grad()
+            layers.step()       # an optimizer of all other parameters layers.zero_grad()
 
-    The weights are the same, bit for bit, as with `RowExchange.exchange` in each step. No rank looks up a row between
-    its gradient and its update, and the update uses the learning rate of the gradient's step. All rows are updated at
-    the end of an epoch, before a `state_dict` of the model or the optimizer is made or loaded, and by `flush`. A row is
-    also updated before a table looks it up, in training or evaluation. Call `flush` before you read weights in another
-    way. If you create a new LookAhead for the same `RowExchange`, the old one ends.
+    The weights are the same, bit for bit, as with `RowExchange.exchange` in each step. No rank looks up a row after the
+    gradient of this row was computed and before the row is updated. The update uses the learning rate of the gradient's
+    step. All rows are updated at the end of an epoch, before a `state_dict` of the model or the optimizer is made or
+    loaded, and by `flush`. A row is also updated before a table looks it up, in training or evaluation. Call `flush`
+    before you read weights in any other way. If you create a new LookAhead for the same `RowExchange`, the old
+    LookAhead ends.
 
     Each rank keeps the batches that were read in advance, and 5 bytes for each row of a `RowExchange`. If the loader
-    has a position, the position is ahead of the training. So save the number of steps instead of the position.
+    has a position, this position is ahead of the training loop. So save the number of steps instead of the position.
 
     Args:
         loader: an iterable of batches. The loader must have the same number of batches on each rank. Each iteration
@@ -67,10 +68,10 @@ class LookAhead:
         rows: the `RowExchange` or `ShardedTables`, all in the host's memory and with sparse=True.
         optimizer: an optimizer that has only these tables. Use `torch.optim.SGD` without momentum,
             `torch.optim.Adagrad` without lr_decay (both without weight_decay), or `RowWiseAdagrad`.
-        ids: a function that gets a batch, and returns for each table, by the name of its weight, a tensor of ids of any
-            shape. The tensor must contain all ids that the batch looks up, and may contain more.
-        batches: the number of batches to read in advance, at least 1. A row may also be updated this number of steps
-            late. With 1, a step waits for the ids of the next batch.
+        ids: a function that takes a batch, and returns for each table, by the name of its weight, a tensor of ids of
+            any shape. The tensor must contain all ids that the batch looks up, and may contain more.
+        batches: the number of batches to read in advance, at least 1. A row may also be updated up to this number of
+            steps late. With 1, a step waits for the ids of the next batch.
 
     Attributes:
         loader, rows, optimizer, batches: the arguments of the constructor. `rows.ledger` has the bytes of each step.
@@ -79,7 +80,7 @@ class LookAhead:
         ConfigurationError: on every rank, if the optimizer or a table is not suitable. During training: if `step` is
             not called for a batch, or called twice.
         RankMismatchError: on every rank, if settings differ. During training: if the loader of one rank ends before the
-            loaders of other ranks, if ids are not in a table, or if a gradient has rows that `ids` has not named.
+            loaders of other ranks, if ids are not in a table, or if a gradient has rows that `ids` did not return.
     """
 
     _made: ClassVar[Iterator[int]] = itertools.count()  # counts the objects of this process
@@ -97,7 +98,7 @@ class LookAhead:
         facts = {"batches of LookAhead": batches, "optimizer of LookAhead": type(optimizer).__name__}
         require_agreement(rows.ranks, facts, _ON_HOST)
         self.loader, self.rows, self.optimizer, self.batches = loader, rows, optimizer, batches
-        # The number of rank 0, for names of collectives, because collectives of two objects may run at the same time.
+        # Rank 0's count, used in names of collectives, because collectives of two objects may run at the same time.
         number, *_ = gather_rows(rows.ranks, next(self._made).to_bytes(4, "big"), _ON_HOST, "hvdcomp.ahead")
         self._name = f"hvdcomp.ahead{int.from_bytes(number, 'big')}"
         self._ids = ids
@@ -131,7 +132,7 @@ class LookAhead:
         while True:
             while len(window) <= self.batches:
                 if window:
-                    window[-1].start_keys()  # the number of keys was sent while a batch was trained
+                    window[-1].start_keys()  # the number of keys was sent while the model trained on a batch
                     if window[-1].ended:
                         break
                 self._read(batches)
@@ -243,7 +244,8 @@ class LookAhead:
         return torch.cat(parts)
 
     def _plan(self, first: int) -> None:
-        """Tells the exchange which rows the next batches look up. first: the first of these batches in the window."""
+        """Informs the exchange which rows the next batches look up. `first` is the index of the first of these batches
+        in the window."""
         reads = itertools.islice(self._window, first, first + self._exchange.reach)
         self._exchange.plan([read.by_rank() for read in reads])
 
@@ -356,7 +358,7 @@ class _WholeTables:
     """The exchange for tables that every rank has as a whole.
 
     Attributes:
-        starts: for each table, the key of its first row; and at the end, the end of all keys.
+        starts: for each table, the key of its first row. The last entry is the end of all keys.
         reach: number of coming batches that the method `plan` gets.
         caches: whether lookups read a cache instead of the tables' weights.
     """
@@ -377,8 +379,8 @@ class _WholeTables:
         self._next = torch.cat(list(coming[0])).long()
 
     def split(self, by_rank: Sequence[torch.Tensor]) -> tuple[Share, Share]:
-        """Divides the rows of a batch into rows to exchange now and rows to exchange later. by_rank: the keys of each
-        rank."""
+        """Divides the rows of a batch into rows to exchange now and rows to exchange later. `by_rank` has the keys of
+        each rank."""
         self._rows.compare_weights()
         self._wanted[self._next] = True
         urgent = self._wanted[torch.cat(list(by_rank)).long()]
@@ -403,8 +405,8 @@ class _WholeTables:
         """Does nothing: each rank has whole tables, so the model may look up any row."""
 
     def leave(self) -> None:
-        """Ends the lookups of a batch. Returns None, because here the gradients show which rows were looked up without
-        being named."""
+        """Ends the lookups of a batch. Returns None, because with whole tables the gradients show which rows were
+        looked up without being named."""
 
     def lent(self) -> torch.Tensor:
         """The keys of rows that other ranks will fetch from this rank. The result is empty, because each rank has the
@@ -425,7 +427,7 @@ class _WholeTables:
         return {name: table.weight for name, table in self._rows.tables.items()}
 
     def places(self, own: torch.Tensor) -> list[torch.Tensor]:
-        """The places in `looked_up` of the rows with these keys, sorted."""
+        """The sorted indices, in `looked_up`, of the rows with these keys."""
         return by_table(own, self.starts)
 
     def defer(self, keys: torch.Tensor, step: int) -> None:

@@ -44,7 +44,8 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         super().__init__(params, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a parameter group, as `torch.optim.Optimizer` does. The constructor of this base class also calls it."""
+        """Adds a parameter group, as `torch.optim.Optimizer` does. The constructor of this base class also calls this
+        method."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for table in group["params"]:

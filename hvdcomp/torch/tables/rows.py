@@ -32,8 +32,8 @@ class RowExchange:
         rows.exchange()
         optimizer.step()
 
-    Rows are added in the order of the ranks, in float32 or the table's wider type, so all ranks get the same bits. An
-    inf or NaN is added like other numbers, and reaches all ranks.
+    Rows are added in the order of the ranks, so all ranks get the same bits. Sums have the table's type, but at least
+    float32. An inf or NaN is added like other numbers, and reaches all ranks.
 
     A sparse gradient (`nn.Embedding(sparse=True)`) stays sparse, with the rows of all ranks. All-zero rows of a dense
     gradient are not sent.
@@ -41,15 +41,15 @@ class RowExchange:
     Args:
         model: the model with the tables, not yet wrapped.
         tables: the modules of the tables, by the names of their weights.
-        wire_dtype: the element type in which rows and means are sent: torch.bfloat16, torch.float16 or torch.int8. With
-            torch.int8, the largest magnitude of each row is also sent, and the error of an element is at most 1/254 of
-            this magnitude. The mean is rounded in the same way a second time. Rounding errors are not kept. Default:
-            the table's own type.
-        ratio: the share of a gradient's rows, above 0, that a rank sends, rounded up. The rank sends the rows with the
-            largest norms. The rank keeps the other rows in float32, and adds them to its next gradients (error
-            feedback, as with `TopK`). The kept rows can take as much memory as the table in float32. Do not use `ratio`
-            with a `torch.amp.GradScaler`. The kept rows have the scale of their step, and if the scaler skips a step,
-            the rows that were sent in this step are lost. Default: all rows.
+        wire_dtype: the element type in which rows and means are sent, which is torch.bfloat16, torch.float16 or
+            torch.int8. With torch.int8, the largest magnitude of each row is also sent, and the error of an element is
+            at most 1/254 of this magnitude. The mean is rounded in the same way a second time. Rounding errors are not
+            kept. Default: the table's own type.
+        ratio: the share of a gradient's rows that a rank sends, above 0. The number of rows is rounded up. The rank
+            sends the rows with the largest norms. The rank keeps the other rows in float32, and adds them to its next
+            gradients (error feedback, as with `TopK`). The kept rows can take as much memory as the table in float32.
+            Do not use `ratio` with a `torch.amp.GradScaler`. The kept rows have the scale of their step, and if the
+            scaler skips a step, the rows that were sent in this step are lost. Default: all rows.
         communicator: the communicator of the ranks. Default: all ranks of torch.distributed, or all ranks of Horovod if
             torch.distributed was not started.
 
@@ -58,8 +58,8 @@ class RowExchange:
         ranks: the communicator of the ranks that exchange rows.
         means: the object that exchanges rows and computes their means.
         ahead: the latest `LookAhead` for these tables; None if there is none.
-        ledger: the ledger, with the bytes of each step as in `Compression.ledger`, but without times. Dense bytes count
-            whole tables.
+        ledger: the ledger, with the bytes of each step as in `Compression.ledger`, but without times. The dense bytes
+            are the bytes of whole tables.
 
     Raises:
         ConfigurationError: on every rank, if a name is not a table, if a table is sharded or has max_norm, or if no
@@ -116,7 +116,7 @@ class RowExchange:
                 put(table, mean)
 
     def _largest(self, name: str, rows: Rows) -> Rows:
-        """Adds these rows to the kept rows of a table, returns the rows to send, and keeps the others."""
+        """Adds these rows to the kept rows of a table, returns the rows to send, and keeps all other rows."""
         assert self.ratio is not None
         # In 16 bits, adding a small gradient would not change a kept row.
         dtype = torch.promote_types(rows.values.dtype, torch.float32)
@@ -162,7 +162,7 @@ class RowExchange:
 
 
 def tables_of(model: Any, names: Iterable[str] | None, user: str) -> dict[str, Any]:
-    """The modules of the tables, by the names of their weights. user: a name for error messages."""
+    """The modules of the tables, by the names of their weights. `user` is a name for error messages."""
     if isinstance(model, DistributedDataParallel):
         raise ConfigurationError(
             f"{user} was given a model in DistributedDataParallel, which exchanges its tables already; give {user} the "
@@ -225,7 +225,7 @@ def rows_of(weight: torch.Tensor) -> Rows:
 
 def put(table: Any, rows: Rows) -> None:
     """Sets the gradient of a table to these rows. The gradient keeps its layout (sparse or dense). If there is no
-    gradient, it gets the layout that the table's backward pass would give."""
+    gradient yet, the new gradient gets the layout that the table's backward pass would give it."""
     weight, (ids, values) = table.weight, rows
     if table.sparse if weight.grad is None else weight.grad.is_sparse:
         shape = weight.shape

@@ -20,7 +20,8 @@ from hvdcomp.torch.unaveraged import note_tables
 _ON_HOST = torch.empty(0)
 
 Fill = Callable[[str, torch.Tensor], torch.Tensor]
-"""Function from the name of a table's weight and ids (n,) to their first rows (n, columns)."""
+"""A function that takes the name of a table's weight and ids (n,), and returns the initial rows (n, columns) of these
+ids."""
 
 
 class ShardedTables:
@@ -31,15 +32,15 @@ class ShardedTables:
         optimizer = hvdcomp.torch.RowWiseAdagrad([table.weight for table in rows.tables.values()], lr=0.05)
         ahead = hvdcomp.torch.LookAhead(loader, rows, optimizer, lambda batch: {"items.weight": batch[0]})
 
-    The weight of each table then contains only the rows that this rank owns, in the order of their ids. `state_dict` of
-    the model and of the optimizer also contains only these rows, so each rank must save its own state. In evaluation
-    mode, a lookup fetches rows from their owners, so make each lookup on every rank. In training mode, look up only
-    rows of the batch that LookAhead has returned.
+    The weight of each table then contains only the rows that this rank owns, in the order of their ids. The
+    `state_dict` of the model and of the optimizer also contain only these rows, so each rank must save its own state.
+    In evaluation mode, a lookup fetches rows from their owners, so every rank must take part in each lookup. In
+    training mode, look up only rows of the batch that LookAhead has returned.
 
     Args:
         model: the model with the tables, not yet wrapped.
         tables: the names of weights of `nn.Embedding` or `nn.EmbeddingBag` with sparse=True. Default: all of them.
-        fill: a function that gets the name of a weight and ids (n,), and returns the rows (n, columns). Use it for
+        fill: a function that takes the name of a weight and ids (n,), and returns the rows (n, columns). Use it for
             tables that were created with device="meta", which no rank has as a whole.
         communicator: the communicator of the ranks, as in `RowExchange`.
 
@@ -89,7 +90,7 @@ class ShardedTables:
         note_tables(parts.values())
 
     def enter(self, batch: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Makes lookups in training mode use these sorted ids (n,) and their rows (n, columns)."""
+        """From now on, lookups in training mode use these sorted ids (n,) and their rows (n, columns)."""
         self._unnamed = None
         for name, (ids, rows) in batch.items():
             self._present[name] = ids, torch.nn.Parameter(torch.cat([rows, rows.new_zeros(1, rows.shape[1])]))
@@ -99,7 +100,7 @@ class ShardedTables:
         return {name: rows for name, (_, rows) in self._present.items()}
 
     def leave(self) -> str | None:
-        """Ends the lookups of a batch. Returns a row that the batch looked up although `ids` has not named it, or
+        """Ends the lookups of a batch. Returns a row that the batch looked up although `ids` did not return it, or
         None."""
         self._present.clear()
         return self._unnamed
@@ -114,13 +115,13 @@ class ShardedTables:
         """Starts to fetch rows from their owners. Call it on every rank.
 
         Args:
-            by_rank: for each rank and table, the ids of the rows that the rank wants.
+            by_rank: for each rank and table, the ids of the rows that the rank needs.
             owned: the arrays of each table, such as its weight. An array has an entry, of any shape, for each row that
                 this rank owns.
 
         Returns:
             A function that waits for the rows. This function returns a list for each table. For each array of the
-            table, the list has the entries of the ids that this rank wants.
+            table, the list has the entries of the ids that this rank needs.
         """
         size, rank = ranks.world_size, ranks.rank
         row_bytes = [sum(array.new_empty(1, *array.shape[1:]).nbytes for array in arrays) for arrays in owned]
@@ -157,7 +158,7 @@ class ShardedTables:
 
     @staticmethod
     def resharded(states: Sequence[Any], rank: int, ranks: int) -> Any:
-        """Makes the state of a rank after a change of the number of ranks, from the states of all old ranks.
+        """Makes the state of a rank for a new number of ranks, from the states of all old ranks.
 
         Args:
             states: the states of the old ranks, in the order of the ranks. A state is a dictionary, which may be
@@ -226,7 +227,7 @@ class ShardedTables:
         module.register_load_state_dict_pre_hook(check)
 
     def _find(self, name: str, ids: torch.Tensor) -> tuple[torch.Tensor, torch.nn.Parameter]:
-        """The places of ids in the rows of the current batch, and these rows."""
+        """The indices of ids in the rows of the current batch, and these rows."""
         if name not in self._present:
             raise ConfigurationError(
                 f"{name} is sharded, and was looked up outside of the batches of a LookAhead; look rows up after "
@@ -241,7 +242,7 @@ class ShardedTables:
         return places, rows
 
     def _fetch(self, name: str, ids: torch.Tensor) -> tuple[torch.Tensor, torch.nn.Parameter]:
-        """Fetches rows from their owners. Returns the places of ids in these rows, and the rows."""
+        """Fetches rows from their owners. Returns the indices of ids in these rows, and the rows."""
         if self.ahead is not None:
             self.ahead.flush()
         unique, places = ids.long().unique(return_inverse=True)

@@ -1,9 +1,9 @@
 """The exchange for sharded tables in `LookAhead`. Gradients of rows are sent to all ranks that have these rows, and
 rows are fetched into a cache.
 
-A rank has the rows that it owns. In a cache, a rank also has the rows that it looks up in the coming batches. All ranks
-know the keys of all ranks in these batches. So each rank knows which rows the other ranks have, and no rank needs to
-ask another. In a step, the gradient of a row is sent to the row's owner, and to the ranks that have the row and will
+A rank has the rows that it owns. In a cache, a rank also has the rows that it looks up in the coming batches. Every
+rank has the keys that all ranks look up in these batches. So each rank knows which rows the other ranks have, without
+asking them. In a step, the gradient of a row is sent to the row's owner, and to the ranks that have the row and will
 look it up again. All these ranks compute the same mean and make the same update. For the update the ranks need the
 optimizer's state of the row, which is fetched together with the row. So the owner always has the latest row, and a
 cache can drop a row after its last use.
@@ -49,8 +49,8 @@ class ShardedExchange:
     over the ranks.
 
     Attributes:
-        starts: for each table, the key of its first row; and at the end, the end of all keys. All are multiples of the
-            number of ranks, so that the owner of a key is the owner of its id.
+        starts: for each table, the key of its first row. The last entry is the end of all keys. All entries are
+            multiples of the number of ranks, so that the owner of a key is the owner of its id.
         reach: number of coming batches that the method `plan` gets.
         caches: whether lookups read a cache instead of the tables' weights.
     """
@@ -63,7 +63,7 @@ class ShardedExchange:
         self._weights: list[torch.Tensor] = [table.weight for table in tables.tables.values()]
         lengths = [-(-table.num_embeddings // self._size) * self._size for table in tables.tables.values()]
         self.starts = torch.tensor([0, *lengths]).cumsum(0)
-        self.reach = max(1, batches - 1)  # less by one, because the keys of the latest batch are still being exchanged
+        self.reach = max(1, batches - 1)  # one less, because the keys of the latest batch are still being exchanged
         # there are two entries for each step
         self._deferred: deque[tuple[int, torch.Tensor]] = deque(maxlen=2 * batches + 4)
         self._needed = self._new = self._next = [self.starts[:0]] * self._size
@@ -84,8 +84,8 @@ class ShardedExchange:
         self._next = list(coming[0])
 
     def split(self, by_rank: Sequence[torch.Tensor]) -> tuple[Share, Share]:
-        """Divides the rows of a batch into rows to exchange now and rows to exchange later. by_rank: the keys of each
-        rank."""
+        """Divides the rows of a batch into rows to exchange now and rows to exchange later. `by_rank` has the keys of
+        each rank."""
         keys = torch.cat(list(by_rank)).unique()
         lent = _within(keys, torch.cat(self._new).unique())
         taken, urgent = [], []
@@ -106,7 +106,7 @@ class ShardedExchange:
         return Share(keys[taken[self._rank]], start)
 
     def enter(self, own: torch.Tensor) -> None:
-        """Makes the model look up the rows with these keys."""
+        """From now on, the model looks up the rows with these keys."""
         batch = {}
         for name, weight, ids, cache in zip(
             self._tables.tables, self._weights, self._ids(own), self._caches, strict=True
@@ -123,11 +123,11 @@ class ShardedExchange:
         return self._tables.looked_up()
 
     def places(self, own: torch.Tensor) -> list[torch.Tensor]:
-        """The places in `looked_up` of the rows with these keys, sorted."""
+        """The sorted indices, in `looked_up`, of the rows with these keys."""
         return [torch.arange(len(ids)) for ids in by_table(own, self.starts)]
 
     def leave(self) -> str | None:
-        """Ends the lookups of a batch. Returns a row that the batch looked up although `ids` did not name it, or
+        """Ends the lookups of a batch. Returns a row that the batch looked up although `ids` did not return it, or
         None."""
         return self._tables.leave()
 
@@ -197,7 +197,7 @@ class ShardedExchange:
         return [weight.data, *(state[name] for name in self._state_names(weight))]
 
     def _put(self, arrays: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Makes the optimizer update these arrays instead of the tables' own."""
+        """From now on, the optimizer updates these arrays instead of the arrays of the tables."""
         for weight, (rows, *kept) in zip(self._weights, arrays, strict=True):
             weight.grad, weight.data = None, rows
             self._optimizer.state[weight].update(zip(self._state_names(weight), kept, strict=True))
