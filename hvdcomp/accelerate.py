@@ -60,8 +60,8 @@ def register(
     """
     if not isinstance(accelerator, Accelerator):
         raise ConfigurationError(
-            f"hvdcomp.accelerate.register was given a {type(accelerator).__name__} as accelerator; pass the "
-            "accelerate.Accelerator first, then the model, the compression and the optimizer"
+            f"hvdcomp.accelerate.register was given a {type(accelerator).__name__} as the argument accelerator. Pass "
+            "the accelerate.Accelerator first, then the model, the compression and the optimizer"
         )
     in_fsdp = bool(modules_of(_inner(model)))
     if not isinstance(_inner(model), DistributedDataParallel) and not in_fsdp:
@@ -77,8 +77,8 @@ def register(
         _register_in_fsdp(accelerator, model, compression, optimizer, shards)
     elif shards is not None:
         raise ConfigurationError(
-            "hvdcomp.accelerate.register was given shards for a model in DistributedDataParallel, which is not "
-            "sharded. Leave shards out, or let accelerate shard the model by FSDP2, with "
+            "hvdcomp.accelerate.register was given the argument shards=, but a model in DistributedDataParallel is not "
+            "sharded. Omit shards=, or let accelerate shard the model with FSDP2, through "
             "ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)"
         )
     else:
@@ -137,8 +137,8 @@ def _register_in_fsdp(
 ) -> None:
     if accelerator.scaler is not None and accelerator.scaler.is_enabled():
         raise ConfigurationError(
-            "a torch.amp.GradScaler does not work with shards: if the gradients of one shard overflow, the step is "
-            "skipped, and the other shards lose the gradients that they have sent. Use "
+            "a torch.amp.GradScaler does not work with a sharded model: if the gradients of one shard overflow, the "
+            "step is skipped, and the other shards lose the gradients that they have sent. Use "
             'Accelerator(mixed_precision="bf16"), which needs no scaler'
         )
     fsdp.register(model, compression, optimizer=optimizer, shards=shards)

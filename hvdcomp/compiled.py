@@ -19,8 +19,8 @@ from hvdcomp.errors import ConfigurationError
 
 if not hasattr(torch.library, "custom_op"):
     raise ConfigurationError(
-        f"hvdcomp.compiled needs PyTorch 2.4 or later, and this is {torch.__version__}. Install a newer PyTorch, or "
-        "use hvdcomp.ddp.register, which works with torch.compile too"
+        f"hvdcomp.compiled needs PyTorch 2.4 or later, but this is PyTorch {torch.__version__}. Install a newer "
+        "PyTorch, or use hvdcomp.ddp.register, which works with torch.compile too"
     )
 
 from hvdcomp.torch.compiled import operators, rewrite

@@ -162,7 +162,7 @@ class Compression:
         """Raises ConfigurationError. Horovod iterates over a `Compression` only if the user passed it as
         `named_parameters` by mistake."""
         raise ConfigurationError(
-            "hvdcomp.Compression was given in place of a list, such as named_parameters. Name the argument: "
+            "hvdcomp.Compression was passed in the position of a list, such as named_parameters. Pass it by name: "
             "hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)"
         )
 
@@ -318,7 +318,7 @@ class Compression:
         """
         if self._binding is not None:
             raise ConfigurationError(
-                "this hvdcomp.Compression is already used in a training, so it can no longer be copied or pickled. "
+                "this hvdcomp.Compression is already used by a training run, so it can no longer be copied or pickled. "
                 "Copy the Compression before the first step, or make a new Compression and load the state_dict() of "
                 "the used Compression. To keep a Compression in an elastic state of Horovod, use hvdcomp.track"
             )
@@ -360,7 +360,7 @@ class Compression:
         """
         if self._binding is not None:
             raise ConfigurationError(
-                "this hvdcomp.Compression is already used in a training; make a separate Compression for each model"
+                "this hvdcomp.Compression is already used by a training run; make a separate Compression for each model"
             )
         binding = make_binding(Setup(self, self._parameters, self._process_set, self._grad_scaler, optimizer))
         # The binding is kept even if loading a state fails below, because the framework keeps the hooks of the binding.

@@ -68,8 +68,8 @@ def load(
     count = sum(name.startswith(f"{key}.{_name('')}") for name in names)
     if not count:
         raise ConfigurationError(
-            f"the checkpoint {str(saved)!r} has no states of hvdcomp.Compression under the key {key!r}; when you save, "
-            f"pass to torch.distributed.checkpoint.save {{{key!r}: hvdcomp.dcp.by_rank(compression)}} on every rank"
+            f"the checkpoint {str(saved)!r} has no states of hvdcomp.Compression under the key {key!r}. When you save, "
+            f"pass {{{key!r}: hvdcomp.dcp.by_rank(compression)}} to torch.distributed.checkpoint.save on every rank"
         )
     needed = [rank] if count == ranks else list(range(rank, count, ranks)) or [0]
     states = _read(reader, key, needed)
@@ -87,8 +87,8 @@ def load(
             if state["own"]["size"] != count:
                 raise ConfigurationError(
                     f"the checkpoint {str(saved)!r} was saved by {count} ranks, which exchanged in groups of "
-                    f"{state['own']['size']}, and this run has {ranks} ranks. Such a checkpoint can be loaded only "
-                    f"with the same number of ranks: start {count} ranks"
+                    f"{state['own']['size']}, but this run has {ranks} ranks. Such a checkpoint can be loaded only by "
+                    f"the same number of ranks: start {count} ranks"
                 )
         states = [state_for(states, rank, ranks)]
     compression.load_state_dict(states[0], optimizer)

@@ -44,7 +44,7 @@ def register(
     model = getattr(model, "_orig_mod", model)  # the model inside the wrapper of torch.compile
     if not isinstance(model, DistributedDataParallel):
         raise ConfigurationError(
-            f"hvdcomp.ddp.register was given a {type(model).__name__} as model; pass the model that "
+            f"hvdcomp.ddp.register was given a {type(model).__name__} as the argument model; pass the model that "
             "torch.nn.parallel.DistributedDataParallel(model) returned"
         )
     require_compression(compression, "hvdcomp.ddp.register")

@@ -82,14 +82,15 @@ def register(
     """
     if mesh is not None and getattr(mesh, "ndim", None) != 1:
         raise ConfigurationError(
-            f"hvdcomp.fsdp.register was given a {type(mesh).__name__} as mesh, which is not a mesh of one dimension. "
-            "Leave mesh out, or pass the dimension of the replicas, such as mesh['replicate'] of init_device_mesh(..., "
-            "mesh_dim_names=('replicate', 'shard')): hvdcomp.fsdp.register(model, compression, optimizer=optimizer)"
+            f"hvdcomp.fsdp.register was given a {type(mesh).__name__} as the argument mesh, which must be a mesh with "
+            "one dimension. Omit mesh=, or pass the dimension of the replicas, such as mesh['replicate'] of "
+            "init_device_mesh(..., mesh_dim_names=('replicate', 'shard')): hvdcomp.fsdp.register(model, compression, "
+            "optimizer=optimizer)"
         )
     if not modules_of(model):
         raise ConfigurationError(
             f"hvdcomp.fsdp.register was given a {type(model).__name__} that is not sharded. First call "
-            "torch.distributed.fsdp.fully_shard(model), or with replicas fully_shard(model, mesh=mesh)"
+            "torch.distributed.fsdp.fully_shard(model), or, if the model has replicas, fully_shard(model, mesh=mesh)"
         )
     require_compression(compression, "hvdcomp.fsdp.register")
     require_optimizer(optimizer, "hvdcomp.fsdp.register", "torch")
@@ -97,15 +98,16 @@ def register(
     if group is None:
         if shards is not None:
             raise ConfigurationError(
-                "hvdcomp.fsdp.register was given shards for a model without replicas. Pass the compression of the "
-                "reduce-scatter as compression, and leave shards out: hvdcomp.fsdp.register(model, compression)"
+                "hvdcomp.fsdp.register was given the argument shards= for a model without replicas. Pass the "
+                "compression of the reduce-scatter as the argument compression=, and omit shards=: "
+                "hvdcomp.fsdp.register(model, compression)"
             )
         compression.serve(lambda setup: ShardsBinding(setup, model, weights), optimizer)
         return
     if weights is not None:
         raise ConfigurationError(
-            "hvdcomp.fsdp.register was given weights for a model with replicas, but weights is only for models that "
-            "are sharded over all ranks: replicas exchange no weights. Leave weights out"
+            "hvdcomp.fsdp.register was given the argument weights= for a model with replicas. This argument works only "
+            "if a model is sharded over all ranks, because replicas exchange no weights. Omit weights="
         )
     if shards is not None:
         require_compression(shards, "hvdcomp.fsdp.register (shards)")

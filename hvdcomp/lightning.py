@@ -144,9 +144,9 @@ class CompressedFabricStrategy(FabricDDPStrategy):
         """
         if names := [name for name, value in state.items() if value is self.compression]:
             raise ConfigurationError(
-                f"the state for Fabric's checkpoint has the hvdcomp.Compression as {names[0]!r}; leave {names[0]!r} "
-                "out. Fabric would save only the Compression of rank 0, but the strategy already saves and loads the "
-                "Compression of each rank together with the optimizer"
+                f"the state for Fabric's checkpoint contains the hvdcomp.Compression as {names[0]!r}. Leave "
+                f"{names[0]!r} out, because Fabric would save only the Compression of rank 0. The strategy already "
+                "saves and loads the Compression of each rank together with the optimizer"
             )
         return any(isinstance(value, Optimizer) for value in state.values())
 

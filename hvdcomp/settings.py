@@ -88,8 +88,8 @@ class Settings:
         for leaf in (leaf for method in methods for leaf in method.leaves()):
             if not leaf.in_units:
                 raise SpecError(
-                    f"{leaf} does not work with CompressedAdam, because its result has no magnitude, and "
-                    "CompressedAdam needs the magnitude to compute momentum. Use efsignsgd, which sends the same "
+                    f"{leaf} does not work with CompressedAdam, because the result of this method has no magnitude, "
+                    "and CompressedAdam needs the magnitude to compute momentum. Use efsignsgd, which sends the same "
                     "number of bytes, or keep AdamW"
                 )
         if self.memory is None:
@@ -115,10 +115,10 @@ class Settings:
             divisor = leaf.period if every is None else math.gcd(every, leaf.period)
             if divisor > 1:
                 raise SpecError(
-                    f"{leaf} does not work with {option}: it sends one of its {leaf.period} parts in each step, in "
-                    "turn, and with these local steps some parts might never be sent. Use a number of steps that is "
-                    f"not a multiple of {divisor}, or use powersgd without alternating and with half the rank, which "
-                    "sends the same number of bytes"
+                    f"{leaf} does not work with {option}: it sends its {leaf.period} parts in turn, one in each step, "
+                    "and with these local steps some parts might never be sent. Use a number of steps that is not a "
+                    f"multiple of {divisor}, or use powersgd without alternating and with half the rank, which sends "
+                    "the same number of bytes"
                 )
 
     def describe(self) -> dict[str, Any]:
@@ -197,9 +197,9 @@ def check_policy(
     if policy.loss and (memory is not None or any(leaf.default_memory.is_momentum for leaf in compressor.leaves())):
         given = compressor if memory is None else f"memory={memory}"
         raise SpecError(
-            f"{policy.name}: loss={policy.loss:g} does not work with {given}: the policy knows the loss of each method "
+            f"{policy.name}: loss={policy.loss:g} does not work with {given}: hvdcomp measured the loss of each method "
             "only with the method's own memory. Leave the memory at its default, and use a compressor without "
-            "momentum, such as none. Or leave out loss, and list the compressors yourself"
+            "momentum, such as none. Or omit loss, and list the compressors yourself"
         )
     if not policy.compressors:
         return policy
@@ -214,7 +214,8 @@ def _checked_choices(policy: Policy[Any], compressor: Compressor, memory: Memory
     specs = list(map(str, choices))
     if twice := sorted({spec for spec in specs if specs.count(spec) > 1}):
         raise SpecError(
-            f"{policy.name}: the parameter compressors lists {', '.join(twice)} more than once; list each one once"
+            f"{policy.name}: the parameter compressors lists {', '.join(twice)} more than once; list each compressor "
+            "only once"
         )
     if memory is not None:
         for choice in choices:
@@ -224,9 +225,9 @@ def _checked_choices(policy: Policy[Any], compressor: Compressor, memory: Memory
         for leaf in (leaf for choice in choices for leaf in choice.leaves()):
             if leaf.default_memory.is_momentum and leaf.default_memory not in own[:1]:
                 raise SpecError(
-                    f"{policy.name}: {leaf} is not allowed in compressors, because it replaces the optimizer's "
-                    f"momentum by its own, and this cannot change during a training. Leave {leaf} out, or make {leaf} "
-                    "the compressor of the training: then all compressors use its momentum"
+                    f"{policy.name}: {leaf} is not allowed in the parameter compressors, because it replaces the "
+                    f"optimizer's momentum with its own, which cannot change during training. Leave {leaf} out, or use "
+                    f"{leaf} as the compressor of the run: then all compressors use its momentum"
                 )
         require_bounded_turns([compressor, *choices])
     return tuple(spec for spec in specs if spec != str(compressor))

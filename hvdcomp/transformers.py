@@ -59,8 +59,8 @@ class CompressionCallback(TrainerCallback):
         """Registers the `Compression`, and restores its state."""
         if state.is_hyper_param_search:
             raise ConfigurationError(
-                "hyperparameter_search trains several models, but a hvdcomp.Compression works for only one model: "
-                "search without hvdcomp.transformers.CompressionCallback, and use the callback only in the final "
+                "hyperparameter_search trains several models, but an hvdcomp.Compression works for only one model. "
+                "Search without hvdcomp.transformers.CompressionCallback, and use the callback only in the final "
                 "training"
             )
         # The Trainer passes the model to a callback, but not the Trainer itself, the wrapped model or the checkpoint.
@@ -70,10 +70,10 @@ class CompressionCallback(TrainerCallback):
         model = trainer.model_wrapped
         if not isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel):
             raise ConfigurationError(
-                f"the Trainer trains a {type(model).__name__} in {args.world_size} process"
-                f"{'es' * (args.world_size > 1)}, and hvdcomp.transformers.CompressionCallback needs "
-                "DistributedDataParallel: start two or more ranks, torchrun --nproc-per-node 2 PROGRAM, without FSDP "
-                "and DeepSpeed; for one rank leave the callback out"
+                f"the Trainer trains a {type(model).__name__} in {args.world_size} "
+                f"process{'es' * (args.world_size > 1)}, but hvdcomp.transformers.CompressionCallback needs "
+                "DistributedDataParallel. Start two or more ranks (for example, torchrun --nproc-per-node 2 PROGRAM), "
+                "and do not use FSDP or DeepSpeed. For a single rank, leave the callback out"
             )
         if state.global_step:
             checkpoint = caller_local("resume_from_checkpoint", lambda value: isinstance(value, str | Path))

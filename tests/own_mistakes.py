@@ -143,7 +143,7 @@ class ByStep(Mine):
 
 
 class WithNumpy(Mine):
-    says = "such arrays to count bytes before there are gradients: use functions of xp"
+    says = "such arrays to count bytes before there are gradients. Use functions of xp"
 
     def aggregate(self, xp: Any, x: Any, state: Any, context: Any) -> Any:
         mean = yield AllReduce(np.abs(x))

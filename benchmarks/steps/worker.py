@@ -121,7 +121,7 @@ def check_method(method: str, backend: str) -> None:
 @click.option("--steps", type=click.IntRange(1), default=5, show_default=True, help="Number of steps in each block.")
 @click.option("--batch-size", type=click.IntRange(1), default=16, show_default=True, help="Batch size of each rank.")
 @click.option("--seed", default=0, show_default=True, help="Seed of weights and data.")
-@click.option("--rate", help="Bandwidth of the links between the hosts, to be noted in the file.")
+@click.option("--rate", help="Bandwidth of the links between the hosts. It is only recorded in the file.")
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="JSON file that rank 0 writes.")
 def main(methods: tuple[str, ...], backend: str, rate: str | None, output: Path, **options: Any) -> None:
     """Measures the time of a training step with several methods. Start it with horovodrun or torchrun."""

@@ -228,7 +228,7 @@ class DecisionLog:
 
     def _cannot(self, error: OSError) -> ConfigurationError:
         return ConfigurationError(
-            f"the decision log {self.path} cannot be written: {error.strerror or error}; choose another file for "
+            f"the decision log {self.path} cannot be written: {error.strerror or error}; choose a different file for "
             "decision_log"
         )
 
@@ -258,8 +258,8 @@ def log_files(path: str | Path | None, file_bytes: int, files: int, policy: obje
     if path is not None and not isinstance(policy, Policy):
         schedule = "" if policy is None else f" ({policy} is a schedule, which makes no decisions)"
         raise SpecError(
-            f"decision_log={str(path)!r} records the decisions of a policy, but this training has no policy{schedule}. "
-            "Give a policy, such as hvdcomp.Accordion(low=0.1, high=0.01), or leave decision_log out"
+            f"decision_log={str(path)!r} records the decisions of a policy, but this training run has no "
+            f"policy{schedule}. Give a policy, such as hvdcomp.Accordion(low=0.1, high=0.01), or leave decision_log out"
         )
     return None if path is None else LogFiles(Path(path), file_bytes, files)
 
@@ -303,8 +303,8 @@ def _read_file(path: Path) -> Iterator[Start | Decided]:
                     shorthand, before, begun = _shorthand_of(data), {}, True
                 elif not begun:
                     raise ValueError(
-                        'the first line of a decision log must be a start line, which has "kind": "start"; this file '
-                        "begins with another line"
+                        'the first line of a decision log must be a start line, which has "kind": "start", but this '
+                        "file begins with a different line"
                     )
                 if shorthand is not None:
                     before = shorthand.whole({name: data[name] for name in _PARTS if name in data}, before)
@@ -375,12 +375,12 @@ def _check_writable(path: Path) -> None:
         tempfile.TemporaryFile(dir=folder).close()
         return
     if not path.is_file():
-        raise OSError("it is not a file")
+        raise OSError("this path is not a file")
     with path.open("r+b") as file:
         first = file.read(max(map(len, _FIRST_BYTES)))
     if not any(prefix.startswith(first) or first.startswith(prefix) for prefix in _FIRST_BYTES):
         raise ConfigurationError(
-            f"{path} exists already and is not a decision log, so hvdcomp does not write to this file; choose another "
+            f"{path} exists already and is not a decision log, so hvdcomp does not overwrite it; choose a different "
             "file for decision_log"
         )
 

@@ -63,4 +63,4 @@ class RunLog:
             write(self._log, state=state, decision=decision.to_json(), **record)
         except ConfigurationError as error:
             self._log = None
-            warn_alone(f"hvdcomp stops writing the decision log, and the training continues: {error}")
+            warn_alone(f"hvdcomp has stopped writing the decision log, but training continues: {error}")

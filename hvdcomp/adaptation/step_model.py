@@ -105,10 +105,10 @@ class StepModel:
         if encode is None:
             known = self.facts.compute.encode
             raise CalibrationError(
-                f"the calibration {self.source} has no encode time of {str(compressor)!r} for this model, only of "
-                f"{', '.join(known) or 'none'}. The encode time is the time to compress and decompress the gradients "
-                "on a rank. Measure this compressor with `hvdcomp calibrate`, or use a compressor that is in the "
-                "calibration"
+                f"the calibration {self.source} has no encode time of {str(compressor)!r} for this model. It has "
+                f"encode times of: {', '.join(known) or 'none'}. The encode time is the time to compress and "
+                "decompress the gradients on a rank. Measure this compressor with `hvdcomp calibrate`, or use a "
+                "compressor that is in the calibration"
             )
         return encode
 

@@ -141,7 +141,7 @@ def _ordinal(address: int) -> int:
         ctypes.byref(number), ctypes.c_int(_DEVICE_ORDINAL), ctypes.c_void_p(address)
     )
     if failed:
-        raise RuntimeError(f"CUDA cannot tell on which device a TensorFlow tensor is (CUDA error {failed})")
+        raise RuntimeError(f"CUDA could not determine which device a TensorFlow tensor is on (CUDA error {failed})")
     return number.value
 
 

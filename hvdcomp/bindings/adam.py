@@ -97,7 +97,7 @@ def check_freezing(freeze_after: Any, floor: Any, refreshes_per_gap: Any) -> Non
     if not is_whole(freeze_after, 1):
         raise ConfigurationError(
             f"CompressedAdam: freeze_after={freeze_after!r} is not allowed; give the number of steps after which the "
-            "second moment is frozen: at least 1, and usually 15 to 25 % of the training"
+            "second moment is frozen, at least 1 and usually 15 to 25 % of all steps"
         )
     if not (is_number(floor) and 0 <= floor <= 1):
         raise ConfigurationError(
@@ -106,7 +106,7 @@ def check_freezing(freeze_after: Any, floor: Any, refreshes_per_gap: Any) -> Non
     if refreshes_per_gap is not None and not is_whole(refreshes_per_gap, 1):
         raise ConfigurationError(
             f"CompressedAdam: refreshes_per_gap={refreshes_per_gap!r} is not allowed. The gap between two refreshes of "
-            "the second moment doubles after this number of refreshes: give a whole number of at least 1 (16 in the "
+            "the second moment doubles after this number of refreshes. Give a whole number of at least 1 (16 in the "
             "paper), or None to never refresh"
         )
 
@@ -143,7 +143,7 @@ class HarmWarning:
             if not kept:
                 return  # the optimizer has made no step
             if kinds := kinds_by_state(kept):
-                like = f"the state of {kinds[0]}"
+                like = f"the same state as {kinds[0]}"
                 if kinds[0] == "Adam":
                     like = "a second moment of gradients, as AdamW does"
                 learns = f"{name} keeps {like}, and such optimizers learn"
@@ -236,6 +236,6 @@ def _in_words(learns: str, harmful: Mapping[str, Mapping[Compressor, Measured]])
     also = f", or hvdcomp's CompressedAdam with {FIRST['CompressedAdam'][0]}" if first == "Adam" else ""
     page = "docs/adam.md" if first in _WAYS_OUT else "docs/optimizers.md"
     return (
-        f"{learns} badly with {methods}. Compared with uncompressed gradients in hvdcomp's own trainings "
+        f"{learns} badly with {methods}. In hvdcomp's own training runs, compared with uncompressed gradients: "
         f"{'; '.join(results)}. Use {way_out}{also} ({page})"
     )

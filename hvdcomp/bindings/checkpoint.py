@@ -109,17 +109,17 @@ def restore(
     if own["size"] != communicator.world_size:
         if communicator.rank == 0:
             warn_alone(
-                f"the checkpoint was written by {own['size']} ranks, and this run has {communicator.world_size}, so "
+                f"the checkpoint was written by {own['size']} ranks, but this run has {communicator.world_size}, so "
                 "all residuals start at zero: the parts of gradients that were not sent yet are lost. To keep the "
                 "residuals, load the states that hvdcomp.state_for returns"
             )
     else:
         if lost := own["rank"] != communicator.rank:
             warn_alone(
-                f"rank {communicator.rank} was given the checkpoint of rank {own['rank']}, so on rank "
-                f"{communicator.rank}, residuals start at zero: the parts of gradients that this rank had not sent yet "
-                "are lost. To keep residuals, save compression.state_dict() on every rank, and load on each rank the "
-                "state that this rank saved."
+                f"rank {communicator.rank} was given the checkpoint of rank {own['rank']}, so the residuals of this "
+                "rank start at zero: the parts of gradients that this rank had not sent yet are lost. To keep the "
+                "residuals, save compression.state_dict() on every rank, and on each rank load the state that this "
+                "rank saved."
             )
         for name, kept in own["residuals"].items():
             # Lost residuals become zeros, because the exchange of a step depends on whether ranks have residuals.

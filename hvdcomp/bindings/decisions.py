@@ -186,5 +186,5 @@ class BatchInForce:
             raise ConfigurationError(
                 f"the policy {self._coordinator.policy} has increased the batch size, but the training loop still uses "
                 "the old batch size. Before each step, read compression.accumulation, and multiply the usual number of "
-                "backward passes per step by compression.accumulation"
+                "backward passes per step by this value"
             )

@@ -127,8 +127,8 @@ def of_arguments(parameters: Mapping[str, Any], optimizer: Any, scaler: Any = No
     if len(given) > 1:
         examples = " or ".join(f"{framework.EXAMPLE} ({framework.TITLE})" for framework in every.values())
         raise ConfigurationError(
-            "hvdcomp.Compression was given the parameters of more than one framework; pass only one of these "
-            f"arguments: {examples}; or leave out both"
+            "hvdcomp.Compression was given the parameters of more than one framework. Pass only one of these "
+            f"arguments, or none: {examples}"
         )
     framework_name = None
     for name, framework in every.items():
@@ -175,7 +175,7 @@ def of_gradient(gradient: Any, expected: str | None) -> str:
     raise ConfigurationError(
         f"hvdcomp.Compression was given a gradient of type {type(gradient).__module__}.{type(gradient).__qualname__}. "
         "hvdcomp.Compression works with "
-        f"{' and '.join(uses)}{f'. This one was made for {expected}' if expected else ''}"
+        f"{' and '.join(uses)}{f'. This Compression was made for {expected}' if expected else ''}"
     )
 
 

@@ -61,7 +61,7 @@ class _SharedPolicyState:
         if self.ended is not None:
             step, epoch = self.ended if len(self.ended) == 2 else (None, None)
             if not is_whole(step, 0) or not (epoch is None or is_whole(epoch, 0)):
-                raise ValueError(f"ended: {shortened(list(self.ended))} must be the numbers of a step and an epoch")
+                raise ValueError(f"ended: {shortened(list(self.ended))} must be a step number and an epoch number")
 
 
 @dataclass
@@ -170,7 +170,9 @@ def require_fit(
     saved_tensors = {name: list(shape) for name, shape in shared["tensors"].items()}
     if saved_tensors != tensors:
         wrong = sorted(name for name in {*tensors, *saved_tensors} if saved_tensors.get(name) != tensors.get(name))
-        raise ConfigurationError(f"the checkpoint is from another model: these parameters differ: {', '.join(wrong)}")
+        raise ConfigurationError(
+            f"the checkpoint is from a different model: these parameters differ: {', '.join(wrong)}"
+        )
     policy = shared["coordinator"] and shared["coordinator"]["policy"]
     if policy:
         try:
@@ -185,7 +187,7 @@ def require_fit(
     ):
         if saved != present:
             raise ConfigurationError(
-                f"the checkpoint was written with {setting} {saved or 'constant'}, and this run has "
+                f"the checkpoint was written with {setting} {saved or 'constant'}, but this run has "
                 f"{present or 'constant'}; continue with the settings that the training was started with"
             )
     try:
@@ -213,7 +215,7 @@ def _require_memory(saved: str, name: str, engine: Engine, coordinator: Coordina
     if type(parse_memory(saved)) not in kinds:
         present = " or ".join(sorted(kind.name for kind in kinds))
         raise ConfigurationError(
-            f"the checkpoint has a residual of {name} from memory {saved}, and this run has memory {present}. Use the "
+            f"the checkpoint has a residual of {name} from memory {saved}, but this run has memory {present}. Use the "
             'same memory, or drop the residuals with hvdcomp.state_for(states, rank, ranks, residuals="drop")'
         )
 
@@ -224,8 +226,8 @@ def _require_policy_state(shared: Mapping[str, Any], own: Mapping[str, Any], coo
     partial = shared.get("partial", False)  # whether another rank has become rank 0, which has no such statistics
     if coordinator.channel.decides and not partial and (own["rank"] != 0 or own["coordinator"] is None):
         raise ConfigurationError(
-            "rank 0 was given the state of another rank, which lacks the state of the policy; on rank 0, load the "
-            "state that rank 0 saved"
+            "rank 0 was given the state of another rank, which does not include the state of the policy; on rank 0, "
+            "load the state that rank 0 saved"
         )
 
 
@@ -265,7 +267,7 @@ def _listed(arrays: Any, where: str) -> list[AnyArray]:
     known_arrays = list(map(known_array, arrays))
     for array in known_arrays:
         if (dtype := arrays_for(array).dtype_name(array)) not in FLOATING:
-            raise ValueError(f"{where}: an array has type {dtype}, and must have one of {', '.join(FLOATING)}")
+            raise ValueError(f"{where}: an array has type {dtype}, but its type must be one of {', '.join(FLOATING)}")
     return known_arrays
 
 
@@ -302,10 +304,10 @@ def _check_shapes(arrays: Sequence[AnyArray], tensor: TensorInfo, where: str) ->
         shape = tuple(array.shape)
         if shape not in (tensor.shape, tensor.own_shape):
             raise ValueError(
-                f"{where} has the shape {list(shape)}, and the parameter has the shape {list(tensor.own_shape)}"
+                f"{where} has the shape {list(shape)}, but the parameter has the shape {list(tensor.own_shape)}"
             )
         if dtype_bytes(dtype := arrays_for(array).dtype_name(array)) > dtype_bytes(wide_dtype(tensor.dtype)):
-            raise ValueError(f"{where} has type {dtype}, and the parameter has type {tensor.dtype}")
+            raise ValueError(f"{where} has type {dtype}, but the parameter has type {tensor.dtype}")
 
 
 def _check_residual(kept: Mapping[str, Any], tensor: TensorInfo) -> None:
@@ -333,7 +335,7 @@ def _check_warm_start(warm: Mapping[str, Any], tensor: TensorInfo, engine: Engin
     # which was different in old states.
     if [len(array.shape) for array in arrays] != [len(array.shape) for array in fresh]:
         raise ValueError(
-            f"{where} has arrays of shapes {[list(array.shape) for array in arrays]}, and {compressor} needs arrays of "
+            f"{where} has arrays of shapes {[list(array.shape) for array in arrays]}, but {compressor} needs arrays of "
             f"shapes such as {[list(array.shape) for array in fresh]}"
         )
 

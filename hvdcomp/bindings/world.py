@@ -20,7 +20,7 @@ from hvdcomp.bindings.checkpoint import zeros_like
 from hvdcomp.bindings.state_check import known_array, parts_of
 from hvdcomp.errors import ConfigurationError
 
-_WAY_OUT = 'or drop the residuals (gradients that were not sent yet): residuals="drop"'
+_WAY_OUT = 'or pass residuals="drop" to drop the residuals (the parts of gradients that were not sent yet)'
 
 
 def state_for(states: Iterable[Mapping[str, Any]], rank: int, ranks: int, residuals: str = "keep") -> dict[str, Any]:
@@ -137,8 +137,8 @@ class _StateCollection:
     def _check(self, facts: dict[str, Any], old: int) -> None:
         if self._empty:
             raise ConfigurationError(
-                "some of the states are empty, because the ranks that saved them had made no step, and other states "
-                "are not empty; give the states that all ranks saved after the same step"
+                "some of the states are empty, because the ranks that saved them had not made a step, but other states "
+                "are not empty. Give the states that all ranks saved after the same step"
             )
         if old in self._given:
             raise ConfigurationError(f"the state of rank {old} was given twice; give the state of each old rank once")
@@ -150,9 +150,9 @@ class _StateCollection:
                 else:
                     differ = f"in the {fact}: {first} and {facts[fact]}"
                 raise ConfigurationError(
-                    f"the states of ranks {min(self._given)} and {old} are not from the same training and step: the "
-                    f"two states differ {differ}. Give the states that all ranks saved after the same step, "
-                    f"{_WAY_OUT}, with rank 0's state alone"
+                    f"the states of ranks {min(self._given)} and {old} are not from the same training run and step: "
+                    f"the two states differ {differ}. Give the states that all ranks saved after the same step, "
+                    f'{_WAY_OUT}. With residuals="drop", give only the state of rank 0'
                 )
         self._facts = facts
 
@@ -183,10 +183,12 @@ class _StateCollection:
         missing = sorted(self._required - self._given)
         if missing:
             named = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-            way_out = f", {_WAY_OUT}" if self._keeps else ": only this state has the pending decision of the policy"
+            way_out = (
+                f"Give it, {_WAY_OUT}" if self._keeps else "Only this state has the pending decision of the policy"
+            )
             raise ConfigurationError(
                 f"rank {self._rank} of {self._ranks} needs the state that {named} saved (the checkpoint was saved by "
-                f"{size} ranks){way_out}"
+                f"{size} ranks). {way_out}"
             )
         return {"shared": self._shared, "own": _own_part(self._own, self._rank, self._ranks, self._residuals)}
 
@@ -219,8 +221,8 @@ class _SummedResidual:
         elif kept["memory"] != self._memory:
             raise ConfigurationError(
                 f"the residual of {self._name} comes from memory {self._memory} on one rank, and from {kept['memory']} "
-                f"on rank {old}, and residuals of different memories cannot be added. Give states of the same "
-                f"training, {_WAY_OUT}"
+                f"on rank {old}. Residuals of different memories cannot be added up. Give states of the same training "
+                f"run, {_WAY_OUT}"
             )
         else:
             arrays = map(known_array, kept["arrays"])

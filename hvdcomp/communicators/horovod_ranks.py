@@ -137,6 +137,6 @@ def process_set_of(hvd: Any, ranks: list[int]) -> Any:
     except ValueError as error:
         raise ConfigurationError(
             "two-level compression needs new process sets of Horovod, but Horovod was started without permission to "
-            f"create process sets later: set {DYNAMIC}=1 in the environment of all ranks, or start with "
+            f"create process sets later. Set {DYNAMIC}=1 in the environment of all ranks, or start with "
             f"hvd.init(process_sets='dynamic') ({error})"
         ) from error

@@ -58,8 +58,8 @@ class HorovodTorchCommunicator(HorovodRanks):
         except HorovodInternalError as error:
             if "Join" in str(error):
                 raise HorovodInternalError(
-                    "hvd.join() does not work with gradient compression: Horovod refuses an allgather once a rank "
-                    "has joined. Give every rank the same number of batches."
+                    "hvd.join() does not work with gradient compression: Horovod refuses to all-gather once a rank has "
+                    "joined. Give every rank the same number of batches."
                 ) from error
             raise
         if started.length is None:

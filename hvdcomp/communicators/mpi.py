@@ -50,5 +50,5 @@ def _require_mpi() -> None:
     if MPI.Is_finalized():
         raise RuntimeError(
             "MPI has ended, so a decision of rank 0 cannot reach the other ranks. Horovod ends MPI on all ranks when "
-            "one of them ends or calls hvd.shutdown(); let all ranks make the same number of steps"
+            "one of them exits or calls hvd.shutdown(). Let all ranks make the same number of steps"
         )

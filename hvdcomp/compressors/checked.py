@@ -299,7 +299,7 @@ class _Call:
         if isinstance(self.x, shapes.ShapeArray):
             counted = (
                 " on an array that has a shape but no values. hvdcomp uses such arrays to count bytes before there are "
-                "gradients: use functions of xp instead of functions of a framework, and do not read values in Python"
+                "gradients. Use functions of xp instead of functions of a framework, and do not read values in Python"
             )
         return self.error(f"raised {type(error).__name__}: {error}{counted}")
 
@@ -312,7 +312,7 @@ class _Call:
 
 
 _CHANGES = (
-    "changes x in place, but error feedback still needs x: make a new array, such as y = x * 2 instead of x *= 2, or "
+    "changes x in place, but error feedback still needs x. Make a new array, such as y = x * 2 instead of x *= 2, or "
     "work on a copy, such as x + 0"
 )
 

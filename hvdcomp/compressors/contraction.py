@@ -34,8 +34,9 @@ def require_bounded_residuals(compressor: Compressor, memory: Memory | None) -> 
             raise SpecError(
                 f"{method} does not work with memory={memory}: the method is unbiased, and its error can have "
                 f"{method.variance:.3g} times the energy (squared norm) of its input, so residuals would grow without "
-                "limit. Leave memory at its default (an unbiased method needs none, memory=none), raise the level "
-                "until this number is below 1, or use a biased method (randomk without unbiased, topk, powersgd)"
+                "limit. Leave memory at its default (memory=none, because an unbiased method needs no memory), raise "
+                "the level until this number is below 1, or use a biased method, such as randomk without unbiased, "
+                "topk or powersgd"
             )
 
 
@@ -51,10 +52,10 @@ def require_bounded_turns(compressors: Iterable[Compressor]) -> None:
         for method in methods:
             if _grows(method, keeper.default_memory):
                 raise SpecError(
-                    f"{method} and {keeper} cannot be used in one training: {keeper} leaves residuals, and {method} "
-                    f"may have to send these residuals. The error of {method} can have {method.variance:.3g} times the "
-                    "energy (squared norm) of its input, so residuals would grow without limit. Leave out one of the "
-                    f"two methods, or raise the level of {method.name} until this number is below 1"
+                    f"{method} and {keeper} cannot be used in one training run: {keeper} leaves residuals, which "
+                    f"{method} may have to send. The error of {method} can have {method.variance:.3g} times the energy "
+                    "(squared norm) of its input, so residuals would grow without limit. Leave out one of the two "
+                    f"methods, or raise the level of {method.name} until this number is below 1"
                 )
 
 
@@ -78,8 +79,8 @@ def require_bounded_noise(method: Compressor, b1: float, local_steps: int) -> No
         noise = (1 + noise) * (1 + (inside.of_means.known_error or 0.0)) - 1
     if kept**2 * (1 + noise) >= 1:
         raise SpecError(
-            f"{method} does not work with CompressedAdam without error feedback: each exchange adds noise whose energy "
-            f"(squared norm) is {noise:.0%} of the momentum's energy, and the momentum keeps this noise "
+            f"{method} does not work with CompressedAdam without error feedback. Each exchange adds noise whose energy "
+            f"(squared norm) is {noise:.0%} of the momentum's energy, and the momentum accumulates this noise "
             f'(beta1={b1:g}), so the noise would grow without limit. Give memory=error_feedback, or warm_up="int4", '
             f"whose error feedback continues after the warm-up, or raise the level of {method.name}"
         )

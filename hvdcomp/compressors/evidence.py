@@ -154,7 +154,7 @@ def in_words(compressor: Compressor) -> str:
     optimizers = (*OPTIMIZERS, "CompressedAdam", MUON)  # the results for all other optimizers are in docs/optimizers.md
     worst = [found for name in optimizers if (found := worst_with(compressor, name)) is not None]
     if not worst:
-        return f"hvdcomp's own trainings did not measure how much accuracy {compressor} loses."
+        return f"hvdcomp's own training runs did not measure how much accuracy is lost with {compressor}."
     phrases = []
     for at_best_rates, source in _SOURCES.items():
         losses = [
@@ -164,8 +164,8 @@ def in_words(compressor: Compressor) -> str:
         ]
         phrases += [f"{', '.join(losses)} ({source})"] if losses else []
     return (
-        f"The worst loss of quality with {compressor} in hvdcomp's own small trainings, compared with uncompressed "
-        f"gradients, in percent of the loss or points of accuracy: {'; '.join(phrases)}."
+        f"The most quality that {compressor} lost in hvdcomp's own small training runs, compared with uncompressed "
+        f"gradients (in percent of the loss, or in points of accuracy): {'; '.join(phrases)}."
     )
 
 
@@ -176,7 +176,7 @@ _SOURCES = {
 
 
 def _in_percent(lost: float) -> str:
-    return "the training diverged" if lost == DIVERGED else f"{100 * lost:.1f}"
+    return "training diverged" if lost == DIVERGED else f"{100 * lost:.1f}"
 
 
 _AT_ONE_RATE: dict[str, tuple[str, ...]] = {

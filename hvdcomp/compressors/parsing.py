@@ -67,7 +67,9 @@ def _within(text: str) -> str:
     """The spec inside `two_level(...)`."""
     inside = text.removeprefix(TwoLevel.name)
     if not (inside.startswith("(") and inside.endswith(")")):
-        raise SpecError(f"{text!r} is not a valid spec; write two levels like this: 'two_level(topk:ratio=0.01)'")
+        raise SpecError(
+            f"{text!r} is not a valid spec; write two-level compression like this: 'two_level(topk:ratio=0.01)'"
+        )
     # refused here, because otherwise a spec could nest it without limit
     if inside[1:].lstrip().startswith(TwoLevel.name):
         raise SpecError(

@@ -234,7 +234,7 @@ class GlobalQSGD(Compressor):
         if levels < 1:
             raise ConfigurationError(
                 f"globalqsgd: bits={self.bits} can add up the gradients of at most {(2**self.bits - 1) // 2} ranks, "
-                f"and there are {ranks}; {ranks} ranks need at least bits={self.least_level(ranks)} (16 at most)"
+                f"but there are {ranks} ranks, which need at least bits={self.least_level(ranks)} (the maximum is 16)"
             )
         return levels
 

@@ -79,9 +79,8 @@ class EDEN(Gathering):
         super().__post_init__()
         if self.back is not None and self.exchange == "gather":
             raise SpecError(
-                f"eden: back={self.back} with exchange=gather is not allowed, because back is the number of bits "
-                "for the averaged gradients, and only exchange=scatter compresses these; set exchange=scatter, or "
-                "leave out back"
+                f"eden: back={self.back} with exchange=gather is not allowed, because back is the number of bits of "
+                "the averaged gradients, which only exchange=scatter compresses; set exchange=scatter, or omit back"
             )
 
     @property

@@ -102,8 +102,8 @@ class TwoLevel(Compressor):
             if leaf.default_memory.is_momentum:
                 raise SpecError(
                     f"two_level: {leaf} is not allowed, because it corrects the momentum of each rank's own gradient, "
-                    "but two_level compresses the mean gradient of a node; use a method without momentum, such as "
-                    "topk, qsgd or powersgd"
+                    "but two_level compresses the mean gradient of a node. Use a compression method without momentum, "
+                    "such as topk, qsgd or powersgd"
                 )
 
     def __str__(self) -> str:

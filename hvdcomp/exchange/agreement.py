@@ -123,8 +123,8 @@ def _what_differs(everyone: Sequence[Mapping[str, Any]], broadcast: str) -> str:
     keys = dict.fromkeys(key for theirs in everyone for key in theirs)
     different = [key for key in keys if len({json.dumps(theirs.get(key)) for theirs in everyone}) > 1]
     if all(key.startswith(WEIGHTS) for key in different):
-        problem = "the ranks would train different models, because their weights are not the same: "
-        remedy = f"Before the first step give all ranks the same weights: {broadcast}."
+        problem = "the ranks would train different models, because their weights differ: "
+        remedy = f"Before the first step, give all ranks the same weights: {broadcast}."
     else:
         problem = "the ranks do not agree on how to compress: "
         remedy = "Give hvdcomp.Compression and Horovod's optimizer the same model and arguments on every rank."
@@ -132,7 +132,7 @@ def _what_differs(everyone: Sequence[Mapping[str, Any]], broadcast: str) -> str:
     if KERNELS in different:
         ways_out = (
             "Run `hvdcomp doctor` on each host to see why a host has no kernels. Or set HVDCOMP_KERNELS=off on every "
-            "rank (with mpirun, pass it to other hosts by -x HVDCOMP_KERNELS)."
+            "rank (with mpirun, pass it to the other hosts with -x HVDCOMP_KERNELS)."
         )
         remedy = f"{remedy} {ways_out}" if len(different) > 1 else ways_out
     shown = [f"{key}: {_by_rank([theirs.get(key) for theirs in everyone])}" for key in different[:_SHOWN_FACTS]]

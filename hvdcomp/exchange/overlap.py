@@ -261,8 +261,8 @@ class Overlap:
             return
         if self._communicator.rank == 0:
             warn_alone(
-                f"in {self._due} steps no gradients could be sent before the end of the backward pass. From now on all "
-                "gradients are sent together after the backward pass, as with overlap=False"
+                f"in {self._due} steps, no gradients could be sent before the end of the backward pass. From now on, "
+                "all gradients are sent together after the backward pass, as with overlap=False"
             )
         self.follow([], 0)
         self.least_bytes = None  # from now on, no bucket starts early any more

@@ -153,7 +153,7 @@ class ShardReducer:
         if all(tuple(array.shape) == shape for array in state):
             return state
         warn_alone(
-            f"{name}: the rows of the gradient have {shape[1]} elements, but the rows of the residual have another "
+            f"{name}: the rows of the gradient have {shape[1]} elements, but the rows of the residual have a different "
             "length, so the residual is lost"
         )
         return ()

@@ -78,7 +78,7 @@ def what_is_wasted(engine: Engine, plan: Plan) -> str | None:
             return None
         return (
             f"with compression, a rank sends {everything:.0f} bytes per step, but the uncompressed gradients have only "
-            f"{total} bytes. Compression saves nothing, because ranks also exchange other data than gradients. "
+            f"{total} bytes. Compression saves nothing, because ranks also exchange data other than gradients. "
             "Compress harder (a lower level), or train without hvdcomp"
         )
     return (

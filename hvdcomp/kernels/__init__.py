@@ -185,14 +185,14 @@ def _loaded() -> _Loaded:
         return loaded
     if loaded.releasing is None:
         raise ConfigurationError(
-            f"HVDCOMP_KERNELS={choice} needs hvdcomp's kernels, and they cannot be used: {loaded.why_not}. "
+            f"HVDCOMP_KERNELS={choice} needs hvdcomp's kernels, but they cannot be used: {loaded.why_not}. "
             f"{loaded.way_out}"
         )
     failed = int(loaded.releasing.hvd_use_instruction_set(choice.encode()))
     if failed:
         raise ConfigurationError(
-            f"HVDCOMP_KERNELS={choice} cannot be used: {_LACKING[failed]}; unset it to use the best instruction set "
-            "of this CPU"
+            f"HVDCOMP_KERNELS={choice} cannot be used: {_LACKING[failed]}; unset HVDCOMP_KERNELS to use the best "
+            "instruction set of this CPU"
         )
     return loaded
 

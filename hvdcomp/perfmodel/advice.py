@@ -388,7 +388,7 @@ def _model_name(calibration: Calibration, model: str | None) -> str:
     if model is None or model not in names:
         problem = "no model was named" if model is None else f"{model!r} is not one of them"
         raise CalibrationError(
-            f"{calibration.name} has the models {', '.join(names)}, and {problem}; choose one of them"
+            f"{calibration.name} has the models {', '.join(names)}, but {problem}; choose one of them"
         )
     return model
 

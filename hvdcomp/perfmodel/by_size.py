@@ -38,7 +38,10 @@ def encode_times(calibration: Calibration, model: str) -> dict[str, EncodeTime]:
         known = [name for name, other in models.items() if spec in other.compute.encode]
         factor, nearest = min(((_size(facts) / _size(models[name]), name) for name in known), key=_distance)
         scaled = models[nearest].compute.encode[spec].part(factor)
-        source = f"estimated: the encode time of {nearest} times {factor:.3g}, the ratio of the models' elements"
+        source = (
+            f"estimated: the encode time of {nearest} times {factor:.3g}, the ratio of the two models' numbers of "
+            "elements"
+        )
         times[spec] = dataclasses.replace(scaled, source=source, estimated=True)
     return times
 

@@ -143,7 +143,7 @@ def _completed(data: Any, where: str) -> Any:
     like = data["like"]
     if like not in presets():
         raise CalibrationError(
-            f"{where}: the field like is {like!r}, which is not a preset; the presets are: {', '.join(presets())}"
+            f'{where}: the field "like" is {like!r}, which is not a preset; the presets are: {", ".join(presets())}'
         )
     base = _completed(json.loads((_PRESETS / f"{like}.json").read_text(encoding="utf-8")), like)
     return {**base, **{name: value for name, value in data.items() if name != "like"}}
@@ -171,10 +171,10 @@ def from_json(data: Any, where: str = "the calibration") -> Calibration:
     top = Fields(data, where, "")
     kind, version = top.text("format"), top.number("version", lowest=0)
     if kind != FORMAT:
-        raise CalibrationError(f"{where} is not a calibration file: its field format is {kind!r}, not {FORMAT!r}")
+        raise CalibrationError(f'{where} is not a calibration file: its field "format" is {kind!r}, not {FORMAT!r}')
     if version != VERSION:
         raise CalibrationError(
-            f"{where} has version {version:g}, and this hvdcomp reads only version {VERSION}; install the version of "
+            f"{where} has version {version:g}, but this hvdcomp reads only version {VERSION}; install the version of "
             "hvdcomp that wrote the file, or calibrate again"
         )
     noise = top.section("noise", optional=True)

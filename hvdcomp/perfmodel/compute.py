@@ -95,7 +95,7 @@ class Compute:
             return 1.0
         if self.batch_size is None:
             raise ValueError(
-                "the calibration does not say for which batch size its times were measured, so hvdcomp cannot predict "
-                "another batch size; leave the batch size out"
+                "the calibration does not contain the batch size for which its times were measured, so hvdcomp cannot "
+                "predict another batch size; leave the batch size out"
             )
         return np.asarray(batch_size, float) / self.batch_size

@@ -34,12 +34,12 @@ def model_of(calibration: Calibration, tensors: Iterable[TensorInfo], source: st
     if not fitting:
         sizes = ", ".join(f"{name} ({_size(_shapes(facts.tensors))})" for name, facts in named.items())
         raise CalibrationError(
-            f"{source} was measured with another model: this training has {_size(own)}, and the calibration has "
-            f"{sizes}; calibrate with the model of this training"
+            f"{source} was measured with a different model: the model of this training run has {_size(own)}, and the "
+            f"calibration has {sizes}; calibrate with the model of this training run"
         )
     if len(fitting) > 1:
         raise CalibrationError(
-            f"{source} has several models with the tensors of this training; name one of them: "
+            f"{source} has several models with the tensors of this training run; name one of them: "
             f"model={' or model='.join(fitting)}"
         )
     return calibration.models[fitting[0]]

@@ -70,11 +70,11 @@ class Proposals:
         if optimizer is None:
             optimizer, way_out = (
                 "SGD and with Adam",
-                "Give a larger loss=, your own compressors=, or optimizer=, because the training's optimizer is not "
-                "known",
+                "Give a larger loss=, your own compressors=, or the training run's optimizer as optimizer=, because it "
+                "is not known",
             )
         return (
-            f"the policy auto proposes no compressor: in hvdcomp's own trainings with {optimizer}, no compressor "
+            f"the policy auto proposes no compressor: in hvdcomp's own training runs with {optimizer}, no compressor "
             f"raised the loss by {criteria.loss:.2%} or less. {way_out}"
         )
 

@@ -46,8 +46,8 @@ def why_not(compressor: Compressor, optimizer: str | None = None) -> str | None:
     asked = OPTIMIZERS if optimizer is None else (optimizer,)
     losses = {name: lost for name in asked if (lost := lost_with(compressor, name)) is not None}
     if not losses:
-        return f"not included in hvdcomp's own trainings{'' if optimizer is None else f' with {optimizer}'}"
+        return f"not included in hvdcomp's own training runs{'' if optimizer is None else f' with {optimizer}'}"
     if is_harmless(compressor, optimizer) if optimizer is not None else min(losses.values()) < MUCH:
         return None
     phrases = [f"{'diverged' if lost == DIVERGED else f'{lost:.1%}'} with {name}" for name, lost in losses.items()]
-    return f"lost quality in hvdcomp's own trainings: {', '.join(phrases)}"
+    return f"lost quality in hvdcomp's own training runs: {', '.join(phrases)}"

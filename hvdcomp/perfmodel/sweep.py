@@ -116,7 +116,7 @@ def sweep(adviser: Adviser, setting: Setting, axis: str, values: np.ndarray, gro
     varied = AXES[axis].apply(setting, values)
     if growth is not None:
         if axis != "encode":
-            raise ValueError(f"growth can be used only in a sweep over encode, not over {axis}")
+            raise ValueError(f"growth works only in a sweep over encode, not over {axis}")
         varied = replace(varied, payload=growth * values)
     shape = np.shape(values)
     return Sweep(

@@ -175,7 +175,7 @@ class Policy(Described, Generic[State]):
         words = [f"{word}: {', '.join(sorted(names))}" for word, names in wrong.items() if names]
         if words:
             raise ValueError(
-                f"{self.name} was given {noun} of other tensors than in its first decision; {'; '.join(words)}"
+                f"{self.name} was given {noun} of different tensors than in its first decision; {'; '.join(words)}"
             )
         return values
 

@@ -114,14 +114,15 @@ class Budget(OptimalLevels[BudgetState]):
         given = self._given("factor", "error", "ms")
         if len(given) != 1:
             raise SpecError(
-                f"{self.name}: give exactly one of factor (uncompressed bytes / sent bytes, such as factor=50), error "
-                "(the share of norms that may be lost, such as error=0.5) and ms (the milliseconds that the exchange "
-                f"of a step may take, such as ms=20, with calibration=FILE); you gave {' and '.join(given) or 'none'}"
+                f"{self.name}: give exactly one of three settings: factor (uncompressed bytes / sent bytes, such as "
+                "factor=50), error (the share of norms that may be lost, such as error=0.5) or ms (the milliseconds "
+                "that the exchange of a step may take, such as ms=20, with calibration=FILE). You gave "
+                f"{' and '.join(given) or 'none'}"
             )
         if self.ms and not self.calibration:
             raise SpecError(
-                f"{self.name}: ms={self.ms} needs calibration=FILE, a file from `hvdcomp calibrate` or the name of a "
-                "preset, which says how long an exchange takes"
+                f"{self.name}: ms={self.ms} needs calibration=FILE, the name of a preset or of a file from `hvdcomp "
+                "calibrate`, because the policy must know how long an exchange takes"
             )
         if (of_ms := self._given("calibration", "model", "batch")) and not self.ms:
             raise SpecError(
@@ -161,8 +162,9 @@ class Budget(OptimalLevels[BudgetState]):
         if reached > self.ms:
             raise ConfigurationError(
                 f"{self} cannot be reached: according to {self.calibration}, the fastest exchange that the policy can "
-                f"choose takes {reached:.4g} ms of a step, with {fastest:,} bytes from each rank. Give a larger ms, a "
-                f"least below {self.least:g} (a factor of the compressors' own levels), or a compressor that sends less"
+                f"choose takes {reached:.4g} ms per step, with {fastest:,} bytes from each rank. Give a larger ms, "
+                "give a compressor that sends less, or set least, the smallest factor of the compressors' own levels, "
+                f"below {self.least:g}"
             )
 
     def request(self, state: BudgetState) -> Request:

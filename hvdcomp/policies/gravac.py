@@ -195,7 +195,8 @@ class GraVAC(Policy[GraVACState]):
     def _smooth(self, state: GraVACState, measured: GravacGains) -> GraVACState:
         if (measured.candidate is None) != (state.candidate is None):
             raise ValueError(
-                f"{self.name}: the candidate is {state.candidate}, but its gain was given as {measured.candidate}"
+                f"{self.name}: the candidate is {state.candidate}, but the measured gain is that of "
+                f"{measured.candidate}"
             )
         new = {state.minimum: measured.minimum}
         if state.candidate is not None and measured.candidate is not None:

@@ -85,7 +85,9 @@ class ListedLevels(LevelSchedule):
         choice = f"{', '.join(f'{setting}=...' for setting in settings[:-1])} or {settings[-1]}=..."
         if len(given) != 1:
             listed = " and ".join(given) or "none"
-            raise SpecError(f"{self.name}: give exactly one of {choice}, to say when levels end; you gave {listed}")
+            raise SpecError(
+                f"{self.name}: give exactly one of {choice}, to define when each level ends; you gave {listed}"
+            )
         ends = getattr(self, given[0])
         rising = isinstance(ends, tuple | list) and all(is_whole(end, 1) for end in ends) and _rises_always(ends)
         self.require(rising, given[0], "increasing whole numbers of at least 1, such as 3|8")
@@ -217,7 +219,7 @@ class WarmUp(LevelSchedule):
         if _rises(self.levels):
             raise SpecError(f"warmup: levels={self.levels} goes from strong to weak compression; {_FALLING}")
         if self._set and (self.epochs > 0) == (self.steps > 0):
-            raise SpecError("warmup: give exactly one of epochs=... and steps=..., to say how long each level lasts")
+            raise SpecError("warmup: give exactly one of epochs=... and steps=..., to define how long each level lasts")
         if not self._set and not self.dense_steps:
             raise SpecError("warmup: without settings, warmup changes nothing; give levels, start, or dense_steps")
 

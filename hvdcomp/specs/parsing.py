@@ -111,7 +111,7 @@ def _usage(kind: type[Described], fields: Mapping[str, dataclasses.Field]) -> st
         return f"{kind.name} has no settings: write {kind.name!r}"
     defaults = [f"{key}={field.default}" for key, field in fields.items() if field.default is not dataclasses.MISSING]
     words = f"write {next(iter(getattr(kind, 'examples', ())), f'{kind.name}:...')!r}"
-    return f"{words}, for example; by default {', '.join(defaults)}" if defaults else f"{words}, for example"
+    return f"{words}, for example (defaults: {', '.join(defaults)})" if defaults else f"{words}, for example"
 
 
 def convert(text: str, kind: Any, where: str) -> Any:

@@ -55,7 +55,7 @@ class Plugins:
             for point in points:
                 warn_alone(
                     f"{_package_of(point)} offers a {self.noun} {name!r}, but hvdcomp has its own {self.noun} of this "
-                    f"name, and uses its own; give the {self.noun} of the package another name"
+                    f"name and uses its own. Rename the {self.noun} of the package"
                 )
             return self.known[name]
         for point in points:
@@ -84,15 +84,15 @@ class Plugins:
             kind = point.load()
         except Exception as error:
             raise SpecError(
-                f"{where} cannot be imported: {type(error).__name__}: {error}; repair or remove this package"
+                f"{where} cannot be imported: {type(error).__name__}: {error}; fix or uninstall this package"
             ) from error
         if not (inspect.isclass(kind) and issubclass(kind, self.bases)):
             bases = " or ".join(f"{base.__module__}.{base.__qualname__}" for base in self.bases)
             raise SpecError(f"{where} is not a subclass of {bases}")
         if getattr(kind, "name", None) != name:
             raise SpecError(
-                f"{where} has name = {getattr(kind, 'name', None)!r} in its class; give the class and its entry point "
-                "the same name"
+                f"{where} has name = {getattr(kind, 'name', None)!r} in its class, but its entry point has a different "
+                "name; give both the same name"
             )
         return kind
 
@@ -100,7 +100,7 @@ class Plugins:
         if kind.name in self.known and self.known[kind.name] is not kind:
             raise SpecError(
                 f"{where} has a {self.noun} {kind.__qualname__} with the name {kind.name!r}, but hvdcomp has its own "
-                f"{self.noun} of this name; give yours another name"
+                f"{self.noun} of this name; rename yours"
             )
 
     def ways(self) -> str:
@@ -136,10 +136,8 @@ def imported(name: str) -> ModuleType:
         if name.endswith(".py") or os.sep in name:
             advice = f"give the name of a module, such as {os.path.basename(name).removesuffix('.py')}, not of a file"
         elif not (isinstance(error, ModuleNotFoundError) and error.name == name):
-            advice = "correct the module, or leave it out"
-        raise SpecError(
-            f"the plugin {name!r} cannot be imported: {type(error).__name__}: {error}; {advice}"
-        ) from error
+            advice = "fix the module, or do not use it as a plugin"
+        raise SpecError(f"the plugin {name!r} cannot be imported: {type(error).__name__}: {error}; {advice}") from error
 
 
 @functools.cache

@@ -210,8 +210,8 @@ class TensorFlowBinding(TensorFlowTraining):
             source = f"{len(self._variables)} variables that hvdcomp.Compression found in the first list of gradients"
         raise ConfigurationError(
             f"a gradient of {variable.name!r} arrived, but this variable is not among the {source}; pass all trained "
-            "variables, hvdcomp.Compression(..., variables=model.trainable_variables). For several models, pass the "
-            "sum of their lists"
+            "variables, hvdcomp.Compression(..., variables=model.trainable_variables). For several models, join their "
+            "lists of variables into one list"
         )
 
     def _check(self, call: GradientsCall) -> None:
@@ -313,7 +313,7 @@ def _known_variables(variables: Any, tensor: tf.Tensor | None) -> dict[str, tf.V
         return by_name(variables())
     if tensor is None:
         raise ConfigurationError(
-            "hvdcomp.Compression does not know before the first step which variables are trained; pass "
+            "before the first step, hvdcomp.Compression cannot find out which variables are trained; pass "
             "variables=model.trainable_variables"
         )
     return by_name(gradients_call(tensor).variables)

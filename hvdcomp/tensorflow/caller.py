@@ -78,9 +78,9 @@ def refuse_keras_3(optimizer: Any) -> None:
     from_keras = any(kind.__module__.startswith("keras.") for kind in type(optimizer).__mro__)
     if from_keras and int(getattr(sys.modules.get("keras"), "__version__", "0").split(".")[0]) >= 3:
         raise ConfigurationError(
-            f"{type(optimizer).__name__} is an optimizer of Keras 3. Horovod does not work with Keras 3, and gives no "
-            "error: every rank trains separately. Set TF_USE_LEGACY_KERAS=1 before TensorFlow is imported, with "
-            "tf_keras installed, or use tf_keras.optimizers"
+            f"{type(optimizer).__name__} is an optimizer of Keras 3. Horovod does not work with Keras 3, but raises no "
+            "error: every rank trains separately. Install tf_keras, and set TF_USE_LEGACY_KERAS=1 before you import "
+            "TensorFlow, or use tf_keras.optimizers"
         )
 
 

@@ -154,6 +154,6 @@ def _refuse_local_steps(options: dict[str, Any]) -> None:
     if local_steps != 1:
         raise ConfigurationError(
             f"CompressedAdam: local_steps={local_steps!r} is not allowed in Keras, because fit evaluates, saves and "
-            "stops at times when each rank would have other weights. Leave it out, or train in PyTorch with "
+            "stops at times when the ranks' weights would differ. Omit local_steps, or train in PyTorch with "
             "hvdcomp.torch.CompressedAdam"
         )

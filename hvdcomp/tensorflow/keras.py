@@ -80,7 +80,7 @@ class PolicyCallback(tf_keras.callbacks.Callback):
         if settings.steps_per_epoch and steps and settings.steps_per_epoch != steps:
             raise ConfigurationError(
                 f"hvdcomp.Compression was given steps_per_epoch={settings.steps_per_epoch}, but fit makes {steps} "
-                "steps per epoch, so its policy would not decide at the ends of epochs; use hvdcomp.Compression(..., "
+                "steps per epoch, so the policy would not decide at the ends of epochs; use hvdcomp.Compression(..., "
                 f"steps_per_epoch={steps})"
             )
         if self._log_dir is not None and hvd.rank() == 0:

@@ -50,8 +50,8 @@ def by_name(variables: Iterable[Any]) -> dict[str, Any]:
         if not hasattr(variable, "ref"):
             raise ConfigurationError(
                 f"variables contains a {type(variable).__module__}.{type(variable).__qualname__}, which is not a "
-                "tf.Variable. Horovod does not work with models of Keras 3: set TF_USE_LEGACY_KERAS=1 before "
-                "TensorFlow is imported, with tf_keras installed, or build the model with tf_keras"
+                "tf.Variable. Horovod does not work with models of Keras 3. Install tf_keras, and set "
+                "TF_USE_LEGACY_KERAS=1 before you import TensorFlow, or build the model with tf_keras"
             )
     if not variables:
         raise ConfigurationError(

@@ -140,8 +140,8 @@ class TensorFlowTraining(Binding):
     def _known_optimizer(self) -> Any:
         if self._optimizer is None:
             raise ConfigurationError(
-                f"the policy {self.setup.compression.settings.policy} follows the learning rate of the optimizer, "
-                "which a gradient tape does not know; pass the optimizer, hvdcomp.Compression(..., optimizer=optimizer)"
+                f"the policy {self.setup.compression.settings.policy} follows the learning rate of the optimizer, but "
+                "a gradient tape has no optimizer; pass the optimizer, hvdcomp.Compression(..., optimizer=optimizer)"
             )
         return self._optimizer
 

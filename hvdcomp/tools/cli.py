@@ -14,7 +14,7 @@ _COMMANDS = {
     "calibrate": "Measure the network, a model and compressors, as input for advise.",
     "compressors": "List compressors, their parameters and payloads.",
     "demo": "Train with several compressors on two ranks, and compare the results.",
-    "doctor": "Check the installation, and say how to fix problems.",
+    "doctor": "Find problems in the installation, and print how to fix them.",
     "launch": "Run a training program on a cluster: Kubernetes or Slurm.",
     "profile": "Run some steps of your training program, and recommend a compressor.",
     "replay": "Repeat the policy decisions of a training run from its log.",

@@ -39,8 +39,8 @@ def refuse_batch_sizes(compression: UsedCompression, trainer: str) -> None:
     if changes_batch_size(policy):
         raise ConfigurationError(
             f"the policy {policy} changes the batch size, but {trainer} decides by itself how it accumulates "
-            "gradients; use a policy that changes levels, such as accordion, or write a training loop that reads "
-            "compression.accumulation"
+            "gradients. Use a policy that changes levels, such as accordion, or write a training loop of your own that "
+            "reads compression.accumulation"
         )
 
 

@@ -21,8 +21,8 @@ from hvdcomp.torch.parameters import with_plain_names
 
 # `Training.absence` for torch.distributed, which matches collectives only by their order.
 WITHOUT_HOROVOD = (
-    "the other ranks took part in another collective at the same time. Give every rank the same number of batches, and "
-    "start your own collectives at the same places on all ranks."
+    "the other ranks took part in a different collective at the same time. Give every rank the same number of batches, "
+    "and start your own collectives at the same places on all ranks."
 )
 
 
@@ -36,8 +36,8 @@ def refuse_capture() -> None:
         raise ConfigurationError(
             "hvdcomp does not exchange gradients while a CUDA graph is captured, because the graph would repeat one "
             "step, with the same random numbers and the same addresses of residuals. Capture the model with "
-            "torch.cuda.make_graphed_callables before DistributedDataParallel or hvd.DistributedOptimizer gets it, and "
-            "leave backward() and optimizer.step() outside of torch.cuda.graph"
+            "torch.cuda.make_graphed_callables before you pass it to DistributedDataParallel or "
+            "hvd.DistributedOptimizer, and leave backward() and optimizer.step() outside of torch.cuda.graph"
         )
 
 
@@ -93,20 +93,20 @@ class TorchTraining(Binding):
         stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         if others := [name for name, parameter in self._parameters.items() if parameter not in stepped]:
             raise ConfigurationError(
-                f"CompressedAdam: local_steps={local_steps} skips the exchange in most steps, also the exchange of "
-                f"{', '.join(others[:3])}, which this optimizer does not train, so the ranks' weights would become "
-                "different. Give it all parameters that the model trains, or leave out local_steps"
+                f"CompressedAdam: local_steps={local_steps} skips the exchange in most steps. This includes the "
+                f"exchange of {', '.join(others[:3])}, which this optimizer does not train, so the ranks' weights "
+                "would differ. Give the optimizer all parameters of the model that are trained, or omit local_steps"
             )
         if self.is_summed:
             raise ConfigurationError(
-                f"CompressedAdam: local_steps={local_steps} does not work with op=hvd.Sum, because a rank that steps "
-                "alone has no sum; use op=hvd.Average"
+                f"CompressedAdam: local_steps={local_steps} does not work with op=hvd.Sum, because a rank that makes a "
+                "step on its own has no sum over the ranks; use op=hvd.Average"
             )
         if setup.grad_scaler is not None and setup.grad_scaler.is_enabled():
             raise ConfigurationError(
-                f"CompressedAdam: local_steps={local_steps} does not work with a torch.amp.GradScaler: a rank whose "
-                "gradients overflow would skip a step alone, and then exchange at other times than the other ranks. "
-                "Train in bfloat16, which needs no scaler, or leave out local_steps"
+                f"CompressedAdam: local_steps={local_steps} does not work with a torch.amp.GradScaler: only the rank "
+                "whose gradients overflow would skip the step, and from then on it would exchange at different times "
+                "than the other ranks. Train in bfloat16, which needs no scaler, or leave out local_steps"
             )
 
     def run_engine(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

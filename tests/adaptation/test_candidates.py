@@ -276,16 +276,17 @@ def test_calibrations_that_will_not_do(file: Path, tmp_path: Path) -> None:
     refused("no encode time of 'natural'", others=["topk:ratio=0.01", "natural"])
     refused("needs the number of ranks on each node", spec="two_level(topk:ratio=0.01)")
     refused("needs the number of ranks on each node", others=["two_level(topk:ratio=0.01)"])
-    refused(r"another model: this training has 1 tensors with 2,000 elements.* mine \(4 tensors with 1,301,480",
+    refused(r"a different model: the model of this training run has 1 tensors with 2,000 elements.* mine \(4 tensors "
+            r"with 1,301,480",
             shapes={"w": (2, 1000)})  # fmt: skip
-    refused("another model", dtype="float64")
+    refused("a different model", dtype="float64")
     refused("has no model 'yours'; its models are: mine", model="yours")
     two = calibration()
     two["models"]["twin"] = two["models"]["mine"]
     del two["models"]["mine"]["batch_size"]
     file.write_text(json.dumps(two))
-    refused("several models with the tensors of this training; name one of them: model=mine or model=twin")
+    refused("several models with the tensors of this training run; name one of them: model=mine or model=twin")
     assert candidates(file, ranks=1, model="twin").candidates
-    refused("which batch size", model="twin", batch=4)
+    refused("the batch size for which", model="twin", batch=4)
     file.write_text("{")
     refused("is not JSON")

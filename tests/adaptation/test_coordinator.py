@@ -35,7 +35,7 @@ def test_a_log_that_a_full_disk_does_not_even_let_begin_stops_nobody(tmp_path: P
     for log in logs:
         log.path.symlink_to("/dev/full")
     policy = {"asked": frozenset({NORMS}), "often": Period(steps=2), "decisions": at_ratio(0.5, 0.1)}
-    with pytest.warns(UserWarning, match=r"hvdcomp stops writing the decision log, .* No space left on device"):
+    with pytest.warns(UserWarning, match=r"hvdcomp has stopped writing the decision log, .* No space left on device"):
         runs = drive(policy, "numpy", 4, log=logs[0])
     assert [len(driven.plans) for driven, _ in runs] == [4, 4]
     with warnings.catch_warnings():

@@ -359,7 +359,7 @@ except ConfigurationError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=60)
-    way_out = "choose another file for decision_log"
+    way_out = "choose a different file for decision_log"
     assert done.stdout == f"the decision log {path} cannot be written: File too large; {way_out}\n"
     assert done.stderr == "", "nothing more from closing the file"
 

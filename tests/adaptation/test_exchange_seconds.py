@@ -117,7 +117,8 @@ def test_encode_times_lie_between_those_of_known_levels(factor: float, right: fl
         (
             "topk:ratio=0.01",
             {},
-            "no encode time of 'topk:ratio=0.01' for this model, only of qsgd:bits=4. The encode time is",
+            "no encode time of 'topk:ratio=0.01' for this model. It has encode times of: qsgd:bits=4. The encode time "
+            "is",
         ),
         ("qsgd:bits=4", {"model": "other"}, "has no model 'other'; its models are: mine"),
         ("two_level(qsgd:bits=4)", {}, "needs the number of ranks on each node, but the calibration does not"),

@@ -59,7 +59,7 @@ def messages(*ranks: dict[str, Any]) -> list[str]:
         ({"seed": 1}, "seed: 0 on rank 0, 1 on rank 1"),
         ({"rate": 0.2}, "learning rate: 0.1 on rank 0, 0.2 on rank 1"),
         ({"spec": "topk:ratio=0.2"}, "compressor: topk:ratio=0.1 on rank 0, topk:ratio=0.2 on rank 1"),
-        ({"value": 2.0}, "Before the first step give all ranks the same weights: copy the arrays of rank 0."),
+        ({"value": 2.0}, "Before the first step, give all ranks the same weights: copy the arrays of rank 0."),
     ],
 )
 def test_what_differs_is_told_to_all_ranks_before_the_first_exchange(differs: dict[str, Any], named: str) -> None:
@@ -89,7 +89,7 @@ def test_a_log_that_rank_0_cannot_write_is_told_to_all(
     (tmp_path / "missing").write_text("a file where a folder should be")
     said = messages(*[options] * ranks)
     assert len(set(said)) == 1
-    assert f"{options['decision_log']} cannot be written: Not a directory; choose another file" in said[0]
+    assert f"{options['decision_log']} cannot be written: Not a directory; choose a different file" in said[0]
     assert "the same model and arguments on every rank" not in said[0]
     assert ("some ranks cannot take part in the training. rank 0: the decision log" in said[0]) == (ranks == 2)
 

@@ -252,7 +252,7 @@ def test_on_another_number_of_ranks_residuals_start_at_zero_with_one_warning(siz
     states = states_after(5, 2)
     runs, said = resumed_with([states[0]] * size)
     assert len(said) == 1
-    assert f"written by 2 ranks, and this run has {size}" in said[0]
+    assert f"written by 2 ranks, but this run has {size}" in said[0]
     first = [kept for kept in runs[0].engine.states.values() if kept.memory]
     assert not first
     go_on(runs, 5, [True] * size)
@@ -316,8 +316,8 @@ def refused(state: Mapping[str, Any], match: str, spec: str = SPEC, policy: str 
 
 def test_another_model_compressor_or_policy_is_refused_by_name() -> None:
     (state,) = states_after(4, 1)
-    refused(state, "compressor powersgd:rank=2, and this run has powersgd:rank=1", spec="powersgd:rank=1")
-    refused(state, f"{POLICY}.*, and this run has adaqs", policy="adaqs:start=64,fall=0.1,steps=3")
+    refused(state, "compressor powersgd:rank=2, but this run has powersgd:rank=1", spec="powersgd:rank=1")
+    refused(state, f"{POLICY}.*, but this run has adaqs", policy="adaqs:start=64,fall=0.1,steps=3")
     refused(state, "this run has accordion:.*high=2", policy=POLICY.replace("high=1", "high=2"))
     refused(state, "this run has constant", policy=None)
     for shapes in (
@@ -394,4 +394,4 @@ def test_a_checkpoint_without_a_policy_is_refused_with_one() -> None:
         return state_of(engine, None, copy)
 
     (state,) = run_ranks(1, work)
-    refused(state, f"policy constant, and this run has {POLICY}")
+    refused(state, f"policy constant, but this run has {POLICY}")

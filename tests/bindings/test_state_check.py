@@ -85,7 +85,7 @@ DAMAGED = [
     (put("shared", "coordinator", "progress", value=[4, 0, -1]), "progress: .*three whole numbers"),
     (put("shared", "coordinator", "progress", value=[4.5, 0, 0]), r"progress\[0\]: 4\.5 must be a whole number"),
     (put("shared", "coordinator", "period_rates", value=["a"]), r"period_rates\[0\]: 'a' must be a number"),
-    (put("shared", "coordinator", "ended", value=[1]), "ended: .*numbers of a step and an epoch"),
+    (put("shared", "coordinator", "ended", value=[1]), "ended: .*a step number and an epoch number"),
     (put("shared", "coordinator", "state", value={"policy": "accordion"}), "not a state of accordion"),
     (put("own", "coordinator", "latest", value={}), "not a state of accordion"),
     (put("own", "coordinator", "ended", value={"what": 1}), "ended: .*must contain step"),
@@ -106,14 +106,14 @@ DAMAGED = [
         "residual of conv has 1 arrays, but the memory none needs 0",
     ),
     (put("own", "residuals", "conv", "arrays", value=None), "residual of conv: None must be a list of arrays"),
-    (put("own", "residuals", "conv", "arrays", value=["x"]), "conv: an array has type str.* must have one of"),
+    (put("own", "residuals", "conv", "arrays", value=["x"]), "conv: an array has type str.* must be one of"),
     (
         put("own", "residuals", "conv", "arrays", value=lambda old: old * 2),
         "has 2 arrays, but the memory error_feedback needs 1",
     ),
     (
         put("own", "residuals", "conv", "arrays", 0, value=lambda old: old[:4]),
-        r"residual of conv has the shape \[4, 4, 3, 3\], and the parameter has the shape \[8, 4, 3, 3\]",
+        r"residual of conv has the shape \[4, 4, 3, 3\], but the parameter has the shape \[8, 4, 3, 3\]",
     ),
     (
         put("own", "residuals", "conv", "arrays", 0, value=lambda old: old.reshape(36, 8)),
@@ -121,7 +121,7 @@ DAMAGED = [
     ),
     (
         put("own", "residuals", "conv", "arrays", 0, value=lambda old: make("numpy", np.array(old), "float64")),
-        "residual of conv has type float64, and the parameter has type float32",
+        "residual of conv has type float64, but the parameter has type float32",
     ),
     (
         put("own", "residuals", "conv", "arrays", 0, value=lambda old: make("numpy", np.array(old), "int32")),
@@ -130,7 +130,7 @@ DAMAGED = [
     (put("shared", "warm_starts", "linear", "arrays", value=[]), r"warm start of linear has arrays of shapes \[\]"),
     (
         put("shared", "warm_starts", "linear", "arrays", 0, value=lambda old: old[:, 0]),
-        r"linear has arrays of shapes \[\[24\]\], and powersgd:rank=2 needs arrays of shapes such as \[\[24, 2\]\]",
+        r"linear has arrays of shapes \[\[24\]\], but powersgd:rank=2 needs arrays of shapes such as \[\[24, 2\]\]",
     ),
     (put("shared", "warm_starts", "linear", "method", value=3), "method: 3 must be text"),
     (

@@ -327,7 +327,7 @@ def test_ranks_too_many_for_a_field_are_refused_everywhere() -> None:
     def work(communicator: Any) -> None:
         engine = Engine(communicator, infos({"w": (4, 4)}), GlobalQSGD(bits=3), min_numel=0)
         with pytest.raises(
-            ConfigurationError, match=r"gradients of at most 3 ranks, and there are 4; 4 ranks need .*bits=4"
+            ConfigurationError, match=r"gradients of at most 3 ranks, but there are 4 ranks, which need .*bits=4"
         ):
             engine.step({"w": np.ones((4, 4), np.float32)})
         refused.append(communicator.rank)

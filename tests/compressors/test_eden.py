@@ -175,7 +175,7 @@ def test_the_bits_of_means(settings: str, of_levels: dict[int, int]) -> None:
 
 
 def test_means_have_bits_only_if_they_are_scattered() -> None:
-    said = r"back=\d with exchange=gather is not allowed, because .*; set exchange=scatter, or leave out back"
+    said = r"back=\d with exchange=gather is not allowed, because .*; set exchange=scatter, or omit back"
     for spec in ("eden:back=3", "eden:bits=1,back=1,exchange=gather"):
         with pytest.raises(SpecError, match=said):
             parse_compressor(spec)

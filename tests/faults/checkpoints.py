@@ -208,7 +208,7 @@ FAULTS = [
     _passed_over(
         "SHA256SUMS names files elsewhere",
         lambda place: (place / "SHA256SUMS").write_text(f"{64 * '0'}  ../../../etc/passwd\n"),
-        "SHA256SUMS does not have the form that hvdcomp writes",
+        "SHA256SUMS does not have the format that hvdcomp writes",
         ("gloo",),
     ),
     _passed_over(
@@ -220,7 +220,7 @@ FAULTS = [
     _passed_over(
         "run-1.json lacks the place in the data, with the right digest",
         _record("run-1.json", lambda record: {**record, "run": {"step": NEWEST}}),
-        "run-1.json does not have the form that hvdcomp writes: these values are missing: augmenting",
+        "run-1.json does not have the format that hvdcomp writes: these values are missing: augmenting",
         ("ddp",),
     ),
     Fault("all checkpoints are cut off", GROUP, _REFUSED.strip(), _WITHIN, _all_damaged, ("ddp",)),

@@ -90,7 +90,7 @@ def _full(
 def _decisions(world: World) -> str:
     ended = world.train(planted=Planted("disk-full-for-a-moment", "write-decisions.jsonl", rank=0, step=11))
     assert ended.code == 0, f"it ended with exit code {ended.code}: {ended.output[-3000:]}"
-    ended.expect("hvdcomp stops writing the decision log")
+    ended.expect("hvdcomp has stopped writing the decision log")
     kinds = [type(line) for line in read_decisions(world.output / "decisions.jsonl")]
     assert kinds == [Start], kinds
     assert world.weights() == world.undisturbed.weights(), "the weights are not those of an undisturbed training"

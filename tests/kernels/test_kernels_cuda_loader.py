@@ -105,7 +105,7 @@ def _run(program: str, driver: Path, *arguments: str, within: Sequence[str] = ()
 def test_without_it_a_step_goes_without_kernels_and_says_so_once(driver: Path) -> None:
     said = _run(_STEP, driver)
     assert said.count("\n") == 1
-    assert said.startswith("gradients on the GPU are compressed one tensor after the other, which is slower: ")
+    assert said.startswith("gradients on the GPU are compressed one tensor at a time, which is slower: ")
     assert "Failed to find C compiler" in said
     assert "HVDCOMP_TRITON_CACHE=/path" in said
 

@@ -772,7 +772,7 @@ def case_a_rank_that_makes_no_more_steps_is_noticed() -> None:
     if dist.get_rank() == 0:
         dist.all_reduce(torch.ones(1, dtype=torch.int64))
     else:
-        with pytest.raises(hvdcomp.ConfigurationError, match=r"this step: the other ranks took part in another"):
+        with pytest.raises(hvdcomp.ConfigurationError, match=r"this step: the other ranks took part in a different"):
             train(distributed, optimizer, steps=1)
 
 

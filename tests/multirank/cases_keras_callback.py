@@ -178,7 +178,7 @@ def case_a_checkpoint_of_another_model_is_refused() -> None:
     other = hvdcomp.Compression(hvdcomp.TopK(ratio=0.1), variables=[tf.Variable(tf.zeros((64, 64)), name="other")])
     state = tf.train.Checkpoint(compression=CompressionState(other))
     message = refusal(lambda: state.read(path))
-    assert "another model" in message
+    assert "a different model" in message
     assert "other" in message
 
 

@@ -172,11 +172,11 @@ def case_a_wrong_model_is_refused() -> None:
     model = sharded(mesh)
     across = TorchDistributedCommunicator(mesh["replicate"].get_group())
     assert "leave out the communicator" in refused(model, model=model, communicator=across)
-    assert "as model that is not sharded" in refused(model, model=large_model())
-    assert "as model that has no replicas" in refused(model, model=sharded(mesh["shard"]))
+    assert "as the argument model that is not sharded" in refused(model, model=large_model())
+    assert "as the argument model that has no replicas" in refused(model, model=sharded(mesh["shard"]))
     assert "8 of the optimizer's 8 parameters" in (told := refused(large_model(), model=model)), told
     if dist.get_world_size() == 4:
-        assert "leave mesh out" in refused(model, model=model, mesh=mesh["shard"])
+        assert "leave out the mesh argument" in refused(model, model=model, mesh=mesh["shard"])
     compression = hvdcomp.Compression(hvdcomp.SignSGD())
     assert "has no magnitude" in refused(model, model=model, compression=compression)
     hvdcomp.fsdp.register(model, hvdcomp.Compression(hvdcomp.Int4()))  # no refusal has left the replicas to LocalSteps

@@ -235,9 +235,9 @@ def case_what_is_not_as_it_was_said_is_refused_on_every_rank() -> None:
     assert f"rank {last} has fewer batches" in train(Loader(2 if rank == last else 3))
     said = train([batch_of(5, 2000 if rank == last else 3)])
     assert f"rank {last} could not find out which rows a batch looks up" in said
-    assert rank != last or "named rows from 5 to 2000 of items.weight, which has only rows 0 to 1999" in said
+    assert rank != last or "returned rows from 5 to 2000 of items.weight, which has only rows 0 to 1999" in said
     said = train([batch_of(5)], **({"items": torch.tensor([[5, 6]])} if rank == last else {}))
-    assert f"rank {last} has a gradient of rows that `ids` did not name" in said
+    assert f"rank {last} has a gradient of rows that the function `ids` did not return" in said
     assert rank != last or "row 6 of items.weight" in said
 
 

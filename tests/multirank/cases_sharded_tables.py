@@ -125,7 +125,7 @@ def case_what_ids_do_not_name_and_no_table_is_refused_on_every_rank() -> None:
             ahead.step()
 
     said = raised(RankMismatchError, train)
-    assert "has a gradient of rows that `ids` did not name" in said
+    assert "has a gradient of rows that the function `ids` did not return" in said
     assert not last or "row 6 of items.weight" in said
     ours.model.eval()
     said = raised(RankMismatchError, lambda: ours.model(batch_of(2000 if last else 3)))

@@ -245,7 +245,7 @@ def case_fabric_refuses_what_would_lose_residuals() -> None:
     model, optimizer = fabric.setup(small_model(), sgd(small_model()))
     state = {"model": model, "optimizer": optimizer, "exchange": compression}
     for work in (lambda: fabric.save("never.ckpt", state), lambda: fabric.load("never.ckpt", state)):
-        wrong = "has the hvdcomp.Compression as 'exchange'; leave 'exchange' out"
+        wrong = "contains the hvdcomp.Compression as 'exchange'. Leave 'exchange' out"
         assert wrong in raised(hvdcomp.ConfigurationError, work)
     said = raised(hvdcomp.ConfigurationError, lambda: fabric.setup(small_model(), sgd(small_model())))
     assert "make a separate Compression for each model" in said

@@ -97,10 +97,10 @@ def case_accelerate_refuses_what_register_refuses() -> None:
         return raised(hvdcomp.ConfigurationError, lambda: prepared(accelerator, topk(), shards))
 
     with accelerator_in_fsdp2(1) as accelerator:
-        assert "was given shards for a model without replicas" in refused(accelerator, int8())
+        assert "was given the argument shards= for a model without replicas" in refused(accelerator, int8())
     with accelerator_in_fsdp2(2) as accelerator:
         assert "topk:ratio=0.01 does not work in FSDP's reduce-scatter" in refused(accelerator, topk())
         accelerator.scaler = torch.amp.GradScaler("cpu")
         assert 'Use Accelerator(mixed_precision="bf16")' in refused(accelerator, int8())
     accelerator = library("accelerate").Accelerator(cpu=True)
-    assert "shards for a model in DistributedDataParallel, which is not sharded" in refused(accelerator, int8())
+    assert "the argument shards=, but a model in DistributedDataParallel is not sharded" in refused(accelerator, int8())

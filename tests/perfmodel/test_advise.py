@@ -332,7 +332,7 @@ def test_an_alltoall_that_was_not_measured_is_said(tmp_path: Path) -> None:
     save(of_natural(), file)
     said = (
         "The calibration has no times of alltoall, so these times are predicted from the times of allgather. "
-        "If ranks share a link, the exchange takes longer than predicted."
+        "If several ranks share a link, the exchange takes longer than predicted."
     )
     assert said in as_json("--calibration", file)["notes"]
     assert said not in as_json("--calibration", file, "--compressor", "natural")["notes"]
@@ -448,7 +448,7 @@ def test_a_lead_over_fp16_within_the_error_is_none() -> None:
         line = f"optimizer = hvd.DistributedOptimizer(optimizer, compression={compression})"
         assert f"In your code, for Horovod: {line}" in words
     assert list(report["or_type"]) == ["horovod", "ddp"]
-    assert "The worst loss of quality with two_level(powersgd:rank=4)" in words
+    assert "The most quality that two_level(powersgd:rank=4) lost" in words
 
 
 @pytest.mark.parametrize(
@@ -498,7 +498,7 @@ def test_advice_remembers_the_optimizer_of_the_profile(
     report, words = advised(0.1, facts)
     assert (report["winner"], report["optimizer"]) == ("topk:ratio=0.01", optimizer)
     begin = report["to_begin_with"]
-    those = f"Of the methods that lost at most 2% of quality {trainings} in hvdcomp's own trainings, "
+    those = f"Of the methods that lost at most 2% of quality {trainings} in hvdcomp's own training runs, "
     assert begin[0].startswith(f"{those}{best}")
     assert re.search(r"is the fastest, \d\.\d+ times faster than fp16\. Begin with:$", begin[0])
     assert f"hvdcomp.ddp.register(model, hvdcomp.Compression.from_spec('{best}" in begin[1]
@@ -531,7 +531,7 @@ def test_a_lead_beyond_the_error_is_one_and_the_line_to_type_works() -> None:
     assert f"{spec} over fp16, which works without hvdcomp, is more than the model's error of 13.7%:" in words
     assert f"The encode time of {spec} is an estimate" in words
     assert "The model does not predict accuracy" in words
-    assert "The worst loss of quality with two_level(powersgd:rank=4) in hvdcomp's own small trainings" in words
+    assert "The most quality that two_level(powersgd:rank=4) lost in hvdcomp's own small training runs" in words
     for library, call in (("horovod", "hvd.DistributedOptimizer"), ("ddp", "hvdcomp.ddp.register")):
         line = report["to_type"][library]
         assert line in words
@@ -614,7 +614,7 @@ def test_a_model_without_encode_times_gets_those_of_the_nearest_model_beside_it(
     assert list(adviser.compressors) == ["none", "fp16", "topk:ratio=0.1"]
     assert adviser.encode["topk:ratio=0.1"] == EncodeTime(
         0.0075,
-        source="estimated: the encode time of large times 0.75, the ratio of the models' elements",
+        source="estimated: the encode time of large times 0.75, the ratio of the two models' numbers of elements",
         estimated=True,
     )
     assert adviser.encode["none"] == cast
@@ -817,7 +817,7 @@ def test_without_matplotlib_a_plot_says_what_to_install(tmp_path: Path) -> None:
 
 
 def test_errors(tmp_path: Path) -> None:
-    assert "vit-l-16, dlrm, and 'vgg16' is not one of them" in error("--model", "vgg16")
+    assert "vit-l-16, dlrm, but 'vgg16' is not one of them" in error("--model", "vgg16")
     assert "'a100' is neither a file nor a preset; the presets are: a100x8" in error("--calibration", "a100")
     unknown = error(*PRESET, "--compressor", "natural")
     assert "no encode time of 'natural' for resnet50; it has encode times of: powersgd:rank=4" in unknown
@@ -825,7 +825,7 @@ def test_errors(tmp_path: Path) -> None:
     nothing = "has a name that matches 'features.*' (the nearest names are 'fc.bias', 'fc.weight',"
     assert nothing in error(*PRESET, "--compressor", '{"features.*": "fp16", "*": "none"}')
     assert "need --sweep" in error(*PRESET, "--output", tmp_path / "x.png")
-    assert "growth can be used only in a sweep over encode" in error(*PRESET, "--sweep", "batch=1..2", "--growth", "2")
+    assert "growth works only in a sweep over encode" in error(*PRESET, "--sweep", "batch=1..2", "--growth", "2")
     assert "nan is not a bandwidth; write a number of Gb/s above 0, or a rate such as 100mbit" in error(
         *PRESET, "--bandwidth", "nan"
     )
@@ -835,7 +835,7 @@ def test_errors(tmp_path: Path) -> None:
     del content["models"]["bert-base"]["batch_size"]
     no_batch.write_text(json.dumps(content))
     batch = ("--model", "bert-base", "--batch", "8")
-    assert "does not say for which batch size" in error("--calibration", no_batch, *batch)
+    assert "does not contain the batch size for which" in error("--calibration", no_batch, *batch)
     wrong = tmp_path / "wrong.json"
     wrong.write_text("{")
     assert "is not JSON" in error("--calibration", wrong)

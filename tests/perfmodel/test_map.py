@@ -83,7 +83,7 @@ def test_an_optimizer_leaves_methods_that_keep_the_quality(said: str, known: str
         lost = lost_with(parse_compressor(spec), known)
         assert (row["why_not"] is None) == (lost is not None and lost <= HARMLESS)
     assert report["optimizer"] == known
-    assert compared["topk:ratio=0.01"]["why_not"].startswith("lost quality in hvdcomp's own trainings: ")
+    assert compared["topk:ratio=0.01"]["why_not"].startswith("lost quality in hvdcomp's own training runs: ")
     assert f"with {known}" in compared["dgc:ratio=0.01"]["why_not"]
 
 
@@ -111,8 +111,8 @@ def test_a_method_that_loses_much_is_listed_and_not_recommended(tmp_path: Path) 
     assert (report["winner"], report["take"]) == ("terngrad", "terngrad")
     assert not {"randomk:ratio=0.01", "signsgd"} & set(report["alike"])
     assert terngrad["why_not"] is None
-    assert signsgd["why_not"] == "not included in hvdcomp's own trainings"
-    assert randomk["why_not"] == "lost quality in hvdcomp's own trainings: 40.5% with SGD, 35.3% with Adam"
+    assert signsgd["why_not"] == "not included in hvdcomp's own training runs"
+    assert randomk["why_not"] == "lost quality in hvdcomp's own training runs: 40.5% with SGD, 35.3% with Adam"
     few, whole = (run(*asked, *more, width=120).stdout for more in ((), ("--all",)))
     assert "The fastest compressor is terngrad:" in few
     assert "name it with --optimizer" in few
@@ -132,9 +132,9 @@ def test_a_method_that_loses_much_is_listed_and_not_recommended(tmp_path: Path) 
     [
         ({"SGD": 0.09, "Adam": 0.4}, None),
         ({"SGD": 0.4, "Adam": -0.01}, None),
-        ({"SGD": 0.1, "Adam": 0.4}, "lost quality in hvdcomp's own trainings: 10.0% with SGD, 40.0% with Adam"),
-        ({"Adam": DIVERGED}, "lost quality in hvdcomp's own trainings: diverged with Adam"),
-        ({"Muon": 0.0}, "not included in hvdcomp's own trainings"),
+        ({"SGD": 0.1, "Adam": 0.4}, "lost quality in hvdcomp's own training runs: 10.0% with SGD, 40.0% with Adam"),
+        ({"Adam": DIVERGED}, "lost quality in hvdcomp's own training runs: diverged with Adam"),
+        ({"Muon": 0.0}, "not included in hvdcomp's own training runs"),
     ],
 )
 def test_one_common_optimizer_is_enough(

@@ -148,8 +148,8 @@ def drop(*path: str) -> Callable[[dict[str, Any]], None]:
 MINE = ("models", "mine")
 WRONG: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (drop("format"), "format is missing"),
-    (put("format", value="other"), "is not a calibration file: its field format is 'other'"),
-    (put("version", value=2), "has version 2, and this hvdcomp reads only version 1"),
+    (put("format", value="other"), "is not a calibration file: its field \"format\" is 'other'"),
+    (put("version", value=2), "has version 2, but this hvdcomp reads only version 1"),
     (drop("name"), "name is missing"),
     (drop("network"), "network is missing"),
     (drop("models"), "models is missing"),

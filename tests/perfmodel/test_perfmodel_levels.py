@@ -120,7 +120,7 @@ def test_a_file_may_take_from_a_preset_what_it_does_not_say(tmp_path: Path) -> N
     assert load(file) == replace(load(published), name="test", network=NETWORK, machine={}, noise=0.0, noise_note="",
                                  network_source="")  # fmt: skip
     file.write_text(json.dumps({"like": "a100"}))
-    with pytest.raises(CalibrationError, match="like is 'a100', which is not a preset; the presets are: a100x8"):
+    with pytest.raises(CalibrationError, match="\"like\" is 'a100', which is not a preset; the presets are: a100x8"):
         load(file)
 
 

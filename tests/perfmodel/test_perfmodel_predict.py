@@ -129,7 +129,7 @@ def test_batch_and_speed_scale_the_passes() -> None:
     assert parts.encode == pytest.approx(0.08 / 8)
     some = compressed(Collective("allgather", 1e6))
     assert predict(NETWORK, compute, some, MIB, Setting(2, payload=3)).transfer == pytest.approx(3 * 1e6 / BANDWIDTH)
-    with pytest.raises(ValueError, match="which batch size"):
+    with pytest.raises(ValueError, match="the batch size for which"):
         predict(NETWORK, Compute(0.1), exchange, MIB, setting)
 
 

@@ -182,13 +182,13 @@ def test_the_optimizer_decides(tmp_path: Path) -> None:
     [
         (
             Criteria(0.02, None),
-            r"with SGD and with Adam, no .*\. Give a larger .* or optimizer=, because the training's opt",
+            r"with SGD and with Adam, no .*\. Give a larger .* or the training run's optimizer as opt",
         ),
         (Criteria(0.00001, "SGD"), None),  # natural had the loss of dense
         (Criteria(0.02, "Adam"), None),
         (
             Criteria(0.02, "Lion"),
-            r"trainings with Lion, no compressor raised the loss by 2\.00% or less\. Give a larger loss= or your",
+            r"training runs with Lion, no compressor raised the loss by 2\.00% or less\. Give a larger loss= or your",
         ),
     ],
 )
@@ -268,7 +268,7 @@ def test_a_memory_of_the_users_has_no_evidence() -> None:
         (hvdcomp.NoCompression(), ErrorFeedback(), "memory=error_feedback"),
         (hvdcomp.DGC(ratio=0.01), None, "dgc:ratio=0.01"),
     ):
-        with pytest.raises(SpecError, match=f"loss=0.02 does not work with {words}: .* leave out loss, and list the"):
+        with pytest.raises(SpecError, match=f"loss=0.02 does not work with {words}: .* omit loss, and list the"):
             Compression(compressor, memory=memory, policy=auto)
     assert str(auto) == "auto:calibration=v100-p3.8xlarge-2021,loss=0.02"
     assert parse_policy(str(auto)) == auto

@@ -165,7 +165,7 @@ def test_whose_gradients() -> None:
 def test_norms_of_other_tensors_are_refused(norms: dict[str, float]) -> None:
     policy = Accordion(low=2, high=1, interval=1)
     statistics = Statistics(step=1, learning_rates=LearningRates((1.0,), (1.0,)), norms=norms)
-    with pytest.raises(ValueError, match=r"norms of other tensors.*(missing: .*b|not expected: c)"):
+    with pytest.raises(ValueError, match=r"norms of different tensors.*(missing: .*b|not expected: c)"):
         policy.decide(policy.initial_state(["a", "b"]), statistics)
 
 

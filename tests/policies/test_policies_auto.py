@@ -400,7 +400,7 @@ def test_steps_that_were_not_timed_are_made_up_for() -> None:
 @pytest.mark.parametrize(
     ("told", "words"),
     [
-        (Candidates(("conv", "fc"), {"dense": Candidate(1.0, 0, "none")}), "candidates of other tensors .*: head"),
+        (Candidates(("conv", "fc"), {"dense": Candidate(1.0, 0, "none")}), "candidates of different tensors .*: head"),
         (Candidates(TENSORS, {}), "needs candidates"),
         (Candidates(TENSORS, {"dense": Candidate(float("nan"), 0, "none")}), "positive finite times"),
         (Candidates(TENSORS, {"dense": Candidate(0.0, 0, "none")}), "positive finite times"),

@@ -183,8 +183,9 @@ def test_a_time_that_no_level_reaches_is_refused_with_what_is_reached() -> None:
         fastest = min(seconds, key=seconds.__getitem__)
         assert str(raised.value) == (
             "budget:ms=20,calibration=cluster.json cannot be reached: according to cluster.json, the fastest exchange "
-            f"that the policy can choose takes 21.5 ms of a step, with {fastest} bytes from each rank. Give a larger "
-            "ms, a least below 0.1 (a factor of the compressors' own levels), or a compressor that sends less"
+            f"that the policy can choose takes 21.5 ms per step, with {fastest} bytes from each rank. Give a larger "
+            "ms, give a compressor that sends less, or set least, the smallest factor of the compressors' own levels, "
+            "below 0.1"
         )
 
 
@@ -270,10 +271,10 @@ def test_norms_that_are_compared_are_of_as_many_steps(interval: int, first: int)
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("budget", "give exactly one of factor .*, error .* and ms .*; you gave none"),
-        ("budget:factor=9,error=0.5", "exactly one of .*; you gave factor=9.0 and error=0.5"),
-        ("budget:factor=9,ms=20,calibration=c.json", "exactly one of .*; you gave factor=9.0 and ms=20.0"),
-        ("budget:ms=20", "ms=20.0 needs calibration=FILE, a file from `hvdcomp calibrate` or .* a preset"),
+        ("budget", "give exactly one of three settings: factor .*, error .* or ms .* You gave none"),
+        ("budget:factor=9,error=0.5", "exactly one of .* You gave factor=9.0 and error=0.5"),
+        ("budget:factor=9,ms=20,calibration=c.json", "exactly one of .* You gave factor=9.0 and ms=20.0"),
+        ("budget:ms=20", "ms=20.0 needs calibration=FILE, the name of a preset or of a file from `hvdcomp calibrate`"),
         ("budget:ms=-1,calibration=c.json", "ms=-1.0 is not allowed; it must be above 0"),
         ("budget:factor=9,calibration=c.json,batch=8", "batch=8 can be used only with ms, not with factor=9.0"),
         ("budget:factor=1", "factor=1.0 is not allowed; it must be above 1"),

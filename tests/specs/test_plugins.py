@@ -134,10 +134,10 @@ hvdcomp.Compression.from_spec("halves")
     ("point", "said"),
     [
         ("broken:Halves", r"'halves' of the package mine \(broken:Halves\) cannot be imported: ZeroDivisionError"),
-        ("nowhere:Halves", r"cannot be imported: ModuleNotFoundError: No module named 'nowhere'; repair or remove"),
+        ("nowhere:Halves", r"cannot be imported: ModuleNotFoundError: No module named 'nowhere'; fix or uninstall"),
         ("halving:Other", r"cannot be imported: AttributeError"),
         ("halving:Count", r"is not a subclass of hvdcomp\.compressors\.base\.Compressor"),
-        ("halving:Thirds", r"has name = 'thirds' in its class; give the class and its entry point"),
+        ("halving:Thirds", r"has name = 'thirds' in its class, but its entry point has a different name"),
     ],
 )
 def test_a_package_with_a_mistake_is_named(folder: Path, point: str, said: str) -> None:
@@ -175,7 +175,7 @@ def test_two_of_one_name_are_refused_and_the_same_twice_is_not(folder: Path, mon
     [
         ("nowhere", "'nowhere' cannot be imported: ModuleNotFoundError: No module named 'nowhere'; the module must"),
         ("halving.py", "; give the name of a module, such as halving, not of a file"),
-        ("broken", "'broken' cannot be imported: ZeroDivisionError: division by zero; correct the module"),
+        ("broken", "'broken' cannot be imported: ZeroDivisionError: division by zero; fix the module"),
         ("empty", "'empty' has neither a compressor nor a policy: it needs a subclass of hvdcomp.Compressor or"),
         ("tops", "the module 'tops' has a compressor Top with the name 'topk'"),
     ],

@@ -51,7 +51,7 @@ def test_a_state_with_names_of_a_wrapper_is_read() -> None:
 
 def test_a_compression_in_the_place_of_named_parameters_is_refused() -> None:
     """Horovod makes a list of its second argument."""
-    with pytest.raises(ConfigurationError, match=r"Name the argument: .*compression=compression\)"):
+    with pytest.raises(ConfigurationError, match=r"Pass it by name: .*compression=compression\)"):
         list(hvdcomp.Compression(hvdcomp.FP16()))
 
 

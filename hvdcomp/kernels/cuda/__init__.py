@@ -103,7 +103,7 @@ def _missing() -> tuple[str, str]:
     failure = "" if language.INTERPRETED or not torch.cuda.is_available() else _failure_of_loader(language.triton)
     return failure, failure and (
         f"Install gcc, or set CC to a C compiler (CC=/path/to/cc), or set {_COMPILED_AHEAD}=/path to a folder that "
-        "already contains this code in compiled form."
+        "already contains the compiled code."
     )
 
 
@@ -117,7 +117,7 @@ def _failure_of_loader(triton: Any) -> str:
     except Exception as error:  # compilers, linkers and file systems fail in many ways
         message = f"{error.cmd[0]} failed" if isinstance(error, subprocess.CalledProcessError) else str(error)
         first_line = next(iter(message.splitlines()), type(error).__name__)
-        return f"Triton needs compiled code to load its kernels, and this code cannot be compiled here ({first_line})"
+        return f"Triton needs compiled code to load its kernels, but this code cannot be compiled here ({first_line})"
     return ""
 
 
@@ -161,7 +161,7 @@ def warn_where_none(array: Any) -> None:
     """Warns, only once, if a PyTorch array is on a device that has no kernels. Does not warn if HVDCOMP_KERNELS=off."""
     if hasattr(array, "is_cuda") and _is_served_device(array) and all(_missing()):
         reason, remedy = _missing()
-        slower = "gradients on the GPU are compressed one tensor after the other, which is slower"
+        slower = "gradients on the GPU are compressed one tensor at a time, which is slower"
         _warn_once(f"{slower}: {reason}. {remedy}")
 
 

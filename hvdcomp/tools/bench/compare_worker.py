@@ -53,22 +53,22 @@ _LONGEST = 3  # the comparison ends at the latest after this many times --second
     "--overlap",
     type=click.Choice(list(OVERLAPS)),
     default="on",
-    help="Whether compressors send gradients during the backward pass, after it, or both in turn.",
+    help="When compressors send gradients: during the backward pass, after it, or alternately during and after it.",
 )
 @click.option(
     "--seconds",
     type=float,
     required=True,
-    help="Approximate time of the calibration. The measurement of steps takes as long again.",
+    help="Approximate time of the calibration. The measurement of the steps then takes the same time again.",
 )
 @click.option(
     "--attempts",
     type=click.IntRange(1),
     default=1,
-    help="How many times to calibrate at most, if the measurements are too noisy.",
+    help="Maximum number of calibrations, if the measurements are too noisy.",
 )
 @click.option("--auto/--no-auto", "with_auto", default=True, help="Measure the policy auto after the compressors.")
-@click.option("--rate", help="Bandwidth of the links between the hosts, to be noted in the file.")
+@click.option("--rate", help="Bandwidth of the links between the hosts. It is only recorded in the file.")
 @click.option("--device", default="cpu", help="Device of the models: cpu, or cuda for a CUDA device of each rank.")
 @click.option(
     "--network",

@@ -34,7 +34,7 @@ def split_model(model: str) -> tuple[str, str]:
         )
     if at and (name in TEXT_MODELS or data not in IMAGES):
         raise SetupError(
-            f"{model!r} is not possible: after the name of an image model, you can write @ and a data set, whose image "
-            f"size the random images then have, one of {', '.join(IMAGES)}"
+            f"{model!r} is not a valid model. To choose the size of the random images, write @ and a data set after "
+            f"the name of an image model. The data sets are: {', '.join(IMAGES)}"
         )
     return name, data

@@ -200,20 +200,20 @@ def _check(backward: _Pass, variables: list[Any]) -> None:
     """Raises SetupError if the times of the program's steps would be meaningless."""
     if backward.graph not in _graphs():
         raise SetupError(
-            "the gradients are computed in one tf.function, and the optimizer is called outside of it: to profile the "
+            "the gradients are computed in one tf.function, but the optimizer is called outside of it. To profile the "
             "training, put both into one tf.function, or use Keras fit"
         )
     for variable in variables:
         if isinstance(backward.gradients[id(variable)], tf.IndexedSlices):
             raise SetupError(
-                f"the gradient of {variable.name} is sparse, like the gradient of an embedding, and hvdcomp profile "
-                "does not support sparse gradients: profile the model with tf.one_hot and a matrix instead of the "
+                f"the gradient of {variable.name} is sparse, like the gradient of an embedding, but hvdcomp profile "
+                "does not support sparse gradients. Profile the model with tf.one_hot and a matrix instead of the "
                 "embedding"
             )
         if "GPU" in (variable.device or ""):
             raise SetupError(
                 f"{variable.name} is on a GPU, where TensorFlow's clock shows when work was launched, not when it was "
-                "done: profile the training in PyTorch, or measure with hvdcomp calibrate --device cuda"
+                "finished. Profile the training in PyTorch, or measure with hvdcomp calibrate --device cuda"
             )
 
 

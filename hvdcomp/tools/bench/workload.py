@@ -132,8 +132,8 @@ def _own_workload(place: str, batch_size: int, device: torch.device) -> Workload
     devices = {parameter.device for parameter in model.parameters()}
     if wrong_devices := {str(actual) for actual in devices if actual.type != device.type}:
         raise SetupError(
-            f"the model of {place} is on {', '.join(sorted(wrong_devices))}, but {device} is to be measured; create "
-            f"the model without naming a device, or give --device {min(wrong_devices).partition(':')[0]}"
+            f"the model of {place} is on {', '.join(sorted(wrong_devices))}, but the device to measure is {device}; "
+            f"create the model without naming a device, or give --device {min(wrong_devices).partition(':')[0]}"
         )
     value = _called(loss, contract)
     if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:

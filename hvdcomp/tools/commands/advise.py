@@ -83,22 +83,22 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
     multiple=True,
     metavar="SPEC",
     help="Compressor to compare; repeatable. [default: all compressors whose encode time is measured or estimated. A "
-    f"compressor is not recommended if hvdcomp's own trainings did not include it, or if it lost {MUCH:.0%} or "
-    "more of quality there, both with SGD and with Adam]",
+    "compressor is not recommended if hvdcomp's own training runs did not include it, or if it lost at least "
+    f"{MUCH:.0%} of quality in them, both with SGD and with Adam]",
 )
 @click.option(
     "--sweep",
     "axis",
     callback=_axis,
     metavar="NAME=LOW..HIGH",
-    help=f"Vary one of {', '.join(AXES)} (a range, or a list NAME=1,2,4), and plot the step times of all methods.",
+    help=f"Vary one of {', '.join(AXES)} (as a range NAME=LOW..HIGH, or as a list NAME=1,2,4), and plot the step times "
+    "of all methods.",
 )
 @click.option(
     "--growth",
     type=click.FloatRange(0, min_open=True),
     help=(
-        "With --sweep encode: assume that a compressor which encodes k times faster sends GROWTH x k times as many "
-        "bytes."
+        "With --sweep encode: assume that a compressor that encodes k times faster sends GROWTH x k times the bytes."
     ),
 )
 @click.option(
@@ -110,8 +110,8 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
     "--bucket-bytes",
     type=click.IntRange(0),
     help="Size in bytes of the smallest bucket of gradients that is sent during the backward pass. 0: send all "
-    "gradients after the backward pass, as TensorFlow does. Needs a calibration that says when gradients are "
-    f"ready.  [default: {BUCKET_BYTES}; with DistributedDataParallel, its own buckets]",
+    "gradients after the backward pass, as TensorFlow does. Needs a calibration that contains the times at which "
+    f"gradients are ready.  [default: {BUCKET_BYTES}; with DistributedDataParallel, its own buckets]",
 )
 @click.option(
     "--local-steps",
@@ -128,7 +128,8 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
     help="Instead of a table, count the set-ups in which compression makes a step faster, and print the counts as CSV. "
     f"The set-ups are {', '.join(map(str, WORLD_SIZES))} ranks with "
     f"{', '.join(f'{share:g}' for share in BATCHES)} times the calibration's batch size, for all models of all "
-    "presets (or of --calibration) and all compressors that may be recommended (or those of --compressor).",
+    "presets (or of --calibration) and all compressors that may be recommended (or the compressors that --compressor "
+    "names).",
 )
 @click.option(
     "--setups",
@@ -142,17 +143,17 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
     "--map",
     "listed",
     flag_value="map",
-    help="Instead of a table, draw a map: for each model of the calibration and links of "
-    f"{', '.join(map(str, MAP_RATES))} Gb/s per node, the fastest compressor and its speedup over the better of dense "
-    "and fp16 gradients. Writes a picture, and a CSV with the numbers and the same name. The map is for "
-    f"{', '.join(map(str, MAP_RANKS))} ranks, or for --world-size.",
+    help="Instead of a table, draw a map. For each model of the calibration, and for links of "
+    f"{', '.join(map(str, MAP_RATES))} Gb/s per node, it shows the fastest compressor and its speedup over the better "
+    "of dense and fp16 gradients. Writes a picture, and a CSV file with the same name that contains the numbers. The "
+    f"map is for {', '.join(map(str, MAP_RANKS))} ranks, or for --world-size.",
 )
 @click.option(
     "--optimizer",
     type=click.Choice(list(_OPTIMIZERS), case_sensitive=False),
     help=(
         f"Recommend only compressors that lost at most {HARMLESS:.0%} of quality with this optimizer in hvdcomp's own "
-        "trainings."
+        "training runs."
     ),
 )
 @click.option(
@@ -168,13 +169,13 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
 @click.option(
     "--recompute",
     is_flag=True,
-    help="Predict a training with activation checkpointing, which repeats the forward pass during the backward pass.",
+    help="Predict training with activation checkpointing, which repeats the forward pass during the backward pass.",
 )
 @click.option(
     "--all",
     "shows_all",
     is_flag=True,
-    help="Print the table of all methods, why some are not recommended, and all notes.",
+    help="Print the table of all methods, the reasons why some are not recommended, and all notes.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print all results as JSON.")
 @click.pass_context
@@ -325,7 +326,7 @@ def _in_map(row: dict[str, Any]) -> str:
 
 def _narrowed(adviser: Adviser, optimizer: str) -> list[str]:
     """Notes for the user that apply if the optimizer is known."""
-    lost = f"lost at most {HARMLESS:.0%} of quality with {optimizer} in hvdcomp's own trainings"
+    lost = f"lost at most {HARMLESS:.0%} of quality with {optimizer} in hvdcomp's own training runs"
     if set(adviser.recommended) <= set(FREE):
         return [f"None of the compressors that can be compared {lost}."]
     return [f"Only compressors that {lost} are recommended."]
@@ -405,7 +406,7 @@ def to_begin_with(adviser: Adviser, advice: Advice) -> list[str]:
     ]
     best = min(harmless, key=lambda method: method.step_s, default=None)
     trainings = f"with {optimizer}" if optimizer else "with SGD and with Adam"
-    methods = f"Of the methods that lost at most {HARMLESS:.0%} of quality {trainings} in hvdcomp's own trainings,"
+    methods = f"Of the methods that lost at most {HARMLESS:.0%} of quality {trainings} in hvdcomp's own training runs,"
     if best is None:
         return [f"{methods} none was compared here: add some with --compressor, such as int4 or powersgd:rank=4."]
 
@@ -446,14 +447,14 @@ def _add_local_steps(report: dict[str, Any], adviser: Adviser, setting: Setting,
     if not predicted:
         note = (
             f"There is no prediction for --local-steps {every}, because {adviser.model} is sharded over all ranks, so "
-            "each weight is on one rank only. LocalSteps works if the model has replicas."
+            "each weight is on only one rank. LocalSteps works only if the model has replicas."
         )
     else:
         best = min(predicted, key=lambda spec: predicted[spec])
         note = (
             f"With an exchange of weight changes {_every(every)} (--local-steps {every}), the fastest method is "
-            f"{best}: {1e3 * predicted[best]:.1f} ms per step. Local steps change the training: compare the accuracy "
-            "with dense training."
+            f"{best}: {1e3 * predicted[best]:.1f} ms per step. Local steps change the result of training, so compare "
+            "the accuracy with dense training."
         )
     notes = [note, *_compressed_steps(report, adviser, setting, every)]
     report["notes"] += notes
@@ -484,8 +485,8 @@ def _compressed_steps(report: dict[str, Any], adviser: Adviser, setting: Setting
     return [
         f"A step with hvdcomp.torch.LocalSteps.compressed(optimizer, every={every}) is predicted to take "
         f"{1e3 * step_s:.1f} ms with {spec}: {times(factor)} times as fast as a step with {_called(free)} gradients. "
-        "The quality of such compressed steps was not measured at tuned learning rates: tune the learning rate again, "
-        "and compare the loss with dense training by the same optimizer (docs/compressed-steps.md)."
+        "The quality of such compressed steps was not measured at tuned learning rates. Tune the learning rate again, "
+        "and compare the loss with dense training with the same optimizer (docs/compressed-steps.md)."
     ]
 
 
@@ -548,7 +549,7 @@ def _notes(adviser: Adviser, advice: Advice) -> list[str]:
         if (stand_in := network.costs_among(among).stand_in(kind)) is not None:
             scope = {"all": "", "node": " within nodes", "across": " between nodes"}[among]
             shared = (
-                (" If ranks share a link, the exchange takes longer than predicted.")
+                (" If several ranks share a link, the exchange takes longer than predicted.")
                 if (kind, among) == ("alltoall", "all")
                 else ""
             )

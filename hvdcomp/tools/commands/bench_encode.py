@@ -111,7 +111,7 @@ def _threads(_context: click.Context, _option: click.Parameter, value: str) -> t
     type=click.IntRange(0),
     default=1,
     show_default=True,
-    help="How many times to repeat measurements that other programs on the machine disturbed.",
+    help="How many times to repeat a measurement if other programs on the machine disturbed it.",
 )
 @click.option(
     "--json",
@@ -124,7 +124,7 @@ def _threads(_context: click.Context, _option: click.Parameter, value: str) -> t
     "--before",
     "earlier_file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="JSON file of an earlier run. Its times are shown beside the new times.",
+    help="JSON file of an earlier run. Its times are shown next to the new times.",
 )
 @click.option(
     "--output",
@@ -172,7 +172,7 @@ def encode(
         if output is not None:
             raise click.ClickException(f"{error}. Nothing was written to {output}.") from None
         if json_file is not None:
-            raise click.ClickException(f"{error}. {json_file} says which rows are unsteady.") from None
+            raise click.ClickException(f"{error}. See {json_file} for the unsteady rows.") from None
         click.echo(f"Warning: {error}.", err=True)
         return
     keep(measured, None)

@@ -58,14 +58,14 @@ def _parse_architectures(_context: click.Context, _option: click.Parameter, valu
     "--jobs",
     "-j",
     type=click.IntRange(min=1),
-    help="Number of parallel compilations. [default: chosen by cores and memory]",
+    help="Number of parallel compilations. [default: chosen from the number of cores and the memory]",
 )
 @click.option("--force", is_flag=True, help="Build again even if a cached wheel exists.")
 @click.option(
     "--check/--no-check",
     default=True,
     show_default=True,
-    help="After installing, run two ranks as a check. The import of Horovod is always checked.",
+    help="After installing, check Horovod by running two ranks. Whether it can be imported is always checked.",
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be built, and build nothing.")
 def command(gpu: bool, cuda_arch: tuple[int, ...], jobs: int | None, force: bool, check: bool, dry_run: bool) -> None:

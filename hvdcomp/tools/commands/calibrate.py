@@ -71,8 +71,9 @@ _NEEDS = (
     show_default=True,
     metavar="NAME|NAME@DATA|MODULE:FUNCTION",
     help=f"Model to measure; repeatable. NAME is one of {', '.join(TIMED)}, trained on random images of CIFAR-10's "
-    "size, or on other data, as in cnn@digits. MODULE:FUNCTION is your own function. It is called with the batch "
-    "size, and returns a torch.nn.Module and a function that computes the loss of a batch.",
+    "size, or of another data set's size if you name the data set, as in cnn@digits. MODULE:FUNCTION is your own "
+    "function. It is called with the batch size, and returns a torch.nn.Module and a function that computes the loss "
+    "of a batch.",
 )
 @click.option(
     "--compressor",
@@ -80,7 +81,7 @@ _NEEDS = (
     multiple=True,
     metavar="SPEC",
     default=COMPRESSORS,
-    show_default=f"{', '.join(COMPRESSORS)}; with several ranks on each of several hosts also {', '.join(TWO_LEVELS)}",
+    show_default=f"{', '.join(COMPRESSORS)}; with several ranks on each of several hosts, also {', '.join(TWO_LEVELS)}",
     help="Compressor to measure; repeatable.",
 )
 @click.option(
@@ -96,8 +97,8 @@ _NEEDS = (
     type=click.Choice(DEVICES),
     default="auto",
     show_default=True,
-    help="Device of the model. auto: a CUDA device for each rank of a host if there are any, or else the CPU. Ranks "
-    "share devices if a host has more ranks than devices.",
+    help="Device of the model. auto: a CUDA device for each rank if the host has any, or else the CPU. Ranks share "
+    "devices if a host has more ranks than devices.",
 )
 @click.option("--network", "known_network", metavar="FILE|PRESET", help=NETWORK_HELP)
 @click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True, help="Samples per rank.")
@@ -218,7 +219,7 @@ def check_network(size: int, known: Calibration | None, start: str) -> None:
     """
     if size < 2 and known is None:
         raise SetupError(
-            f"there is only one rank, so there is no network to measure; start several ranks: {start}; or use the "
+            f"there is only one rank, so there is no network to measure. Start several ranks: {start}. Or use the "
             "network of a preset, such as --network h100x8"
         )
 

@@ -225,7 +225,7 @@ def _write_into(path: Path, table: str) -> None:
         raise click.ClickException(f"{path} cannot be read: {error.strerror}") from None
     written = with_block(text, BEGIN, END, table.removesuffix("\n"))
     if written is None:
-        raise click.ClickException(f"{path} has no markers for the table; add these two lines:\n{BEGIN}\n{END}")
+        raise click.ClickException(f"{path} has no markers for the table. Add these two lines:\n{BEGIN}\n{END}")
     try:
         replace_text(path, written)
     except OSError as error:

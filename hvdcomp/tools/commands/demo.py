@@ -65,8 +65,8 @@ _ENVIRONMENT = {
     default=3,
     show_default=True,
     help=(
-        "Approximate time to measure steps on each network. The calibration of the performance model takes as long "
-        "again."
+        "Approximate time to measure steps on each network. The calibration of the performance model takes the same "
+        "time again."
     ),
 )
 @click.option(
@@ -74,7 +74,7 @@ _ENVIRONMENT = {
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("runs/demo"),
     show_default=True,
-    help="Folder for the trainings and report.html. An earlier demo in this folder is replaced.",
+    help="Folder for the training runs and report.html. An earlier demo in this folder is replaced.",
 )
 def command(backend: str, seconds: float, output: Path) -> None:
     """Train with several compressors on two ranks, and compare the results in a table and a web page.
@@ -114,7 +114,7 @@ def command(backend: str, seconds: float, output: Path) -> None:
     timing = [*_TIMING, "--seconds", seconds, *compressors]
     here, slow = output / "turns.json", output / f"turns-{_RATE}.json"
     _run(
-        "Timing the steps of all methods in turns (and once more if the times are too noisy)",
+        "Timing the steps of all methods in turn (and once more if the times are too noisy)",
         [*start, _COMPARE, *timing, "--attempts", 2, "--output", here],
     )
     slow_link = [*_CLUSTER, "--backend", backend, "--", *_PYTHON, _COMPARE, *timing, "--rate", _RATE, "--output", slow]

@@ -73,7 +73,7 @@ def _with(options: list[Callable[[Any], Any]]) -> Callable[[Any], Any]:
 @click.group(cls=ProgramGroup, invoke_without_command=True)
 @_with(_submission)
 @click.option("--dry-run", is_flag=True, help="Print the MPIJob as YAML, and submit nothing.")
-@click.option("--detach", is_flag=True, help="Submit the job, and do not follow it.")
+@click.option("--detach", is_flag=True, help="Submit the job, and do not follow its log.")
 @click.option("--cancel-on-interrupt", is_flag=True, help="Delete the job on Ctrl-C. [default: the job continues]")
 @click.pass_context
 def k8s(
@@ -90,8 +90,8 @@ def k8s(
         used = [name for name in ctx.params if ctx.params[name] not in (None, False, ())]
         if used or program is not None:
             raise click.UsageError(
-                f"{ctx.invoked_subcommand} is a command that runs no program: leave the program out, and write all "
-                f"options after the word {ctx.invoked_subcommand}"
+                f"{ctx.invoked_subcommand} is a command that does not run a program. Leave the program out, and write "
+                f"all options after the word {ctx.invoked_subcommand}"
             )
         return
     with refusals():
@@ -126,8 +126,8 @@ def _follow(kubernetes: Kubernetes, job: MPIJob, cancel_on_interrupt: bool = Fal
             _note(f"interrupted: MPIJob {kubernetes.namespace}/{job.name} deleted")
         else:
             _note(
-                f"interrupted: the job continues; `hvdcomp launch k8s logs {place} --follow` shows its log again, "
-                f"`hvdcomp launch k8s delete {place}` ends the job"
+                f"interrupted, but the job continues. `hvdcomp launch k8s logs {place} --follow` shows its log again, "
+                f"and `hvdcomp launch k8s delete {place}` ends the job"
             )
         return INTERRUPTED
     return 1 if state.exit_code is None else state.exit_code

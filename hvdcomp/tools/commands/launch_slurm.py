@@ -54,9 +54,10 @@ class _JobNumber(click.ParamType):
 def _refuse_array(context: click.Context, _option: click.Parameter, value: str | None) -> None:
     if value is not None:
         raise click.UsageError(
-            f"--array {value} is not supported, because this command follows one job, and a job saves to its own "
-            "files and continues from them. Submit each job by itself, with --detach, another --name and other files: "
-            "for seed in 1 2 3; do hvdcomp launch slurm --detach --name run-$seed ... -- ... --output runs/$seed; done",
+            f"--array {value} is not supported, because this command follows only one job, and each job needs its own "
+            "files, to which it saves and from which it continues. Submit each job separately, with --detach and its "
+            "own name and files: for seed in 1 2 3; do hvdcomp launch slurm --detach --name run-$seed ... -- ... "
+            "--output runs/$seed; done",
             context,
         )
 
@@ -89,7 +90,7 @@ _poll_option = click.option(
 @declared_flags(SlurmJob)
 @click.option("--array", hidden=True, expose_value=False, callback=_refuse_array)
 @click.option("--dry-run", is_flag=True, help="Print the batch script, and submit nothing.")
-@click.option("--detach", is_flag=True, help="Submit the job, print its number, and do not follow it.")
+@click.option("--detach", is_flag=True, help="Submit the job, print its number, and do not follow its output.")
 @click.option("--cancel-on-interrupt", is_flag=True, help="Cancel the job on Ctrl-C. [default: the job continues]")
 @_poll_option
 @click.pass_context
@@ -112,8 +113,8 @@ def slurm(
         before = [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
         if before or context.meta[PROGRAM] is not None:
             raise click.UsageError(
-                f"{context.invoked_subcommand} is a command that runs no program: leave the program out, and write all "
-                f"options after the word {context.invoked_subcommand}"
+                f"{context.invoked_subcommand} is a command that does not run a program. Leave the program out, and "
+                f"write all options after the word {context.invoked_subcommand}"
             )
         return
     with refusals():
@@ -154,7 +155,7 @@ def status(job_id: int | None) -> None:
     "--log-folder",
     type=click.Path(path_type=Path),
     default=Path(),
-    help="Folder of the output, for a job that Slurm no longer knows. [default: the current folder]",
+    help="Folder of the output, for a job that Slurm no longer lists. [default: the current folder]",
 )
 @_poll_option
 @click.pass_context
@@ -187,7 +188,7 @@ def _follow(scheduler: Slurm, job: BatchJob, cancel_on_interrupt: bool) -> int:
         except KeyboardInterrupt:
             if not cancel_on_interrupt:
                 _say(
-                    f"job {job.number} continues. Follow it: hvdcomp launch slurm logs --follow {job.number}; "
+                    f"job {job.number} continues. To follow it: hvdcomp launch slurm logs --follow {job.number}. To "
                     f"cancel it: hvdcomp launch slurm delete {job.number}"
                 )
                 return INTERRUPTED
@@ -198,7 +199,9 @@ def _follow(scheduler: Slurm, job: BatchJob, cancel_on_interrupt: bool) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except SchedulerError as error:
-        raise NotLaunchedError(f"{error}; how job {job.number} ended is unknown. Its output is in {job.log}") from None
+        raise NotLaunchedError(
+            f"{error}. It is unknown how job {job.number} ended. Its output is in {job.log}"
+        ) from None
     if state.exit_code:
         _say(f"job {job.number}: ended as {state.state} with exit code {state.exit_code}; its output is in {job.log}")
     return state.exit_code

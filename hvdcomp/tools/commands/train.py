@@ -30,7 +30,7 @@ _START = (
 
 
 @click.command(epilog=_START)
-@declared_options(TrainingOptions, unset="depends on model and data")
+@declared_options(TrainingOptions, unset="depends on the model and the data")
 @plugin_option
 @click.pass_context
 def command(context: click.Context, **options: Any) -> None:

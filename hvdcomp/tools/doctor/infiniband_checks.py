@@ -28,8 +28,8 @@ def check_infiniband(facts: Facts) -> Iterator[Problem]:
         yield Problem(
             False,
             f"{cards}, but libibverbs finds no card that this process may use, so NCCL uses TCP, which is slower.",
-            "The card's files in /dev/infiniband or its provider (ibverbs-providers) are missing: docs/infiniband.md "
-            "says how a job gets them.",
+            "The card's files in /dev/infiniband or its provider (ibverbs-providers) are missing. docs/infiniband.md "
+            "explains how to give them to a job.",
         )
     elif infiniband.locked_memory is not None and infiniband.locked_memory < _LOCKED_MEMORY:
         yield Problem(

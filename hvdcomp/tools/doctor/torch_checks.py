@@ -27,7 +27,7 @@ def check_torch_variables(facts: Facts) -> Iterator[Problem]:
     if rank and size and not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
         yield Problem(
             _stops(facts),
-            f"RANK={rank} and WORLD_SIZE={size} do not fit together: ranks are numbered from 0 to WORLD_SIZE - 1.",
+            f"RANK={rank} and WORLD_SIZE={size} do not match: ranks are numbered from 0 to WORLD_SIZE - 1.",
             _LAUNCH,
         )
     port = variables.get("MASTER_PORT")
@@ -50,7 +50,7 @@ def check_torch_variables(facts: Facts) -> Iterator[Problem]:
 def check_interfaces(facts: Facts) -> Iterator[Problem]:
     """Checks the variables that name network interfaces. Gloo's variable contains names. NCCL's variable contains
     prefixes of names, or names after "=", or interfaces to exclude after "^"."""
-    remedy = f"Name one of {', '.join(facts.interfaces)}, or unset the variable."
+    remedy = f"Set the variable to one of {', '.join(facts.interfaces)}, or unset it."
     gloo = facts.variables.get("GLOO_SOCKET_IFNAME", "")
     for name in _names(gloo):
         if facts.torch is not None and name not in facts.interfaces:

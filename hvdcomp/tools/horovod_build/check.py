@@ -78,6 +78,6 @@ def run_two_ranks(framework: str, controller: str) -> None:
         last_lines = "\n".join(output.strip().splitlines()[-15:])
         raise BuildError(
             f"Horovod was built, but two ranks of {framework} did not run under {controller}:\n\n"
-            f"{last_lines}\n\nThe command was: {' '.join(command)}\nHorovod was uninstalled again. To look for the "
-            "cause with hvdcomp doctor, install it unchecked: hvdcomp build-horovod --no-check"
+            f"{last_lines}\n\nThe command was: {' '.join(command)}\nHorovod was uninstalled again. To find the cause "
+            "with hvdcomp doctor, install Horovod without this check: hvdcomp build-horovod --no-check"
         )

@@ -24,7 +24,7 @@ _CONTEXT_LINES = 6
 
 _HINTS: tuple[tuple[str, str], ...] = (
     (r"Killed (signal|\(program)", "Memory ran out: build with fewer parallel jobs (--jobs 1)."),
-    (r"No space left on device", "The disk is full: set HVDCOMP_CACHE and TMPDIR to a larger one."),
+    (r"No space left on device", "The disk is full: set HVDCOMP_CACHE and TMPDIR to folders on a larger disk."),
     (
         r"Python\.h: No such file",
         "Python's header files are missing: apt-get install python3-dev (Debian, Ubuntu), "
@@ -38,14 +38,14 @@ _HINTS: tuple[tuple[str, str], ...] = (
     ),
     (
         r"does not support CUDA|Could NOT find CUDAToolkit|nvcc",
-        "The CUDA toolkit and the framework do not fit together: see `hvdcomp doctor`.",
+        "The CUDA toolkit does not match the framework: see `hvdcomp doctor`.",
     ),
     (r"Could NOT find MPI", "CMake cannot use the installed MPI: check that mpicxx compiles."),
     (r"ModuleNotFoundError", "A Python package of the build is missing: pip install 'hvdcomp[build]'."),
     (
         r"c\+\+20|std=c\+\+|C\+\+20|concept|requires-clause|__cplusplus",
         "The C++ compiler may be too old for these frameworks' headers (GCC 12 is known to work): "
-        "choose another with CXX.",
+        "set CXX to a newer compiler.",
     ),
     (
         r"tensorflow|torch|c10|absl",

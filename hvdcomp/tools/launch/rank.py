@@ -49,7 +49,7 @@ def _check_started() -> None:
     if expected and started != expected:
         raise ConfigurationError(
             f"{EXPECTED_SIZE}={expected}, but OMPI_COMM_WORLD_SIZE={started}: mpirun started a different number of "
-            "ranks; mpirun's -np must be the job's number of ranks"
+            "ranks. Set mpirun's -np to the job's number of ranks"
         )
 
 

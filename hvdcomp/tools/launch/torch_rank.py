@@ -60,7 +60,7 @@ def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
     master = environment.get("MASTER_ADDR") or ("localhost" if size == local_size else "")
     if not master:
         raise ConfigurationError(
-            "MASTER_ADDR is not set, and the ranks are on several hosts: set MASTER_ADDR to the host of rank 0"
+            "MASTER_ADDR is not set, but the ranks are on several hosts: set MASTER_ADDR to the host of rank 0"
         )
     return {
         **dict(zip(OWN, map(str, (rank, size, local_rank, local_size, host)), strict=True)),

@@ -50,14 +50,14 @@ def draw_section(section: Section) -> Iterator[tuple[str, str, Figure]]:
     yield from _draw_quality(section, _SECONDS)
     yield from _draw_loss(section, _BYTES)
     if section.in_turns:
-        caption = "Time of a step: measured here, all methods in turns"
+        caption = "Time of a step: measured here, with all methods in turn"
         for kind, rates in section.on_links.items():
             caption += f", and {kind} for links of {' and '.join(RATES[rate] for rate in rates)}"
         yield "time", caption, _draw_turns(section)
     elif _drawn(section):
         caption = (
-            "Time of a step, after the first epoch: median, quartiles and the span of 90% of the steps; on "
-            "the right, the medians of its measured phases"
+            "Time of a step, after the first epoch: median, quartiles and the span of 90% of the steps; on the right, "
+            "the medians of the measured phases of a step"
         )
         yield "time", f"{caption}.{_simulated(section)}", _draw_times(section)
     yield from _draw_loss(section, _STEPS)

@@ -56,8 +56,8 @@ def draw_decisions(run: Run) -> Iterator[tuple[str, str, Figure]]:
     yield "decisions", _caption(run, decisions), figure
     if _has_values(decisions.sent):
         caption = (
-            "Left: the smoothed gain of each compression factor, and the least gain at which a factor may be sent "
-            "(epsilon). Middle: how often each factor was sent, over the steps; the legend has the shares of all "
+            "Left: the smoothed gain of each compression factor, and the lowest gain at which a factor may be used "
+            "(epsilon). Middle: how often each factor was used, over the steps; the legend shows its share of all "
             "steps. Right: the compression throughput of each factor (samples of all ranks per second, times the "
             "gain), as median and range of 90%"
         )
@@ -160,7 +160,7 @@ def _draw_heat_map(
     for text in axes.get_yticklabels():
         text.set_parse_math(False)
     if every > 1:
-        axes.set_ylabel(f"{len(table)} tensors, one name in {every}")
+        axes.set_ylabel(f"{len(table)} tensors (every {every}th is named)")
     ticks = range(len(shown)) if shown else None
     bar = _draw_bar(figure, axes, image, label, _heat_map_height(table), ticks=ticks)
     if shown:

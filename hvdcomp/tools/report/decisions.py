@@ -110,14 +110,16 @@ def _read(path: Path) -> Decisions | None:
         assert start is not None
         first = line.step if isinstance(line, Start) else line.from_step
         if not (0 <= first <= MOST_STEPS and 0 <= line.step <= MOST_STEPS):
-            raise DecisionLogError(f"{place}: the number of the step is out of range")
+            raise DecisionLogError(f"{place}: the step number is out of range")
         while steps and steps[-1] >= first:
             steps.pop()
             rows.pop()
         try:
             rows.append(_row(with_numbers(line.decision), with_numbers(line.state), tuple(start.tensors)))
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise DecisionLogError(f"{place}: its decision and state do not have hvdcomp's form: {error!r}") from None
+            raise DecisionLogError(
+                f"{place}: its decision and state do not have the format that hvdcomp writes: {error!r}"
+            ) from None
         steps.append(first)
         end = line.step
     return None if start is None else _decisions(start, count, steps, rows, end)

@@ -64,7 +64,10 @@ def _bytes_and_quality(section: Section, measured_groups: list[Group]) -> Iterat
     fewest, most = _fewest_bytes(section, good), _fewest_bytes(section, measured_groups)
     if fewest is reference:
         as_good = _AS_GOOD[section.metric or "accuracy"]
-        yield f"No method that sent fewer bytes ended {as_good} {_name(reference)} ({_quality(section, reference)})."
+        yield (
+            f"None of the methods that sent fewer bytes ended {as_good} {_name(reference)} "
+            f"({_quality(section, reference)})."
+        )
     else:
         yield (
             f"{_name(fewest)} sent {_times(fewest)} fewer bytes than dense training, and ended at "

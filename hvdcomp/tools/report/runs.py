@@ -279,7 +279,7 @@ def find_runs(paths: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
                 "folders"
             )
         if _is_report(path):
-            notes.append(f"left out {path}: it belongs to a report, not to a run")
+            notes.append(f"{path} is left out, because it belongs to a report, not to a run")
             continue
         run_folders = [Path(root) for root, _, files in sorted(os.walk(path)) if set(files) & set(RUN_FILES)]
         if not run_folders:
@@ -391,7 +391,9 @@ def _field(record: dict[str, Any], field: str) -> float:
     """The value of a field of a record. Raises TypeError or ValueError if the value is wrong."""
     if field == "part" and field in record:
         if record[field] not in PARTS:
-            raise ValueError(f"{shortened(record[field])} is not a part of the data, {' or '.join(PARTS)}")
+            raise ValueError(
+                f"{shortened(record[field])} is not a part of the data; the part must be {' or '.join(PARTS)}"
+            )
         return PARTS.index(record[field])
     value = as_number(record.get(field))
     if field == "step" and np.isnan(value):

@@ -117,7 +117,7 @@ class Section:
             ranks = " or ".join(map(str, sizes)) + (" real" if self.simulated else "")
             notes.append(
                 f"The {ranks} ranks of a run share one machine. They compete for its cores, and exchange data through "
-                "its memory, so compression gains little here, and may make steps slower."
+                "its memory, so compression saves little time here, and may even make steps slower."
             )
         if self.simulated:
             notes.append(
@@ -125,7 +125,7 @@ class Section:
             )
         notes += series_notes(self.groups)
         notes += [
-            f"The decisions of {run.name} are not drawn: {printable(run.decisions.left_out)}."
+            f"The decisions of {run.name} are not plotted: {printable(run.decisions.left_out)}."
             for run in self.runs
             if run.decisions is not None and run.decisions.left_out
         ]
@@ -152,7 +152,7 @@ def _predicted_note(turns: Turns) -> str:
     if worst is not None:
         cause = (
             f"When the calibration was repeated, {len(turns.noisy)} of its measurements differed by more than "
-            f"{NOISY:.0%}; the most important is {worst}, by {turns.noisy[worst]:.0%}. "
+            f"{NOISY:.0%}. The most important is {worst}, which differed by {turns.noisy[worst]:.0%}. "
         )
     if turns.calibrations > 1:
         cause += f"So the model was calibrated {turns.calibrations} times, and the predictions were compared. "
@@ -241,8 +241,8 @@ def _set_turns(groups: list[Group], turns: Turns) -> None:
             group.turns = turns
     if not any(group.turns_ms is not None for group in groups):
         raise RunError(
-            f"no run matches the steps measured in turns: {turns.model} on {turns.data}, {turns.world_size} ranks, "
-            f"batches of {turns.batch_size}, with {', '.join(turns.ms)}"
+            f"no run matches the steps that were measured in turn: {turns.model} on {turns.data}, {turns.world_size} "
+            f"ranks, batches of {turns.batch_size}, with {', '.join(turns.ms)}"
         )
 
 

@@ -94,9 +94,9 @@ def load_all_turns(files: Sequence[Path]) -> Turns:
     on_links = {point.link: point.ms for point in all_turns if point.link is not None}
     if len(local) != 1 or len(on_links) != len(all_turns) - 1 or len({point.work for point in all_turns}) != 1:
         raise RunError(
-            f"{', '.join(map(str, files))} cannot be shown together: steps measured in turns must have the same "
-            "model, data set, number of ranks and batch size. Give one file without --rate, and at most one file for "
-            "each --rate"
+            f"{', '.join(map(str, files))} cannot be shown together: steps measured in turn must have the same model, "
+            "data set, number of ranks and batch size. Give one file without --rate, and at most one file for each "
+            "--rate"
         )
     return replace(local[0], measured_ms=on_links)
 
@@ -138,8 +138,8 @@ def load_turns(file: Path) -> Turns:
         if isinstance(error, RunError):
             raise
         raise RunError(
-            f"{file} does not contain steps measured in turns ({type(error).__name__}: {error}); "
-            "python -m hvdcomp.tools.bench.compare_worker writes such files"
+            f"{file} does not contain steps measured in turn ({type(error).__name__}: {error}); python -m "
+            "hvdcomp.tools.bench.compare_worker writes such files"
         ) from None
     if batch_size is None or not all(math.isfinite(value) and value > 0 for value in ms.values()):
         raise RunError(f"{file}: the batch size is missing, or a time is not a positive number")

@@ -45,8 +45,8 @@ def choose(
         )
     if chosen == "horovod" and by_torchrun:
         raise SetupError(
-            "--backend horovod does not work, because torchrun has started these processes: start them with "
-            "horovodrun, or leave out --backend"
+            "--backend horovod does not work, because torchrun started these processes: start them with horovodrun, or "
+            "leave out --backend"
         )
     if chosen == "ddp" and elastic:
         raise SetupError(
@@ -56,7 +56,7 @@ def choose(
         )
     if chosen == "horovod" and timeout is not None:
         raise SetupError(
-            f"--timeout {timeout:g} works only with torch.distributed. With Horovod leave it out; set "
+            f"--timeout {timeout:g} works only with torch.distributed. With Horovod, leave it out. Instead, set "
             "HOROVOD_GLOO_TIMEOUT_SECONDS for Gloo, and HOROVOD_STALL_SHUTDOWN_TIME_SECONDS for ranks that fall behind"
         )
     if timeout is not None and not (math.isfinite(timeout) and timeout > 0):

@@ -207,12 +207,14 @@ class Checkpoints:
         except ValueError as error:
             raise ValueError(f"{file.name} cannot be read: {error}") from None
         if not isinstance(record, dict) or "format" not in record:
-            raise ValueError(f"{file.name} does not have the form that hvdcomp writes")
+            raise ValueError(f"{file.name} does not have the format that hvdcomp writes")
         if record["format"] in _FORMATS and not all(isinstance(record.get(key), dict) for key in ("facts", "run")):
-            raise ValueError(f"{file.name} does not have the form that hvdcomp writes: the facts of a run are missing")
+            raise ValueError(
+                f"{file.name} does not have the format that hvdcomp writes: the facts of the run are missing"
+            )
         if record["format"] in _FORMATS and (missing := _POSITION - record["run"].keys()):
             raise ValueError(
-                f"{file.name} does not have the form that hvdcomp writes: these values are missing: "
+                f"{file.name} does not have the format that hvdcomp writes: these values are missing: "
                 f"{', '.join(sorted(missing))}"
             )
         return record
@@ -253,7 +255,7 @@ class Checkpoints:
         elif then == now:
             return None
         elif self._fsdp:
-            fate = "are kept, and cut into the new shards"
+            fate = "are kept, and cut to fit the new shards"
         elif then < now:
             fate = f"are kept, on rank{' 0' if then == 1 else f's 0 to {then - 1}'}"
         else:
@@ -262,7 +264,7 @@ class Checkpoints:
                 f"are kept; each new rank continues with the residuals of {'' if then % now == 0 else 'up to '}{most} "
                 "old ranks"
             )
-        return f"the checkpoint has {_counted(then)}, and this run has {_counted(now)}: the residuals {fate}"
+        return f"the checkpoint has {_counted(then)}, but this run has {_counted(now)}: the residuals {fate}"
 
     def restore(self, learner: Learner) -> None:
         """Loads the checkpoint that was found into the learner. Call this on every rank.
@@ -282,9 +284,9 @@ class Checkpoints:
             except Exception as error:  # any error, because a single rank must not end here alone
                 traceback.print_exc()
                 raise SetupError(
-                    f"{place} could be read, but not loaded: {error!r} (see the traceback above). Keep it: this is an "
-                    "error in hvdcomp or in the framework. Continue with the versions that wrote it, or name another "
-                    "--checkpoint-folder to start from the beginning"
+                    f"{place} could be read, but not loaded: {error!r} (see the traceback above). Keep the checkpoint, "
+                    "because this is an error in hvdcomp or in the framework. Continue with the versions that wrote "
+                    "it, or name another --checkpoint-folder to start from the beginning"
                 ) from None
             return True
 
@@ -313,7 +315,7 @@ class Checkpoints:
         def begin() -> None:
             part.mkdir(parents=True, exist_ok=True)
             if part.is_symlink():
-                raise OSError(f"{part} has become a link")
+                raise OSError(f"{part} is now a link")
 
         def write() -> dict[str, str]:
             files = learner.save(part)
@@ -420,5 +422,5 @@ def _read_digests(place: Path) -> dict[str, str]:
         return {}
     lines = [line.partition("  ") for line in file.read_text(encoding="utf-8").splitlines()]
     if not lines or not all(name and "/" not in name for _, _, name in lines):
-        raise ValueError(f"{_DIGESTS} does not have the form that hvdcomp writes")
+        raise ValueError(f"{_DIGESTS} does not have the format that hvdcomp writes")
     return {name: digest for digest, _, name in lines}

@@ -180,5 +180,5 @@ class _ArrayUnpickler(pickle.Unpickler):
             return self._ALLOWED[module, name]
         except KeyError:
             raise pickle.UnpicklingError(
-                f"the file would load {module}.{name}, which no array needs, and hvdcomp refuses this"
+                f"the file would load {module}.{name}, which arrays do not need, so hvdcomp refuses to read the file"
             ) from None

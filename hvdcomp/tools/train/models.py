@@ -94,6 +94,6 @@ def check_image_size(name: str, size: int) -> None:
     if size < smallest:
         fitting = [model for model, needed in _SMALLEST_IMAGE.items() if needed <= size]
         raise SetupError(
-            f"--model {name} needs images of at least {smallest}x{smallest} pixels, and these have {size}x{size}; "
+            f"--model {name} needs images of at least {smallest}x{smallest} pixels, but these have {size}x{size}; "
             f"choose one of {', '.join(fitting)}"
         )

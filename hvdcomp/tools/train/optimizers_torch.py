@@ -59,13 +59,13 @@ def _of_other_package(options: TrainingOptions, groups: list[dict[str, Any]]) ->
         optimizer = make(groups, lr=options.lr)  # some optimizers refuse a rate of 0
     except Exception as error:
         raise SetupError(
-            f"{shown} does not take the parameter groups of a model and lr=: {type(error).__name__}: {error}; write a "
-            "function that takes them and returns the optimizer, and name this function"
+            f"{shown} cannot be called with the parameter groups of a model and lr=: {type(error).__name__}: {error}; "
+            "write a function that takes these arguments and returns the optimizer, and name this function"
         ) from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise SetupError(
-            f"{shown} makes an object of type {type(optimizer).__name__}; name a class of torch.optim.Optimizer, or a "
-            "function that returns an optimizer"
+            f"{shown} returns an object of type {type(optimizer).__name__}; name a class of torch.optim.Optimizer, or "
+            "a function that returns an optimizer"
         )
     return optimizer
 
@@ -82,7 +82,7 @@ def _imported(name: str, shown: str) -> Callable[..., Any]:
             "torch.optim.Adafactor, or a function in a module of this folder (with PYTHONPATH=.)"
         ) from error
     if not callable(found):
-        raise SetupError(f"{shown} is neither a class nor a function, but of type {type(found).__name__}")
+        raise SetupError(f"{shown} is neither a class nor a function, but an object of type {type(found).__name__}")
     return found
 
 

@@ -131,13 +131,13 @@ class TrainingOptions:
         choices=BACKENDS, before="horovod",
     )
     timeout: float | None = option(
-        None, "With torchrun: how long a rank waits for another rank.",
+        None, "With torchrun: how long a rank waits for other ranks before it fails.",
         metavar="SECONDS", shown="the default of PyTorch, 1800", may_change=True,
     )
     fsdp: bool = option(False, "With torchrun: shard a transformer over all ranks with FSDP's fully_shard.")
     fsdp_weights: str | None = option(
-        None, "With --fsdp: quantize the changes of the weights that ranks send, with int8 or int4.",
-        metavar="SPEC", shown="weights are sent as they are",
+        None, "With --fsdp: compressor of the changes of the weights that ranks send, int8 or int4.",
+        metavar="SPEC", shown="the weights are sent uncompressed",
     )
     shard_ranks: int | None = option(
         None, "With --fsdp: number of ranks that share one replica of the model. There are then several replicas, and "
@@ -155,7 +155,7 @@ class TrainingOptions:
     data_dir: Path | None = option(None, "Folder with the published files of CIFAR, Criteo, WikiText-2 or PTB.")
     compression: str = option("none", "Compressor of the gradients, such as topk:ratio=0.01.", metavar="SPEC")
     small_tensors: str = option(
-        "none", "Compressor of tensors with fewer than 1,024 elements or fewer than two dimensions, such as int8.",
+        "none", "Compressor of small tensors (fewer than 1,024 elements or fewer than two dimensions), such as int8.",
         metavar="SPEC",
     )
     memory: str | None = option(
@@ -168,8 +168,8 @@ class TrainingOptions:
         metavar="SPEC", shown="constant",
     )
     overlap: str = option(
-        "auto", "Whether to send gradients during the backward pass; only in PyTorch. auto: on if the gradients are "
-        "on the CPU.",
+        "auto", "Whether to send gradients during the backward pass; only in PyTorch. auto: on if the gradients are on "
+        "the CPU.",
         choices=tuple(OVERLAP), may_change=True,
     )
     bucket_bytes: int | None = option(
@@ -196,7 +196,7 @@ class TrainingOptions:
         None, f"Optimizer: {', '.join(OPTIMIZERS)}, or a class of an installed package, such as torch.optim.Adafactor "
         "(only in PyTorch). muon (only in PyTorch) uses Muon for hidden matrices, and AdamW for the head, embeddings, "
         "convolutions, norms and biases. A class of a package gets the parameters, the weight decay and --lr, and "
-        "keeps its own defaults for everything else. For other values, name a function of a module of yours that takes "
+        "keeps its own defaults for everything else. For other values, name a function in your own module that takes "
         "parameter groups and lr=, and returns an optimizer.",
         metavar="NAME", shown="adamw for gpt, vit, encoder and heavy-tails, else sgd", before="sgd",
     )
@@ -227,7 +227,7 @@ class TrainingOptions:
         metavar="P",
     )
     delay: int = option(
-        0, "With local steps: number of steps that ranks continue to train while a group is exchanged.",
+        0, "With local steps: number of steps for which ranks continue training while a group is exchanged.",
         metavar="STEPS",
     )
     local_share: float = option(
@@ -317,7 +317,7 @@ class TrainingOptions:
         None, "Size of the training text: in bytes for the data text, in characters for stdlib-text.",
         at_least(10_000, "at least 10000 characters"),
     )
-    text_unit: str = option("char", "What a token of stdlib-text is.", choices=("char", "word"))
+    text_unit: str = option("char", "Unit of text that is one token of stdlib-text.", choices=("char", "word"))
     sequence_length: int | None = option(None, "Number of tokens in a sequence of text.", at_least(1))
     progress: bool = option(True, "Show the progress.", flags=("--progress/--no-progress",), may_change=True)
     # fmt: on
@@ -359,7 +359,7 @@ class TrainingOptions:
         suitable = [name for models, data in FAMILIES if self.model in models for name in data]
         if self.data not in suitable:
             raise SetupError(
-                f"--model {self.model} cannot learn --data {self.data}; choose one of {', '.join(suitable)}"
+                f"--model {self.model} does not work with --data {self.data}; choose one of {', '.join(suitable)}"
             )
         if self.data in FOLDER_DATA and self.data_dir is None:
             raise SetupError(f"--data {self.data} is read from a folder: name it with --data-dir")
@@ -422,7 +422,7 @@ class TrainingOptions:
             (
                 self.optimizer != "compressed-adam" or self.model not in CLICK_MODELS,
                 f"--optimizer compressed-adam does not work with --model {self.model}: it sends the momenta of all "
-                "parameters, but the embedding tables of this model send only some rows in each step; use --optimizer "
+                "parameters, but the embedding tables of this model send only some rows in each step. Use --optimizer "
                 "sgd or adamw",
             ),
             (
@@ -510,7 +510,7 @@ class TrainingOptions:
         if every is None:
             yield (
                 self.steps is not None,
-                (f"{shown} also needs --steps N: after step N, the ranks exchange their weights a last time"),
+                (f"{shown} also needs --steps N: after step N, the ranks exchange their weights one last time"),
             )
         else:
             yield (

@@ -54,8 +54,8 @@ def _check_output(folder: Path, overwrite: bool, sizes: Mapping[str, int] | None
                 file = aside(file, sizes.get(_ASIDE, 0) + 1)  # the file was renamed after the checkpoint
             if not file.is_file() or file.stat().st_size < sizes[name]:
                 raise SetupError(
-                    f"--output {folder}: {name} does not belong to the run that was saved in --checkpoint-folder; "
-                    "name the same --output as before, or another --checkpoint-folder"
+                    f"--output {folder}: {name} does not belong to the run that was saved in --checkpoint-folder; name "
+                    "the same --output as before, or a different --checkpoint-folder"
                 )
         return
     files = [name for name in (*RECORDS, SUMMARY, DECISIONS, TENSORBOARD) if (folder / name).exists()]

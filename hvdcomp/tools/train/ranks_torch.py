@@ -83,7 +83,7 @@ def _start(timeout: timedelta | None) -> None:
     if len(present) < len(_PLACE):
         missing = ", ".join(name for name in _PLACE if name not in present)
         first = present[0]
-        raise SetupError(f"{first} is set and {missing} is not: start the ranks with torchrun, or unset {first}")
+        raise SetupError(f"{first} is set, but {missing} is not: start the ranks with torchrun, or unset {first}")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
         store, rank, size = next(dist.rendezvous("env://", **options))
@@ -93,8 +93,8 @@ def _start(timeout: timedelta | None) -> None:
     nodes, restarts = os.environ["GROUP_WORLD_SIZE"], os.environ["TORCHELASTIC_MAX_RESTARTS"]
     if nodes != "1" and restarts != "0":
         raise SetupError(
-            f"--max-restarts {restarts} of torchrun does not work on {nodes} nodes: the ranks would wait forever "
-            "after a restart, because torchrun gives them the addresses of earlier ranks; set "
+            f"--max-restarts {restarts} of torchrun does not work on {nodes} nodes. The ranks would wait forever after "
+            "a restart, because torchrun gives them the addresses of earlier ranks. Set "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on every node, or give --max-restarts 0"
         )
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -168,7 +168,7 @@ class Run:
         """Ends the run on every rank if a rank could not write."""
         for problem in filter(None, problems):
             raise ConfigurationError(
-                f"{problem}; everything that was written before is complete. Free some space, or name another "
+                f"{problem}. Everything that was written before is complete. Free some space, or name another "
                 "--output, and start again"
             )
 

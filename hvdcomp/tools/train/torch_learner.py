@@ -43,7 +43,8 @@ class TorchLearner(Learner):
     def __init__(self, options: TrainingOptions, data: DataSet, ranks: Ranks) -> None:
         if options.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
             raise SetupError(
-                f"--optimizer muon needs PyTorch 2.9 or later, and this is {torch.__version__}; use --optimizer adamw"
+                f"--optimizer muon needs PyTorch 2.9 or later, but this is PyTorch {torch.__version__}; use "
+                "--optimizer adamw"
             )
         self._options = options
         self._rank = ranks.rank

@@ -52,7 +52,7 @@ def method_of(spec: str, residuals: bool) -> Compressor:
     """
     if spec.partition(":")[0].strip() in POLICIES:
         raise SpecError(
-            f"{spec!r} is a policy, which decides between two steps, but a compiled graph repeats the same step. "
+            f"{spec!r} is a policy, which makes decisions between steps, but a compiled graph repeats the same step. "
             f"{_INSTEAD} for policies, or give the spec of a compressor, such as 'eden'"
         )
     method = parse_compressor(spec)
@@ -103,8 +103,8 @@ def check_scattered(tensor: torch.Tensor, name: str, group: dist.ProcessGroup) -
     """Raises ConfigurationError if the ranks of a group cannot get equal parts of a tensor."""
     if tensor.ndim == 0 or tensor.shape[0] % group.size():
         raise ConfigurationError(
-            f"tensor {name!r} has the shape {tuple(tensor.shape)}, but its first dimension is divided among "
-            f"{group.size()} ranks; add zeros until the number of ranks divides the first dimension"
+            f"tensor {name!r} has the shape {tuple(tensor.shape)}, but the length of its first dimension must be a "
+            f"multiple of the number of ranks, {group.size()}; pad this dimension with zeros"
         )
 
 
@@ -131,7 +131,9 @@ def check(
     if residuals is None:
         return
     if len(residuals) != len(tensors):
-        raise ConfigurationError(f"{len(residuals)} residuals were given for {len(tensors)} tensors; give one for each")
+        raise ConfigurationError(
+            f"{len(residuals)} residuals were given for {len(tensors)} tensors; give one residual for each tensor"
+        )
     for name, tensor, residual in zip(names, tensors, residuals, strict=True):
         wide = getattr(torch, wide_dtype(dtype_name(tensor)))
         if (residual.shape, residual.dtype, residual.device) != (tensor.shape, wide, tensor.device):
@@ -202,7 +204,7 @@ def group_of(name: str) -> dist.ProcessGroup:
         group: dist.ProcessGroup = resolve(name)
     except RuntimeError as error:
         raise ConfigurationError(
-            f"torch.distributed has no process group of the name {name!r}: {error}. Call init_process_group() first, "
+            f"torch.distributed has no process group with the name {name!r}: {error}. Call init_process_group() first, "
             "and give the name of a process group that exists, group.group_name"
         ) from None
     return group

@@ -99,7 +99,7 @@ def replace_reductions(
                 found.setdefault(start, []).append(reduction)
     names = [reduction.name for reductions in found.values() for reduction in reductions]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigurationError(f"several tensors got the name {', '.join(twice)}; give each a name of its own")
+        raise ConfigurationError(f"several tensors have the name {', '.join(twice)}; give each tensor a different name")
     scattered = {start: reductions for start, reductions in found.items() if _calls(start, *_REDUCE_SCATTERS)}
     for reductions in scattered.values():
         _require_reduce_scatter(method, reductions, size)
@@ -266,7 +266,8 @@ def _node_of(module: GraphModule, step: torch.Tensor) -> Node:
     """Registers the step number as a buffer of the module, and returns a node that reads the buffer."""
     if getattr(module, _STEP, step) is not step:
         raise ConfigurationError(
-            "this graph has compressed reductions with another step; give the same tensor for all process groups"
+            "this graph already has compressed reductions that use a different tensor as step; give the same tensor "
+            "for all process groups"
         )
     module.register_buffer(_STEP, step, persistent=False)
     first = next(node for node in module.graph.nodes if node.op != "placeholder")

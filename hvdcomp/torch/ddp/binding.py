@@ -328,9 +328,9 @@ def _check(setup: Setup, model: DistributedDataParallel) -> None:
         )
     if getattr(model, "_use_python_reducer", False):
         raise ConfigurationError(
-            'torch._dynamo.config.optimize_ddp="python_reducer" passes gradients to hvdcomp one by one inside compiled '
-            'code, where hvdcomp cannot exchange gradients; leave optimize_ddp at "ddp_optimizer" when you make the '
-            "DistributedDataParallel"
+            'torch._dynamo.config.optimize_ddp="python_reducer" passes gradients to hvdcomp one at a time inside '
+            'compiled code, where hvdcomp cannot exchange gradients; leave optimize_ddp at "ddp_optimizer" when you '
+            "make the DistributedDataParallel"
         )
     trained = _trained(model).items()
     stepping = [name for name, parameter in trained if hasattr(parameter, "_in_backward_optimizers")]
@@ -386,8 +386,8 @@ def _by_users_names(setup: Setup, trained: Mapping[str, torch.nn.Parameter]) -> 
     missing = [name for name, parameter in trained.items() if parameter not in names]
     if missing:
         raise ConfigurationError(
-            f"the named_parameters of hvdcomp.Compression lack {', '.join(missing)}, which DistributedDataParallel "
-            "trains; leave named_parameters out, or give all parameters of the model"
+            f"the argument named_parameters of hvdcomp.Compression lacks {', '.join(missing)}, which "
+            "DistributedDataParallel trains; leave named_parameters out, or give all parameters of the model"
         )
     return {names[parameter]: parameter for parameter in trained.values()}
 

@@ -66,9 +66,8 @@ class FSDPBinding(TorchTraining):
         communicator, like = self._replicas.duplicate(), torch.empty(0)
         if self._replicas.world_size == 1 and dist.get_rank() == 0:
             warn_alone(
-                "the mesh has a single replica of the model, so no other replica gets the gradients of a shard, and "
-                "hvdcomp.fsdp.register compresses nothing between replicas; give fully_shard a mesh with several "
-                "replicas, or no mesh"
+                "the mesh has a single replica of the model, so hvdcomp.fsdp.register has no exchange between replicas "
+                "to compress; give fully_shard a mesh with several replicas, or no mesh"
             )
         if dist.get_rank() != 0:  # every process group of replicas decides for itself, but only one writes the log
             setup.compression.decision_log = None
@@ -123,14 +122,14 @@ class FSDPBinding(TorchTraining):
         this rank's shard."""
         if any(one.sharded_param not in self._registered for one in group.fsdp_params):
             raise ConfigurationError(
-                "the model has other parameters than when hvdcomp.fsdp.register was called, so the replicas would not "
-                "exchange the gradients of the new parameters. load_state_dict(assign=True) replaces parameters: call "
-                "load_state_dict before register"
+                "the model's parameters were added or replaced after the call of hvdcomp.fsdp.register, so the "
+                "replicas would not exchange the gradients of the new parameters. load_state_dict(assign=True) "
+                "replaces parameters: call load_state_dict before register"
             )
         if torch._C._current_graph_task_id() == -1:
             raise ConfigurationError(
-                "FSDP reduces gradients outside of a backward pass, as schedules of torch.distributed.pipelining do. "
-                "hvdcomp would not know where the step ends; train without pipeline parallelism, or leave out "
+                "FSDP reduces gradients outside of a backward pass, as with schedules of torch.distributed.pipelining, "
+                "so hvdcomp cannot find the end of the step. Train without pipeline parallelism, or do not call "
                 "hvdcomp.fsdp.register"
             )
         cuda.let_go(shard)  # FSDP allocated it on another stream, and frees it while this stream may still read it
@@ -273,9 +272,9 @@ class FSDPBinding(TorchTraining):
             state = on_other_mesh(state["every"], own, boxes, rank, ranks)
         elif any(box != other and box.whole == other.whole for box, other in common):
             raise ConfigurationError(
-                f"the state was saved by rank {own['rank']} of {own['size']} replicas, which had other shards than "
-                "this rank has. Give each rank the state that it saved; on another mesh, use hvdcomp.dcp.load, which "
-                "reads the states of all ranks"
+                f"the state was saved by rank {own['rank']} of {own['size']} replicas, whose shards differ from those "
+                "of this rank. Give each rank the state that it saved. If the mesh has changed, use hvdcomp.dcp.load, "
+                "which reads the states of all ranks"
             )
         super().load_state_dict(state)
         self._divided_by = dict(state["own"].get("divided_by", {}))
@@ -315,15 +314,15 @@ def _require_decisions_of_whole_gradients(setup: Setup, trained: Mapping[str, DT
         return
     if changes_batch_size(policy) and Statistic.MODEL_NORM in policy.first_request.ever:
         raise ConfigurationError(
-            f"the policy {policy} does not work with shards: each rank knows only the norm of its own shard's "
+            f"the policy {policy} does not work with a sharded model: each rank knows only the norm of its own shard's "
             "gradients, so ranks of one model would make different numbers of backward passes. Use a policy of levels, "
             "such as accordion, or use DistributedDataParallel, where replicas are not sharded"
         )
     if setup.grad_scaler is not None and setup.grad_scaler.is_enabled():
         raise ConfigurationError(
-            "a torch.amp.GradScaler does not work with shards: if the gradients of one shard overflow, the step is "
-            "skipped, and the other shards lose the gradients that they have sent. Train in bfloat16, which needs no "
-            "scaler"
+            "a torch.amp.GradScaler does not work with a sharded model: if the gradients of one shard overflow, the "
+            "step is skipped, and the other shards lose the gradients that they have sent. Train in bfloat16, which "
+            "needs no scaler"
         )
 
 

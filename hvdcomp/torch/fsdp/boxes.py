@@ -115,7 +115,9 @@ def on_other_mesh(
         its_shared, its_own = parts_of(state)
         its_boxes = {name: box for name, box in boxes_in(its_own).items() if name in boxes}
         if wrong := [name for name, box in its_boxes.items() if box.whole != boxes[name].whole]:
-            raise ConfigurationError(f"the checkpoint is of another model; these parameters differ: {listed(wrong)}")
+            raise ConfigurationError(
+                f"the checkpoint is from a different model; these parameters differ: {listed(wrong)}"
+            )
         if its_boxes and not shared:
             shared = its_shared
         known |= its_boxes.keys()
@@ -137,7 +139,7 @@ def on_other_mesh(
                 for total, array in zip(new["arrays"], kept["arrays"], strict=True):
                     total[boxes[name].place_of(box)] += array[box.place_of(boxes[name])] * factor
     if missing := sorted(boxes.keys() - known):
-        raise ConfigurationError(f"the checkpoint is of another model, without the parameters {listed(missing)}")
+        raise ConfigurationError(f"the checkpoint is from a different model, without the parameters {listed(missing)}")
     policy = shared["coordinator"] and {**shared["coordinator"], "ended": None, "partial": True}
     shapes = {name: list(box.shape) for name, box in boxes.items()}
     kept_here = {"residuals": residuals, "divided_by": divided_by, "coordinator": None}

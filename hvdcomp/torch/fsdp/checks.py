@@ -50,7 +50,7 @@ def check_divide_factors(model: torch.nn.Module) -> None:
     groups = all_parameter_groups(model).values()
     if not all(hasattr(group, "gradient_divide_factor") for of_module in groups for group in of_module):
         raise ConfigurationError(
-            f"PyTorch {torch.__version__} does not tell hvdcomp the number by which FSDP divides gradients "
+            f"PyTorch {torch.__version__} does not let hvdcomp read the factor by which FSDP divides gradients "
             "(set_gradient_divide_factor); install PyTorch 2.13 or later"
         )
 

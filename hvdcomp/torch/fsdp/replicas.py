@@ -67,17 +67,18 @@ def group_of_shards(model: torch.nn.Module) -> dist.ProcessGroup:
         for group in groups:
             if shards_of(group) == 1:
                 raise ConfigurationError(
-                    f"{REGISTER} was given shards, but FSDP does not shard {name or 'the model'}: each replica is on a "
-                    "single rank, so there is no reduce-scatter. Leave shards out, or give fully_shard a mesh on which "
-                    "several ranks share a replica"
+                    f"{REGISTER} was given the argument shards=, but FSDP does not shard {name or 'the model'}: each "
+                    "replica is on a single rank, so there is no reduce-scatter. Omit shards=, or give fully_shard a "
+                    "mesh on which several ranks share a replica"
                 )
             own = group.mesh_info.shard_process_group
             found.setdefault(_ranks_of(own), (name or "the model", own))
     if len(found) > 1:
         (ranks, (name, _)), (other_ranks, (other_name, _)), *_ = found.items()
         raise ConfigurationError(
-            f"{REGISTER} was given shards, but FSDP shards {name} over the ranks {list(ranks)}, and {other_name} over "
-            f"the ranks {list(other_ranks)}. Leave shards out, or call fully_shard with the same mesh for all modules"
+            f"{REGISTER} was given the argument shards=, but FSDP shards {name} over the ranks {list(ranks)}, and "
+            f"{other_name} over the ranks {list(other_ranks)}. Omit shards=, or call fully_shard with the same mesh "
+            "for all modules"
         )
     return next(group for _, group in found.values())
 
@@ -128,9 +129,9 @@ def require_replicas(trained: Mapping[str, DTensor], group: dist.ProcessGroup, c
         if not shared.issubset(with_this_box.flatten().tolist()):
             raise ConfigurationError(
                 f"parameter {name} is sharded over ranks that include {sorted(shared)}, so these ranks have different "
-                f"parts of it, but the mesh that was given to {caller} contains them as replicas. Pass to {caller} "
-                "mesh['replicate'] of the same mesh whose mesh['shard'] was given to fully_shard."
-                + (" If the model is sharded over all ranks, leave mesh out" if caller == REGISTER else "")
+                f"parts of the parameter. But in the mesh that was given to {caller}, these ranks are replicas. Pass "
+                f"mesh['replicate'] to {caller}, from the same mesh whose mesh['shard'] was given to fully_shard."
+                + (" If the model is sharded over all ranks, omit mesh=" if caller == REGISTER else "")
             )
 
 
@@ -143,8 +144,8 @@ def require_same_shards(
     if len(set(rows)) > 1:
         by_rank = ", ".join(row.decode().strip() for row in rows)
         raise ConfigurationError(
-            f"the ranks of the mesh that was given to {caller} have different parts of the parameters, by rank "
-            f"{by_rank}; pass mesh['replicate'] of the mesh whose mesh['shard'] was given to fully_shard"
+            f"the ranks of the mesh that was given to {caller} have different parts of the parameters (in the order of "
+            f"the ranks: {by_rank}). Pass mesh['replicate'] of the mesh whose mesh['shard'] was given to fully_shard"
         )
 
 

@@ -79,7 +79,7 @@ def resharded(
             if not is_same or array.shape[1] != length_of(layout, old.ranks):
                 raise ConfigurationError(
                     f"the residual of module {name} cannot be cut to {new.ranks} ranks: its parameters differ from "
-                    "those in the checkpoint, are sharded along another dimension than the first, or did not all have "
+                    "those in the checkpoint, are not sharded along the first dimension, or did not all have "
                     "gradients. Continue with the same number of ranks and nodes as before, or load no state on any "
                     "rank: then the residuals are lost"
                 )

@@ -104,9 +104,9 @@ class ShardsBinding:
             )  # fmt: skip
         except UnevenNodesError:
             raise ConfigurationError(
-                "the nodes have different numbers of ranks, so FSDP's reduce-scatter cannot have two levels; start the "
-                f"same number of ranks on each node, or set {RANKS_PER_NODE}=1 on every rank, which makes each rank a "
-                "node"
+                "the nodes have different numbers of ranks, so FSDP's reduce-scatter cannot have two levels. Start the "
+                f"same number of ranks on each node. Or set {RANKS_PER_NODE}=1 on every rank, so that each rank counts "
+                "as a node"
             ) from None
         if self.engine.levels.across.size == 1 < communicator.world_size and dist.get_rank() == 0:
             whose = "" if group is None else " of a replica"
@@ -180,8 +180,8 @@ class ShardsBinding:
         if before != factor and self.engine.states.get(name):
             raise ConfigurationError(
                 f"module {name}: set_gradient_divide_factor changed its factor from {before or 'none'} to {factor}, so "
-                "gradients in float16 would have another scale than the residual. Set the factor before the first "
-                "step, or use MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)"
+                "the scale of float16 gradients would differ from that of the residual. Set the factor before the "
+                "first step, or use MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)"
             )
 
     def _mean(
@@ -230,7 +230,7 @@ class ShardsBinding:
     def compress(self, tensor: torch.Tensor) -> Any:
         """Raises ConfigurationError, because Horovod must not exchange gradients of this model."""
         raise ConfigurationError(
-            "this hvdcomp.Compression is used by a model in FSDP, which averages its gradients already; use the "
+            "this hvdcomp.Compression is used by a model in FSDP, which already averages its gradients; use the "
             "optimizer without hvd.DistributedOptimizer"
         )
 
@@ -308,7 +308,7 @@ class ShardsBinding:
         states = {name: tuple(kept["arrays"]) for name, kept in own["residuals"].items()}
         if shared["compressor"] != self._method and (states or _without_memory(shared["compressor"]) != self._named):
             raise ConfigurationError(
-                f"the checkpoint was written with compressor {shared['compressor']}, and this run has {self._method}; "
+                f"the checkpoint was written with compressor {shared['compressor']}, but this run has {self._method}; "
                 "continue with the settings that the training was started with. The default memory depends on the "
                 'number of ranks on a node. Set memory= of hvdcomp.Compression, or residuals="drop" of hvdcomp.dcp.load'
             )
@@ -320,10 +320,11 @@ class ShardsBinding:
                 raise ConfigurationError(
                     f"the state was saved by rank {own['rank']} of "
                     f"{shared.get('shards', 'a model that was sharded differently')}{_of_replica(*replica_of(own))}, "
-                    f"and was given to rank {engine.communicator.rank} of {self._shards}"
-                    f"{_of_replica(self._replica, self._replicas)}, but the residual of a shard fits only the same "
-                    "rank of the same number of ranks and nodes. On several nodes, hvdcomp.dcp.load cuts residuals to "
-                    "other ranks. Or load no state on any rank: then the residuals are lost"
+                    f"but was given to rank {engine.communicator.rank} of "
+                    f"{self._shards}{_of_replica(self._replica, self._replicas)}. The residual of a shard fits only "
+                    "the same rank, with the same number of ranks and nodes. If there are several nodes, load the "
+                    "checkpoint with hvdcomp.dcp.load, which cuts the residuals for the new ranks. Or load no state on "
+                    "any rank: then the residuals are lost"
                 )
             new = OwnedRows(engine.owners, engine.communicator.world_size, nodes, self._replica, self._replicas)
             states = resharded(every, self._layouts, new)
@@ -353,9 +354,9 @@ class ShardsBinding:
                 restored = flat.restored(arrays, None if layout is None else with_plain_names(layout))
             if restored is None:
                 raise ConfigurationError(
-                    f"the residual of module {name} has other parameters than this module of the model, or an earlier "
-                    "version of hvdcomp saved it after a step in which some parameters had no gradients. Drop the "
-                    'residuals on all ranks: call hvdcomp.dcp.load with residuals="drop"'
+                    f"the residual of module {name} belongs to parameters that differ from those of this module, or an "
+                    "earlier version of hvdcomp saved it after a step in which some parameters had no gradients. Drop "
+                    'the residuals on all ranks: call hvdcomp.dcp.load with residuals="drop"'
                 )
             placed[name] = restored
         return placed
@@ -389,8 +390,8 @@ def _check(setup: Setup) -> None:
     if not averages_vectors(method):
         raise ConfigurationError(
             f"{method} does not work in FSDP's reduce-scatter, because FSDP passes flat gradients of whole modules to "
-            "hvdcomp. Use int8, int4, fp8, bf16 or another quantizer for all modules. Within a "
-            "node, gradients are exchanged exactly anyway"
+            "hvdcomp. Use int8, int4, fp8, bf16 or another quantizer for all modules. Within a node, gradients are "
+            "always exchanged uncompressed"
         )
     if memory is not None and (memory.is_momentum or memory.needs_all_gradients):
         raise ConfigurationError(
@@ -409,8 +410,8 @@ def _check(setup: Setup) -> None:
         )
     if setup.grad_scaler is not None and setup.grad_scaler.is_enabled():
         raise ConfigurationError(
-            "a torch.amp.GradScaler does not work in FSDP's reduce-scatter, because residuals would have other "
-            "scales than the gradients to which they are added. Train in bfloat16, which needs no scaler"
+            "a torch.amp.GradScaler does not work in FSDP's reduce-scatter, because the scale of residuals would "
+            "differ from that of the gradients to which they are added. Train in bfloat16, which needs no scaler"
         )
 
 
@@ -494,5 +495,6 @@ def _several_meshes_error(error: ValueError) -> ConfigurationError:
     """The error to raise if FSDP refuses a hook. FSDP refuses the hook on every rank."""
     return ConfigurationError(
         "FSDP cannot use the reduce-scatter of hvdcomp for a module whose parameters are sharded over several meshes: "
-        f"{error} Let shard_placement_fn return no meshes, or call fully_shard on modules that have one mesh each"
+        f"{error} Let shard_placement_fn return no meshes, or call fully_shard on modules whose parameters share a "
+        "single mesh"
     )

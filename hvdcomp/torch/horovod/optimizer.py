@@ -157,10 +157,10 @@ def _clash(optimizer: Any, current: int) -> str | None:
                     "no longer used, or "
                 )
             return (
-                f"two models have parameters with equal names, such as {equal[0]!r}, and {when}, but Horovod "
-                f"identifies gradients by these names: {before}give both hvd.DistributedOptimizer and "
-                "hvdcomp.Compression other names, named_parameters=[(f'second.{name}', parameter) for name, parameter "
-                "in model.named_parameters()]"
+                f"two models have parameters with the same names, such as {equal[0]!r}, and {when}, but Horovod "
+                f"identifies gradients by these names. Ways out: {before}give different names to both "
+                "hvd.DistributedOptimizer and hvdcomp.Compression, named_parameters=[(f'second.{name}', parameter) for "
+                "name, parameter in model.named_parameters()]"
             )
     return None
 

@@ -176,7 +176,11 @@ class LocalStepsBinding(TorchTraining):
 
     def _describe_not_finite(self) -> str:
         bad = [name for name, one in self._stepped.items() if not torch.isfinite(local_part(one)).all()]
-        where = f"on this rank in {', '.join(bad[:3])}" if bad else "on another rank, whose message names the tensors"
+        where = (
+            f"on this rank in {', '.join(bad[:3])}"
+            if bad
+            else ("on another rank, whose error message names the tensors")
+        )
         return (
             f"LocalSteps: weights became inf or NaN in the local steps, {where}. Nothing was exchanged: outer "
             "momentum, residuals and the weights of the latest exchange are unchanged, but the inner optimizer of that "
@@ -287,8 +291,9 @@ def _named(setup: Setup, groups: Sequence[Mapping[str, Any]]) -> dict[str, torch
         given_names = {parameter: name for name, parameter in by_name(setup.parameters, None).items()}
         if missing := sum(parameter not in given_names for parameter in parameters):
             raise ConfigurationError(
-                f"named_parameters of hvdcomp.Compression lacks {missing} of the optimizer's {len(parameters)} "
-                "parameters; use named_parameters=model.named_parameters() of the model that is trained"
+                f"the argument named_parameters of hvdcomp.Compression lacks {missing} of the optimizer's "
+                f"{len(parameters)} parameters; use named_parameters=model.named_parameters() of the model that is "
+                "trained"
             )
         names = [given_names[parameter] for parameter in parameters]
     # the optimizer was created with model.named_parameters(), which PyTorch 2.6 and later support

@@ -145,7 +145,7 @@ class LocalSteps(torch.optim.Optimizer):
         if self._auto is not None and not self._rounds.end_in_sync:
             raise ConfigurationError(
                 f"LocalSteps: every={every!r} does not work with fragments, delay or local_share, because then no "
-                "round ends with the same weights on all ranks; give every a number of steps, or leave these three out"
+                "round ends with the same weights on all ranks; set every to a number of steps, or omit these three"
             )
         self._length = None if self._auto is None else RoundLength(self._auto.start)
         self._fragments = in_fragments(sizes, fragments)
@@ -368,7 +368,7 @@ class LocalSteps(torch.optim.Optimizer):
         binding = self._binding
         if binding is None:
             raise ConfigurationError(
-                "this LocalSteps was copied or unpickled, so it cannot exchange with other ranks; make a new "
+                "this LocalSteps was copied or unpickled, so it cannot exchange weights with other ranks; make a new "
                 "LocalSteps from the inner optimizer, and load the state_dict() of the old LocalSteps"
             )
         if binding.is_stale:
@@ -497,8 +497,8 @@ class LocalSteps(torch.optim.Optimizer):
         if OWN not in common:
             raise ConfigurationError(
                 "the first rank of the process group that was given to LocalSteps.change_ranks has not made a step, so "
-                "it cannot give the other ranks the weights of the training; give a process group whose first rank has "
-                "made a step"
+                "it cannot give the other ranks the trained weights. Give a process group whose first rank has made a "
+                "step"
             )
         if OWN not in own or not self._has_exchanged_like(common[OWN]):
             self.join(common)
@@ -569,7 +569,7 @@ def put(tensors: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None
 def _check(optimizer: Any, rate: Any, momentum: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(
-            f"LocalSteps was given a {type(optimizer).__name__}; pass an optimizer of PyTorch, such as "
+            f"LocalSteps was given a {type(optimizer).__name__}; pass a PyTorch optimizer, such as "
             "torch.optim.AdamW(model.parameters()). TensorFlow and Keras have no local steps"
         )
     # Horovod's optimizer

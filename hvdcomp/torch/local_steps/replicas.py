@@ -45,8 +45,8 @@ def replicas_of(
         raise ConfigurationError(f"LocalSteps was given both {given} and communicator; leave out the communicator")
     if mesh is not None and getattr(mesh, "ndim", None) != 1:
         raise ConfigurationError(
-            f"LocalSteps was given a {type(mesh).__name__} as mesh, which is not a mesh of one dimension; pass the "
-            "dimension of the replicas, such as mesh['replicate'] of init_device_mesh(..., "
+            f"LocalSteps was given a {type(mesh).__name__} as the argument mesh, which must be a mesh with one "
+            "dimension; pass the dimension of the replicas, such as mesh['replicate'] of init_device_mesh(..., "
             "mesh_dim_names=('replicate', 'shard'))"
         )
     group = mesh.get_group() if model is None and mesh is not None else _replicas_in(model, mesh)
@@ -74,9 +74,9 @@ def _replicas_in(model: Any, mesh: DeviceMesh | None) -> dist.ProcessGroup:
     if group is None:
         problem = "has no replicas" if is_sharded else "is not sharded"
         raise ConfigurationError(
-            f"LocalSteps was given a {type(model).__name__} as model that {problem}. model is only for a model that is "
-            "sharded by fully_shard(model, mesh=mesh), with a mesh of replicas and shards, or by replicate(model); "
-            "leave model out for other models"
+            f"LocalSteps was given a {type(model).__name__} as the argument model that {problem}. This argument is "
+            "only for a model that is sharded by fully_shard(model, mesh=mesh), with a mesh of replicas and shards, or "
+            "by replicate(model); omit model= for other models"
         )
     return group
 

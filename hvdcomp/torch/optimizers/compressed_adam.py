@@ -176,7 +176,7 @@ class CompressedAdam(torch.optim.AdamW):
                 if group.get(option):
                     raise ConfigurationError(
                         f"CompressedAdam: {option}=True is not allowed, because frozen steps would ignore this option; "
-                        f"leave {option} out, also in a state of torch.optim.AdamW"
+                        f"omit {option}, also in a state of torch.optim.AdamW that you load"
                     )
             if not is_whole(group["local_steps"], 1):
                 raise ConfigurationError(
@@ -191,8 +191,8 @@ class CompressedAdam(torch.optim.AdamW):
                 )
         if len(lengths := {group["local_steps"] for group in self.param_groups}) > 1:
             raise ConfigurationError(
-                f"CompressedAdam: its parameter groups have local_steps={sorted(lengths)}, but all of them exchange in "
-                "the same steps; give all parameter groups the same number"
+                f"CompressedAdam: its parameter groups have local_steps={sorted(lengths)}, but all groups must "
+                "exchange in the same steps; give all parameter groups the same number"
             )
 
     def _complete_states(self, parameters: Iterable[torch.Tensor]) -> None:

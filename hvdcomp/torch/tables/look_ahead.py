@@ -174,7 +174,11 @@ class LookAhead:
         self._plan(1)
         first, later = self._exchange.split(batch.by_rank())
         means = first.start(rows, ranks, f"{self._name}.first")()
-        refuse(ranks.wait(refusals)[:, 0].numpy() != 0, "has a gradient of rows that `ids` did not name", refused)
+        refuse(
+            ranks.wait(refusals)[:, 0].numpy() != 0,
+            "has a gradient of rows that the function `ids` did not return",
+            refused,
+        )
 
         self._steps += 1
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -234,8 +238,8 @@ class LookAhead:
             looked_up = ids[name].detach().reshape(-1).long()
             if len(looked_up) and not 0 <= int(looked_up.min()) <= int(looked_up.max()) < table.num_embeddings:
                 raise ConfigurationError(
-                    f"the function `ids` named rows from {int(looked_up.min())} to {int(looked_up.max())} of {name}, "
-                    f"which has only rows 0 to {table.num_embeddings - 1}"
+                    f"the function `ids` returned rows from {int(looked_up.min())} to {int(looked_up.max())} of "
+                    f"{name}, which has only rows 0 to {table.num_embeddings - 1}"
                 )
             looked_up = looked_up.unique()
             if table.padding_idx is not None and not self._exchange.caches:
@@ -456,7 +460,7 @@ def _check(rows: Any, optimizer: Any, batches: Any) -> None:
     rule = _RULES.get(type(optimizer))
     if rule is None:
         raise ConfigurationError(
-            f"LookAhead was given a {type(optimizer).__name__}, which may change a row that has no gradient; pass "
+            f"LookAhead was given a {type(optimizer).__name__}, which may change rows that have no gradient; pass "
             "torch.optim.SGD, torch.optim.Adagrad or hvdcomp.torch.RowWiseAdagrad"
         )
     parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -230,7 +230,7 @@ class ShardedTables:
         """The indices of ids in the rows of the current batch, and these rows."""
         if name not in self._present:
             raise ConfigurationError(
-                f"{name} is sharded, and was looked up outside of the batches of a LookAhead; look rows up after "
+                f"{name} is sharded, but was looked up outside of the batches of a LookAhead; look rows up after "
                 "LookAhead has returned a batch and before step(), or call model.eval() on every rank"
             )
         known, rows = self._present[name]

@@ -526,7 +526,9 @@ def test_model_and_batch_are_on_the_device_that_is_measured(
         if model == "own_model:small":
             on_host = OWN.replace("64, 32)", '64, 32, device="cpu")').replace("size, 64)", 'size, 64, device="cpu")')
             (tmp_path / "host_model.py").write_text(on_host)
-            with pytest.raises(SetupError, match="host_model:small is on cpu, but meta is to be measured; create"):
+            with pytest.raises(
+                SetupError, match="host_model:small is on cpu, but the device to measure is meta; create"
+            ):
                 build("host_model:small", 2, 0, 0, meta)
     finally:
         torch.set_flush_denormal(False)
@@ -561,7 +563,7 @@ def test_one_rank_is_told_how_to_start() -> None:
     assert "one rank" in done.stderr
     assert "horovodrun -np 2 hvdcomp calibrate" in done.stderr
     assert "torchrun --nproc-per-node 2 -m hvdcomp calibrate" in done.stderr
-    assert "or use the network of a preset, such as --network h100x8" in done.stderr
+    assert "Or use the network of a preset, such as --network h100x8" in done.stderr
 
 
 def test_an_unknown_network_is_refused() -> None:
@@ -711,7 +713,7 @@ def test_horovod_is_refused_under_torchrun() -> None:
     environment = os.environ | {"TORCHELASTIC_RUN_ID": "made up"}
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 2
-    assert "torchrun has started these processes" in done.stderr
+    assert "torchrun started these processes" in done.stderr
 
 
 @pytest.mark.thorough

@@ -116,7 +116,7 @@ def test_without_root_or_programs_it_is_said_what_to_do(monkeypatch: pytest.Monk
         Cluster(2, "1gbit")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(ClusterError, match=r"'ip', of the package iproute2.*install-system-packages"):
+    with pytest.raises(ClusterError, match=r"'ip' from the package iproute2.*install-system-packages"):
         Cluster(2, "1gbit")
 
 
@@ -157,7 +157,11 @@ def test_a_kernel_without_user_namespaces_is_named(monkeypatch: pytest.MonkeyPat
         (tmp_path / program).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(ClusterError, match=r"user namespaces \(unshare failed: Operation not permitted\): run it with"):
+    with pytest.raises(
+        ClusterError,
+        match=r"user namespaces \(unshare failed: Operation not permitted\). Run this "
+        r"command with",
+    ):
         namespaces.become_root()
 
 
@@ -169,7 +173,7 @@ def test_namespaces_tell_whose_they_are() -> None:
 
 @pytest.mark.parametrize("hosts", [0, 1, 65])
 def test_wrong_numbers_of_hosts_are_refused(hosts: int) -> None:
-    with pytest.raises(ClusterError, match=f"cluster of {hosts} host"):
+    with pytest.raises(ClusterError, match=f"cluster cannot have {hosts} host"):
         Cluster(hosts, "1gbit")
 
 

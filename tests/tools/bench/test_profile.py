@@ -265,7 +265,7 @@ def test_a_training_in_distributed_data_parallel_goes_on_as_if_it_had_not_been_p
     adviser = Adviser(slow)
     with_adam = to_begin_with(adviser, adviser.advise(Setting(2)))
     # Gathered, or scattered where that was measured too.
-    best = r"in hvdcomp's own trainings, (int8(?::exchange=scatter)?) is the fastest"
+    best = r"in hvdcomp's own training runs, (int8(?::exchange=scatter)?) is the fastest"
     (found,) = re.findall(f"lost at most 2% of quality with Adam {best}", with_adam[0])
     assert f"from_spec('{found}')" in with_adam[1]
     adviser = Adviser(replace(slow, models={"training": replace(slow.models["training"], optimizer="SGD")}))
@@ -434,8 +434,8 @@ def test_one_rank_has_no_network(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "hvdcomp", "profile", *_QUICK, "--output", str(tmp_path / "p.json"), str(script)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stderr
-    assert "there is only one rank, so there is no network to measure; start several" in done.stderr
-    assert "or use the network of a preset, such as --network h100x8" in done.stderr
+    assert "there is only one rank, so there is no network to measure. Start several" in done.stderr
+    assert "Or use the network of a preset, such as --network h100x8" in done.stderr
 
 
 @pytest.mark.thorough

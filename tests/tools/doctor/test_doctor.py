@@ -90,7 +90,7 @@ def test_a_healthy_environment_has_no_problem() -> None:
         ),
         (
             changed(package=Package("/work/hvdcomp", is_on_path=False)),
-            "Scripts in /work import the folder hvdcomp in the same folder",
+            "Scripts in /work import the folder hvdcomp next to them",
             "pip install -e /work/hvdcomp",
             False,
         ),
@@ -99,7 +99,7 @@ def test_a_healthy_environment_has_no_problem() -> None:
         (
             changed(**NO_HOROVOD),
             "PyTorch trains without it (DistributedDataParallel, FSDP), TensorFlow does not",
-            "hvdcomp build-horovod, if you train with Horovod",
+            "If you train with Horovod: hvdcomp build-horovod",
             False,
         ),
         (changed(**NO_HOROVOD, torch=None), "Horovod is not installed", "hvdcomp build-horovod", True),
@@ -158,7 +158,7 @@ def test_a_healthy_environment_has_no_problem() -> None:
         ),
         (
             changed(variables={**TORCHRUN, "RANK": "4"}),
-            "RANK=4 and WORLD_SIZE=4 do not fit together",
+            "RANK=4 and WORLD_SIZE=4 do not match",
             "torchrun",
             True,
         ),
@@ -173,7 +173,7 @@ def test_a_healthy_environment_has_no_problem() -> None:
         (
             changed(variables={**TORCHRUN, "GLOO_SOCKET_IFNAME": "eth0,ib0"}),
             "GLOO_SOCKET_IFNAME=eth0,ib0, but there is no network interface ib0",
-            "Name one of lo, eth0, eth1",
+            "Set the variable to one of lo, eth0, eth1",
             True,
         ),
         (
@@ -252,7 +252,7 @@ def test_a_healthy_environment_has_no_problem() -> None:
         (changed(kernels=Kernels(error="HVDCOMP_KERNELS='x' is unknown")), "'x' is unknown", "unset", True),
         (
             changed(**ON_V100, device_kernels=DeviceKernels("3.4.0", "3.4.0 is installed", "Install PyTorch 2.13")),
-            "no kernels for this GPU, so it compresses PyTorch's gradients tensor by tensor",
+            "no kernels for this GPU, so it compresses PyTorch's gradients one tensor at a time",
             "Install PyTorch 2.13",
             False,
         ),

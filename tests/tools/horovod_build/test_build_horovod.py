@@ -129,7 +129,7 @@ def test_an_edit_of_a_missing_file_is_an_error(tmp_path: Path) -> None:
         (changed(mpi=dataclasses.replace(OPEN_MPI, version="5.0.6")), CPU, r"Open MPI 5\.0\.6.*does not work"),
         (ENVIRONMENT, GPU, "CUDA toolkit"),
         (changed(nvcc="12.4"), GPU, "CPU build"),
-        (with_cuda(nvcc="13.0"), GPU, "major versions must agree"),
+        (with_cuda(nvcc="13.0"), GPU, "major versions must be the same"),
         (ENVIRONMENT, Options(cuda_arch=(70,)), "add --gpu"),
     ],
 )

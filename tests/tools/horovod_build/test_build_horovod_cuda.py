@@ -45,7 +45,7 @@ def test_stray_variables_do_not_steer_the_build() -> None:
 def test_a_build_for_cpu_does_not_depend_on_a_toolkit() -> None:
     assert make_plan(with_cuda(), CPU, {}).key == make_plan(with_cuda(nvcc=None), CPU, {}).key
     assert make_plan(with_cuda(), CPU, {}).variables["HOROVOD_WITHOUT_NVTX"] == "1"
-    assert "built for CPU" in check_environment(with_cuda(), CPU, {})[0]
+    assert "built for the CPU" in check_environment(with_cuda(), CPU, {})[0]
 
 
 def test_a_toolkit_that_does_not_work_is_not_asked(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_all_that_is_missing_is_said_at_once() -> None:
         read_settings(None, "batch", Settings, {"ranks": 2})
     assert str(raised.value) == (
         "name, command, partition must be set: give the flags, or set name, command in the table [job] and partition "
-        "in the table [batch] of a settings file"
+        "in the table [batch] in a settings file"
     )
 
 

@@ -43,7 +43,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     [
         (403, cannot("create", "mpijobs"), "ask for this right in namespace team"),
         (403, QUOTA, "ask for a larger quota"),
-        (401, "Unauthorized", "the cluster does not know you"),
+        (401, "Unauthorized", "the cluster does not accept your login"),
         (404, "the server could not find the requested resource", "the cluster has no mpi-operator"),
         (500, "etcd is full", "etcd is full"),
     ],
@@ -79,7 +79,7 @@ def test_an_answer_that_does_not_come_leaves_it_open_whether_the_job_exists(
     result = invoke(*SUBMIT, *PROGRAM)
     assert result.exit_code == 125
     assert "no answer from http://127.0.0.1" in result.stderr
-    assert "may have been created nevertheless: see `hvdcomp launch k8s status mnist`" in result.stderr
+    assert "may have been created anyway: see `hvdcomp launch k8s status mnist`" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_connection_that_breaks_after_the_request_leaves_it_open_too(
         wrong.result(timeout=30)
     assert result.exit_code == 125
     assert ("[SSL" if through == "TLS" else "Unable to connect to proxy") in result.stderr
-    assert "may have been created nevertheless: see `hvdcomp launch k8s status mnist`" in result.stderr
+    assert "may have been created anyway: see `hvdcomp launch k8s status mnist`" in result.stderr
 
 
 def test_a_missing_client_says_what_to_install(api: KubernetesApi, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,22 +158,22 @@ class TestPods:
             until(running, "epoch 1")
             pods.start_worker(third)  # as after a patch of `replicas`
             pods.list_workers(first, second, third)
-            until(running, "the checkpoint has 2 ranks, and this run has 3 ranks: the residuals are kept")
+            until(running, "the checkpoint has 2 ranks, but this run has 3 ranks: the residuals are kept")
 
             # A drain: the ranks of the pod leave, and the others go on. The list still has it for a while.
             assert pods.before_stop(second) == 0
             pods.signal_worker(second, signal.SIGTERM)
-            lines = until(running, "the checkpoint has 3 ranks, and this run has 2 ranks: the residuals are kept")
+            lines = until(running, "the checkpoint has 3 ranks, but this run has 2 ranks: the residuals are kept")
             assert any("exit with status code 213" in line for line in lines), lines
 
             # The operator makes it again, under the same name.
             pods.start_worker(second)
-            until(running, "the checkpoint has 2 ranks, and this run has 3 ranks")
+            until(running, "the checkpoint has 2 ranks, but this run has 3 ranks")
             for _ in range(2):  # 60 steps, so that there is a checkpoint of three ranks
                 until(running, "<stdout>:epoch ")
             pods.signal_worker(third, signal.SIGKILL)
             pods.list_workers(first, second)
-            until(running, "the checkpoint has 3 ranks, and this run has 2 ranks")
+            until(running, "the checkpoint has 3 ranks, but this run has 2 ranks")
 
             # The launcher's own pod is to end.
             running.send_signal(signal.SIGTERM)

@@ -351,7 +351,9 @@ def test_a_log_that_is_denied_is_told_and_asked_for_again(api: KubernetesApi) ->
     )
     result = play(api, succeeds(api, lambda: api.asked("list", "/log$") >= 4))
     assert (result.exit_code, result.stdout) == (0, "epoch 1\nepoch 2\n")
-    assert result.stderr.count("ask for this right in namespace team, or use another --namespace; asking again") == 1
+    assert (
+        result.stderr.count("ask for this right in namespace team, or use a different --namespace; asking again") == 1
+    )
 
 
 def test_a_log_that_stays_denied_does_not_keep_the_end_from_being_told(api: KubernetesApi) -> None:

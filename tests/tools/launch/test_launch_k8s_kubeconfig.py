@@ -58,9 +58,9 @@ def written(tmp_path: Path, content: Any, monkeypatch: pytest.MonkeyPatch) -> Pa
         (config(**{"current-context": None}), [], "name a context with --context; its contexts are: here, bare"),
         (config(**{"current-context": "gone"}), [], "no context 'gone'; its contexts are: here, bare"),
         (config(), ["--context", "there"], "no context 'there'; its contexts are: here, bare"),
-        (plugin("no-such-plugin"), [], "a program that did not work ([Errno 2] No such file or directory: "),
-        (plugin("sh", "-c", "echo expired >&2; exit 3"), [], "did not work (exec: process returned 3. expired)"),
-        (plugin("echo", "{}"), [], "did not work (exec: malformed response. missing key 'apiVersion')"),
+        (plugin("no-such-plugin"), [], "a program that failed ([Errno 2] No such file or directory: "),
+        (plugin("sh", "-c", "echo expired >&2; exit 3"), [], "failed (exec: process returned 3. expired)"),
+        (plugin("echo", "{}"), [], "failed (exec: malformed response. missing key 'apiVersion')"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_kubeconfig_is_said_in_one_line(
@@ -92,7 +92,7 @@ def test_no_kubeconfig_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     ("content", "said"),
     [
         (config(), "no answer from https://127.0.0.1:9 (Connection(host='127.0.0.1', port=9): Failed to establish"),
-        (plugin("no-such-plugin"), "logs in through a program that did not work"),
+        (plugin("no-such-plugin"), "logs in through a program that failed"),
     ],
 )
 def test_nothing_else_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: Any, said: str) -> None:

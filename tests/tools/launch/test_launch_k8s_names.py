@@ -83,7 +83,7 @@ def test_a_job_made_anew_under_the_same_name_is_not_deleted(api: KubernetesApi) 
     api.fail = replace
     result = launch("k8s", "delete", "one")
     assert result.exit_code == 125
-    assert "another job was created under this name meanwhile, and is not affected" in result.stderr
+    assert "in the meantime, another job was created under this name. It is not affected" in result.stderr
     assert api.objects["mpijobs", "one"]["metadata"]["uid"] != first
 
     api.fail = lambda verb, path, query: None

@@ -60,8 +60,8 @@ def test_a_patch_is_merged_into_the_job(tmp_path: Path) -> None:
     [
         ("a: b: c", "is not valid YAML: mapping values are not allowed here"),
         ("- op: add", "must contain fields of an MPIJob, and begin with metadata: or spec:"),
-        ("metadata: {name: other}", "sets metadata.name, which other settings set already: leave it out"),
-        ("kind: Pod", "sets kind, which other settings set"),
+        ("metadata: {name: other}", "sets metadata.name, which another setting already sets: leave it out"),
+        ("kind: Pod", "sets kind, which another setting already sets"),
         (None, "cannot be read: No such file or directory"),
     ],
 )

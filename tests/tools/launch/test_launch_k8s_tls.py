@@ -139,6 +139,6 @@ def test_a_failed_job_whose_launcher_goes_on_is_reported_and_its_pods_named(cert
     failed, remaining = done.stderr.splitlines()[-2:]
     assert failed[9:] == "failed with exit code 1: MPIJobEvicted: 1/2 workers are evicted"
     assert remaining[9:] == (
-        "these pods still run, but their logs are no longer followed: mnist-launcher-abcde, mnist-worker-0; "
+        "these pods are still running, but their logs are no longer followed: mnist-launcher-abcde, mnist-worker-0; "
         "`hvdcomp launch k8s delete mnist --namespace team` ends the job"
     )

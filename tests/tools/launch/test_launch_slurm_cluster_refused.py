@@ -60,7 +60,7 @@ def test_an_account_that_the_partition_does_not_allow_is_said(launch: Launcher) 
 
 def test_more_nodes_than_the_cluster_has_is_said(launch: Launcher) -> None:
     said = _waits(launch, "PartitionConfig", "--ranks", "4", "--nodes", "4")
-    assert "it asks for more nodes (--nodes) than the partition has" in said
+    assert "the job asks for more nodes (--nodes) than the partition has" in said
 
 
 def test_more_nodes_than_the_partition_allows_is_said(launch: Launcher) -> None:
@@ -92,7 +92,7 @@ _REFUSED_AT_ONCE = {
     "time": (
         ["--time", "2:00:00"],
         "Requested time limit is invalid (missing or exceeds some limit)",
-        "(--time 2:00:00): use less time, or another partition",
+        "(--time 2:00:00): use a shorter time limit, or another partition",
     ),
     "account": (
         ["--partition", "physics", "--account", "art"],

@@ -45,7 +45,7 @@ _REFUSED = {
         "sacctmgr show associations",
     ),
     "Requested time limit is invalid (missing or exceeds some limit)": (
-        "(--time 9-0, --partition gpu): use less time",
+        "(--time 9-0, --partition gpu): use a shorter time limit",
         "sinfo --format='%P %l'",
     ),
     "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)": (
@@ -100,7 +100,7 @@ def test_a_controller_that_does_not_answer_may_have_the_job(folder: Path) -> Non
     done = _launch(*_JOB, *_PROGRAM)
     assert done.exit_code == 125
     (line,) = done.stderr.splitlines()
-    assert f"{text}: Slurm may have the job nevertheless. If `squeue --me`" in line
+    assert f"{text}: Slurm may have accepted the job anyway. If `squeue --me`" in line
 
 
 def test_a_job_has_nothing_of_another_one_that_it_is_submitted_in(
@@ -151,5 +151,5 @@ def test_of_a_job_that_waits_for_its_turn_nothing_is_said(reason: str) -> None:
 def test_other_things_that_keep_a_job_are_said() -> None:
     assert "scontrol release" in explain_reason("JobHeldUser")
     assert "scontrol release" in explain_reason("launch_failed_requeued_held")
-    assert "accepts no jobs now" in explain_reason("PartitionDown")
+    assert "until its partition accepts jobs again" in explain_reason("PartitionDown")
     assert "down or reserved" in explain_reason("ReqNodeNotAvail,_UnavailableNodes:node3")

@@ -117,8 +117,8 @@ def test_a_rank_gets_the_variables_of_torchrun(environment: dict[str, str], expe
     [
         ({}, "neither mpirun nor srun started this process"),
         ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}, "neither mpirun nor srun started this"),  # the batch script
-        (OPEN_MPI, "MASTER_ADDR is not set, and the ranks are on several hosts"),
-        (SLURM, "MASTER_ADDR is not set, and the ranks are on several hosts"),
+        (OPEN_MPI, "MASTER_ADDR is not set, but the ranks are on several hosts"),
+        (SLURM, "MASTER_ADDR is not set, but the ranks are on several hosts"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "x"}, "OMPI_COMM_WORLD_LOCAL_RANK='x' is not a number"),
         ({"SLURM_PROCID": "0"}, "SLURM_STEP_NUM_TASKS=None is not a number"),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, "SLURM_STEP_TASKS_PER_NODE='2(x3)' has no number of ranks"),

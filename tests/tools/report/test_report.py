@@ -149,7 +149,7 @@ def test_a_headline_where_nothing_is_as_good_as_dense(tmp_path):
     write_run(tmp_path / "dense", perplexity=5.0, **common)
     write_run(tmp_path / "topk", "topk:ratio=0.01", factor=50, perplexity=5.51, **common)
     assert sentences(tmp_path) == [
-        "No method that sent fewer bytes ended within 10% of dense training (a perplexity of 5.00).",
+        "None of the methods that sent fewer bytes ended within 10% of dense training (a perplexity of 5.00).",
         "topk:ratio=0.01 sent the fewest bytes, 50.0 times fewer than dense training, but ended at a perplexity of "
         "5.51.",
     ]

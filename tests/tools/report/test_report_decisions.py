@@ -216,7 +216,7 @@ def test_half_a_last_line_is_left_out(tmp_path):
         (2, '"fc1.weight": 4', '"fc1.weight": "much"', "line 2.*much"),
         (1, '{"kind": "start"', '\n{"kind": "start"', "line 1"),
         (2, '"fc1.weight": 4', f'"fc1.weight": {10**400}', "line 2.*OverflowError"),
-        (2, '"from_step": 21', f'"from_step": {2**70}', "line 2: the number of the step is out of range"),
+        (2, '"from_step": 21', f'"from_step": {2**70}', "line 2: the step number is out of range"),
     ],
 )
 def test_damaged_log_is_an_error_that_names_the_line(tmp_path, number, old, new, said):
@@ -303,7 +303,7 @@ def test_a_policy_that_was_taken_out_is_named_and_not_drawn(tmp_path):
     result = report(tmp_path / "runs", "--output", tmp_path / "out")
     assert result.exit_code == 0, result.output
     old = "accordion_joint:low=4,high=1,interval=1"
-    said = f"The decisions of old are not drawn: {old!r}: the policy accordion_joint was removed"
+    said = f"The decisions of old are not plotted: {old!r}: the policy accordion_joint was removed"
     page = (tmp_path / "out/report.html").read_text().replace("&#39;", "'")
     for text in (" ".join(result.output.split()), page):
         assert text.count(said) == 1

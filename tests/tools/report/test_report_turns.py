@@ -121,7 +121,7 @@ def test_steps_that_were_measured_on_a_link_take_the_place_of_its_predictions(tm
         assert heading in page
         assert f">{dense}<" in page
         assert f">{topk}<" in page
-    assert "measured here, all methods in turns, and measured for links of 100 Mb/s, and predicted for links of" in page
+    assert "here, with all methods in turn, and measured for links of 100 Mb/s, and predicted for links of" in page
     rows = {row["run"]: row for row in json.loads((tmp_path / "out" / "report.json").read_text())["rows"]}
     assert [rows[name]["measured_ms_100mbit"] for name in ("dense", "topk", "tensorflow")] == [500.0, 50.0, None]
     assert rows["dense"]["predicted_ms_100mbit"] == pytest.approx(540)
@@ -161,7 +161,7 @@ def test_predictions_from_noise_are_withheld(tmp_path: Path) -> None:
     assert (dense[place], topk[place]) == ("540 / -", "- / -")
     note = section.notes()[-1]
     assert "2 of its measurements differed by more than 15%" in note
-    assert "the most important is network, allreduce of 64 bytes, by 2130%." in note
+    assert "The most important is network, allreduce of 64 bytes, which differed by 2130%." in note
     assert "Predictions that may be wrong by more than 15% are left out" in note
     assert "time" in [name for name, _, _ in draw_section(section)]
 
@@ -177,7 +177,7 @@ def test_without_a_prediction_that_can_be_trusted_there_is_no_column(tmp_path: P
         assert "Predicted" not in text
         assert "There is no prediction for a link of 100 Mb/s, because this machine was too busy" in text
         assert "There are no predictions for links of 100 Mb/s or 1 Gb/s" in text
-        assert "the most important is cnn@digits, passes, by 200%." in text
+        assert "The most important is cnn@digits, passes, which differed by 200%." in text
         assert "ignore smaller differences" not in text
     rows = json.loads((tmp_path / "out" / "report.json").read_text())["rows"]
     assert {row["predicted_ms_1gbit"] for row in rows} == {None}
@@ -200,12 +200,12 @@ def test_calibrations_that_were_repeated_are_compared_by_what_they_predict(tmp_p
     ("changes", "message"),
     [
         ({"model": "mlp"}, "measure it as mlp@digits"),
-        ({"model": "cnn@digits"}, "no run matches the steps measured in turns"),
-        ({"steps": {}}, "no run matches the steps measured in turns"),
-        ({"calibration": {}}, "does not contain steps measured in turns"),
-        ({"noisy": {"passes": {"seconds": 1.0}}}, "does not contain steps measured in turns"),
-        ({"noisy": {"passes": {"seconds": 1.0, "spread": float("nan")}}}, "does not contain steps measured in turns"),
-        ({"steps": {"none": {"median_ms": None}}}, "does not contain steps measured in turns"),
+        ({"model": "cnn@digits"}, "no run matches the steps that were measured in turn"),
+        ({"steps": {}}, "no run matches the steps that were measured in turn"),
+        ({"calibration": {}}, "does not contain steps measured in turn"),
+        ({"noisy": {"passes": {"seconds": 1.0}}}, "does not contain steps measured in turn"),
+        ({"noisy": {"passes": {"seconds": 1.0, "spread": float("nan")}}}, "does not contain steps measured in turn"),
+        ({"steps": {"none": {"median_ms": None}}}, "does not contain steps measured in turn"),
         ({"steps": {"none": {"median_ms": -1}}}, "a time is not a positive number"),
     ],
 )

@@ -336,7 +336,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
         assert f"run {number} ends on rank 0 with 2" in said
     others = [[*base, "--output", output], [*base, "--output", output, "--seed", "1"]]
     other_ranks = _run(2, tmp_path, [{"options": one} for one in others])
-    assert other_ranks.count("the checkpoint has 1 rank, and this run has 2 ranks") == 1
+    assert other_ranks.count("the checkpoint has 1 rank, but this run has 2 ranks") == 1
     assert other_ranks.count("was saved by a run with seed=0, but this run has 1") == 1
     for rank in (0, 1):
         assert f"run 0 ends on rank {rank} with 0" in other_ranks
@@ -431,7 +431,7 @@ def test_what_cannot_be_written_ends_all_ranks_with_the_first_cause(tmp_path: Pa
     for number, code in enumerate((0, 1, 1, 0, 2, 2, 2, 1)):
         for rank in (0, 1):
             assert f"run {number} ends on rank {rank} with {code}" in said, number
-    assert said.count(f"Error: {file} cannot be written: File too large; everything that was written be") == 2
+    assert said.count(f"Error: {file} cannot be written: File too large. Everything that was written be") == 2
     assert [line["step"] for line in _lines(output / "steps.jsonl")] == list(range(1, 21))
     assert f"{file} cannot be written" in _summary(output)["error"]
     assert not list(output.glob("*.part"))

@@ -434,7 +434,7 @@ def test_cifar_pickles_cannot_run_code(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     path = _write_cifar10(tmp_path) / "test_batch"
     path.write_bytes(pickle.dumps({b"data": _Harmful(marker), b"labels": []}))
-    with pytest.raises(SetupError, match=r"test_batch .* hvdcomp refuses this"):
+    with pytest.raises(SetupError, match=r"test_batch .* hvdcomp refuses to read the file"):
         data_cifar.load(tmp_path, "cifar10")
     assert not marker.exists()
 

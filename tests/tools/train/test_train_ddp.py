@@ -130,7 +130,7 @@ def test_one_process_alone_trains(tmp_path: Path) -> None:
         ("auto", "tensorflow", False, "horovod"),
         ("ddp", "torch", False, "ddp"),
         ("horovod", "torch", False, "horovod"),
-        ("horovod", "torch", True, "torchrun has started"),
+        ("horovod", "torch", True, "torchrun started"),
         ("auto", "tensorflow", True, "torchrun works only with PyTorch"),
         ("ddp", "tensorflow", False, "--backend ddp works only with PyTorch"),
     ],
@@ -147,7 +147,11 @@ def test_the_launcher_chooses_the_backend(backend: str, framework: str, torchrun
 @pytest.mark.parametrize(
     ("timeout", "torchrun", "refusal"),
     [
-        (60.0, False, "--timeout 60 works only with torch.distributed. With Horovod leave it out; set HOROVOD_GLOO_"),
+        (
+            60.0,
+            False,
+            "--timeout 60 works only with torch.distributed. With Horovod, leave it out. Instead, set HOROVOD_GLOO_",
+        ),
         (0.0, True, "--timeout 0 must be more than 0 seconds"),
         (float("nan"), True, "--timeout nan must be more than 0 seconds"),
     ],

@@ -104,7 +104,7 @@ def test_ranks_come_and_go(framework: str, signal: str, tmp_path: Path) -> None:
     steps = [json.loads(line)["step"] for line in (output / "steps.jsonl").read_text().splitlines()]
     assert steps == list(range(1, summary["steps"] + 1))
     for then, now in (("2 ranks", "3 ranks"), ("3 ranks", "2 ranks"), ("2 ranks", "1 rank")):
-        assert f"the checkpoint has {then}, and this run has {now}: the residuals are kept" in done.stdout
+        assert f"the checkpoint has {then}, but this run has {now}: the residuals are kept" in done.stdout
 
 
 @pytest.mark.alone

@@ -130,9 +130,9 @@ def test_two_ranks_then_four_then_two(tmp_path: Path) -> None:
     options = ["--fsdp", "--compression", "int4", "--memory", "error_feedback", "--checkpoint-folder", str(saved)]
     _said(output, *options, "--steps", "3")
     said = _said(output, *options, "--steps", "4", ranks=4)
-    assert said.count("the checkpoint has 2 ranks, and this run has 4 ranks: the residuals are kept, and cut") == 1
+    assert said.count("the checkpoint has 2 ranks, but this run has 4 ranks: the residuals are kept, and cut") == 1
     said = _said(output, *options, "--steps", "6")
-    assert said.count("the checkpoint has 4 ranks, and this run has 2 ranks: the residuals are kept, and cut") == 1
+    assert said.count("the checkpoint has 4 ranks, but this run has 2 ranks: the residuals are kept, and cut") == 1
     said = _said(output, *options, "--steps", "8", "--residuals", "drop", ranks=3)
     assert said.count("the residuals are dropped, because of --residuals drop") == 1
     summary = _summary(output)
@@ -198,9 +198,9 @@ def test_two_replicas_then_three_then_two_on_other_nodes(tmp_path: Path) -> None
     options = ["--fsdp", "--shard-ranks", "2", "--overlap", "on", "--bucket-bytes", "100000", *folder]
     _said(output, *options, "--steps", "3", ranks=4, node=2)
     said = _said(output, *options, "--steps", "4", ranks=6, node=1)
-    assert said.count("the checkpoint has 4 ranks, and this run has 6 ranks: the residuals are kept, and cut") == 1
+    assert said.count("the checkpoint has 4 ranks, but this run has 6 ranks: the residuals are kept, and cut") == 1
     said = _said(output, *options, "--steps", "5", ranks=4)
-    assert said.count("the checkpoint has 6 ranks, and this run has 4 ranks: the residuals are kept, and cut") == 1
+    assert said.count("the checkpoint has 6 ranks, but this run has 4 ranks: the residuals are kept, and cut") == 1
     summary = _summary(output)
     assert (summary["resumed_at"], summary["steps"], summary["identical"]) == ([3, 4], 5, True)
     # The reduce-scatters of the first three steps were within a node.

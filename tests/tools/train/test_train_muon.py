@@ -110,4 +110,4 @@ def test_ranks_learn_with_it_and_stay_equal(tmp_path: Path) -> None:
 def test_a_pytorch_without_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.optim, "Muon")
     done = CliRunner().invoke(main, ["train", "--simulate-ranks", "2", "--model", "mlp", "--optimizer", "muon"])
-    assert (done.exit_code, "--optimizer muon needs PyTorch 2.9 or later, and this is" in done.output) == (2, True)
+    assert (done.exit_code, "--optimizer muon needs PyTorch 2.9 or later, but this is" in done.output) == (2, True)

@@ -107,9 +107,12 @@ def test_an_optimizer_with_weights_for_evaluations_trains_its_other_weights(tmp_
         ("torch.", "--optimizer 'torch.' is unknown"),
         ("torch.optim.Adams", "--optimizer torch.optim.Adams cannot be imported: module 'torch.optim' has no"),
         ("no_such_package.Lion", "--optimizer no_such_package.Lion cannot be imported: No module named"),
-        ("{module}.NUMBER", "NUMBER is neither a class nor a function, but of type int"),
-        ("{module}.no_optimizer", "makes an object of type list; name a class of torch.optim.Optimizer"),
-        ("{module}.wants_more", "does not take the parameter groups of a model and lr=: TypeError: wants_more()"),
+        ("{module}.NUMBER", "NUMBER is neither a class nor a function, but an object of type int"),
+        ("{module}.no_optimizer", "returns an object of type list; name a class of torch.optim.Optimizer"),
+        (
+            "{module}.wants_more",
+            "cannot be called with the parameter groups of a model and lr=: TypeError: wants_more()",
+        ),
     ],
 )
 def test_what_makes_no_optimizer_is_refused(tmp_path: Path, module: str, optimizer: str, message: str) -> None:

@@ -54,7 +54,7 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
             "fsdp_weights", "shard_ranks",
         }  # fmt: skip
     else:
-        with pytest.raises(SetupError, match=f"--model {model} cannot learn --data {data}; choose"):
+        with pytest.raises(SetupError, match=f"--model {model} does not work with --data {data}; choose"):
             settings.resolved()
 
 
@@ -342,7 +342,7 @@ def test_what_is_wrong_is_said_before_a_framework_is_imported(tmp_path: Path) ->
         ],
         "--output": ["train", "--output", str(tmp_path)],
         "--elastic needs --checkpoint-folder": ["train", "--elastic"],
-        "--model lstm cannot learn --data digits": ["train", "--model", "lstm"],
+        "--model lstm does not work with --data digits": ["train", "--model", "lstm"],
         "--backend ddp works only with PyTorch": ["train", "--framework", "tensorflow", "--backend", "ddp"],
         "unknown compressor 'zap'": ["calibrate", "--compressor", "zap"],
         f"--output {missing} cannot be written": ["calibrate", "--output", missing],

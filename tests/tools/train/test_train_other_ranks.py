@@ -86,7 +86,7 @@ def test_two_ranks_then_one_then_two(controller: str, tmp_path: Path) -> None:
     pending = _pending(tmp_path)
     said, summary = _train(tmp_path, controller, 1, 60, options, "stopped")
     assert (
-        said.count("and this run has 1 rank: the residuals are kept; each new rank continues with the residuals of 2")
+        said.count("but this run has 1 rank: the residuals are kept; each new rank continues with the residuals of 2")
         == 1
     )
     assert summary["resumed_at"] == [30]
@@ -96,7 +96,7 @@ def test_two_ranks_then_one_then_two(controller: str, tmp_path: Path) -> None:
         for name, values in pending.items():
             np.testing.assert_allclose(waiting[name], values, rtol=1e-6, atol=1e-9)
     said, summary = _train(tmp_path, controller, 2, _NEVER, options, "finished")
-    assert said.count("the checkpoint has 1 rank, and this run has 2 ranks: the residuals are kept, on rank 0") == 1
+    assert said.count("the checkpoint has 1 rank, but this run has 2 ranks: the residuals are kept, on rank 0") == 1
     assert summary["resumed_at"] == [30, 60]
     assert [line["step"] for line in _lines(tmp_path / "run" / "epochs.jsonl")] == [20, 50, 75]
     assert [line["step"] for line in _lines(tmp_path / "run" / "steps.jsonl")] == list(range(1, 76))
@@ -133,7 +133,7 @@ def test_four_ranks_then_two_then_three(controller: str, compression: str, tmp_p
     said, _ = _train(tmp_path, controller, 2, 35, options, "stopped")
     assert said.count("the residuals are kept; each new rank continues with the residuals of 2 old ranks") == 1
     said, summary = _train(tmp_path, controller, 3, _NEVER, options, "finished")
-    assert said.count("the checkpoint has 2 ranks, and this run has 3 ranks: the residuals are kept, on ranks 0 to 1")
+    assert said.count("the checkpoint has 2 ranks, but this run has 3 ranks: the residuals are kept, on ranks 0 to 1")
     # Of four ranks an epoch is 10 steps, of two 20, of three 13: of the third epoch a half is over, or 6 steps.
     assert [line["step"] for line in _lines(tmp_path / "run" / "epochs.jsonl")] == [10, 25, 35 + 13 - 6]
     assert summary["resumed_at"] == [15, 35]
@@ -148,7 +148,7 @@ def test_tensorflow_goes_on_with_other_ranks(tmp_path: Path) -> None:
     _train(tmp_path, "gloo", 3, 40, options, "stopped")
     said, summary = _train(tmp_path, "gloo", 2, _NEVER, options, "finished")
     assert (
-        said.count("and this run has 2 ranks: the residuals are kept; each new rank continues with the residuals of up")
+        said.count("but this run has 2 ranks: the residuals are kept; each new rank continues with the residuals of up")
         == 1
     )
     # Of three ranks an epoch is 13 steps, of which 6 are over as the run goes on with them; then 3, or 4 of 20.

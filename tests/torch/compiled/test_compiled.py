@@ -83,7 +83,7 @@ NOT_IN_A_GRAPH = {
     "two_level(powersgd:rank=2)": "keeps more than a residual",
     "topk:ratio=0.1": "at first residual=torch.zeros_like(tensor), or choose a method that keeps nothing",
     '{"a": "efsignsgd", "*": "none"}': "efsignsgd keeps a residual from step to step, but no residual was given",
-    "auto": "'auto' is a policy, which decides between two steps, but a compiled graph repeats the same step",
+    "auto": "'auto' is a policy, which makes decisions between steps, but a compiled graph repeats the same step",
     "gravac:loss=0.05": "is a policy",
     "horse": "unknown compressor",
 }
@@ -128,10 +128,9 @@ WRONG: dict[str, Callable[[], object]] = {
             tensors()[0], "efsignsgd", 0, name="a", residual=torch.zeros(40, 50, dtype=torch.bfloat16)
         )
     ),
-    r"tensor 'a' has the shape \(\), but its first dimension is divided among 1 ranks": (
-        lambda: compiled.reduce_scatter_mean(torch.tensor(1.0), "int8", 0, name="a")
-    ),
-    "no process group of the name 'elsewhere'": lambda: compiled.allreduce_mean(
+    r"tensor 'a' has the shape \(\), but the length of its first dimension must be a multiple of the number of ranks, "
+    r"1": (lambda: compiled.reduce_scatter_mean(torch.tensor(1.0), "int8", 0, name="a")),
+    "no process group with the name 'elsewhere'": lambda: compiled.allreduce_mean(
         tensors()[0], "int8", 0, name="a", group="elsewhere"
     ),
 }
@@ -280,7 +279,7 @@ def test_the_step_may_be_a_node_of_the_graph() -> None:
 
 def test_what_the_pass_refuses() -> None:
     traced = make_fx(lambda x: (reduced(x), reduced(x * 2)))(tensors()[0])
-    with pytest.raises(hvdcomp.ConfigurationError, match="several tensors got the name same"):
+    with pytest.raises(hvdcomp.ConfigurationError, match="several tensors have the name same"):
         compiled.compress_reductions(traced, "int8", torch.tensor(0), name_of=lambda node: "same")
     with pytest.raises(hvdcomp.SpecError, match="at first residual="):
         compiled.compress_reductions(traced, "topk:ratio=0.1", torch.tensor(0))
@@ -288,5 +287,5 @@ def test_what_the_pass_refuses() -> None:
     first = next(node for node in traced.graph.nodes if "all_reduce" in node.name)
     keep = lambda node: node.name if node is first else None  # noqa: E731
     assert compiled.compress_reductions(traced, "int8", torch.tensor(0), name_of=keep) == [first.name]
-    with pytest.raises(hvdcomp.ConfigurationError, match="with another step; give the same tensor"):
+    with pytest.raises(hvdcomp.ConfigurationError, match="use a different tensor as step; give the same tensor"):
         compiled.compress_reductions(traced, "int8", torch.tensor(0))

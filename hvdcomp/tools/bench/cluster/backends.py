@@ -33,7 +33,7 @@ def _horovod(hosts: int, slots: int) -> list[dict[str, str]]:
         from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
         from horovod.runner.http.http_server import RendezvousServer
     except ImportError as error:
-        raise ClusterError(f"Horovod is not installed for {sys.executable} ({error}); run `make setup`") from None
+        raise ClusterError(f"Horovod is not installed for {sys.executable} ({error}). Run `make setup`") from None
     server = RendezvousServer(0)
     port = server.start()  # the server runs in a thread until this process ends
     places = get_host_assignments(parse_hosts(",".join(f"host{host}:{slots}" for host in range(hosts))), hosts * slots)

@@ -42,7 +42,7 @@ class Cluster:
 
     def __init__(self, hosts: int, rate: str, *, standing: bool = False) -> None:
         if not 2 <= hosts <= namespaces.MOST_HOSTS:
-            raise ClusterError(f"a cluster of {hosts} host(s) is not possible; use 2 to {namespaces.MOST_HOSTS} hosts")
+            raise ClusterError(f"a cluster cannot have {hosts} host(s); use 2 to {namespaces.MOST_HOSTS} hosts")
         parse_rate(rate)
         namespaces.check_machine()
         self.hosts = hosts

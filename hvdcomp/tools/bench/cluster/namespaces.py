@@ -54,8 +54,8 @@ def become_root() -> None:
     tried = subprocess.run([*enter, "mount -t tmpfs none /run"], capture_output=True, text=True)
     if tried.returncode != 0:
         raise ClusterError(
-            "the emulated cluster needs network namespaces. They need root, or a kernel that lets users make user "
-            f"namespaces ({tried.stderr.strip()}): run it with sudo"
+            "the emulated cluster needs network namespaces. To create them, you need root, or a kernel that lets users "
+            f"create user namespaces ({tried.stderr.strip()}). Run this command with sudo"
         )
     os.execvp(enter[0], [*enter, 'mount -t tmpfs none /run && exec "$@"', "sh", *sys.orig_argv])
 
@@ -66,8 +66,8 @@ def _check_programs() -> None:
     for program, package in packages.items():
         if shutil.which(program) is None:
             raise ClusterError(
-                f"the emulated cluster needs the program {program!r}, of the package {package}; on Debian and Ubuntu: "
-                "sudo scripts/install-system-packages"
+                f"the emulated cluster needs the program {program!r} from the package {package}. On Debian and Ubuntu, "
+                "run: sudo scripts/install-system-packages"
             )
 
 
@@ -178,7 +178,11 @@ def _command(command: str) -> str:
     message = (process.stderr or process.stdout).strip()
     hint = ""
     if "not permitted" in message or "Permission denied" in message:
-        hint = "; root does not have this right here, as in most containers: start the container with --privileged"
+        hint = (
+            ". Here, even root is not allowed to do this, as in most containers: start the container with --privileged"
+        )
     elif any(words in message.lower() for words in ("unknown", "not supported", "no such file")):
-        hint = "; the kernel seems to lack a feature: bridges, veth, network namespaces and the qdisc tbf are needed"
+        hint = (
+            ". The kernel seems to lack a feature. It must support bridges, veth, network namespaces and the qdisc tbf"
+        )
     raise ClusterError(f"{command!r} failed: {message}{hint}")

@@ -36,7 +36,7 @@ def measure(cluster: Cluster, seconds: float = 3.0) -> float:
         with cluster.start(0, [*program, "send", address(1)]):
             answer = receiver.stdout.readline()
     if not answer:
-        raise RuntimeError("the receiving end of the connection failed; see its message above")
+        raise RuntimeError("the receiving end of the connection failed; see its error message above")
     return float(answer)
 
 

@@ -157,8 +157,8 @@ def check_steady(measurements: Sequence[Measurement]) -> None:
             raise UnsteadyError(
                 f"a copy of the same gradients took {fast.copy_ms.median:.3g} ms while {fast.request.method} was "
                 f"measured, and {slow.copy_ms.median:.3g} ms while {slow.request.method} was measured, which is "
-                f"{spread:.0%} more; at most {MOST_SPREAD:.0%} is allowed. The machine was not equally fast for all "
-                "methods, so the rows of different methods cannot be compared. The copy was unusually fast or slow for "
-                f"these methods: {', '.join(apart)}. End other programs, or use another machine, and measure again "
+                f"{spread:.0%} more; at most {MOST_SPREAD:.0%} more is allowed. The machine was not equally fast for "
+                "all methods, so the rows of different methods cannot be compared. The copy was unusually fast or slow "
+                f"for these methods: {', '.join(apart)}. End other programs, or use another machine, and measure again "
                 "with more --seconds or --retries"
             )

@@ -21,8 +21,8 @@ def title(options: Mapping[str, Any]) -> str:
     memory = "" if options["memory"] is None else f"memory {options['memory']}, "
     return (
         f"One step without a network: {options['model']}, {options['framework']}, {options['device']}, "
-        f"{options['dtype']}, {memory}payloads of {options['ranks']} rank(s); "
-        f"medians of at least {options['repeats']} turns"
+        f"{options['dtype']}, {memory}payloads of {options['ranks']} rank(s); medians of at least {options['repeats']} "
+        "repetitions"
     )
 
 

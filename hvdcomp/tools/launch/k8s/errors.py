@@ -57,7 +57,7 @@ def explained(failed: str, server: str, namespace: str, creating: str | None = N
     def unanswered(error: BaseException) -> KubernetesError:
         message = f"{failed}: no answer from {server} ({_innermost(error)})"
         if creating is not None and not _never_sent(error):
-            message += f"; the job may have been created nevertheless: see `hvdcomp launch k8s status {creating}`"
+            message += f"; the job may have been created anyway: see `hvdcomp launch k8s status {creating}`"
         return KubernetesError(message, transient=True)
 
     try:
@@ -67,7 +67,7 @@ def explained(failed: str, server: str, namespace: str, creating: str | None = N
             raise unanswered(error.__context__) from None
         message = _message(error)
         if error.status == 409:
-            replaced = f"{message}: another job was created under this name meanwhile, and is not affected"
+            replaced = f"{message}: in the meantime, another job was created under this name. It is not affected"
             message = "an MPIJob of this name exists already" if creating else replaced
         advice = _advice(error.status, message, namespace, creating)
         raise KubernetesError(f"{failed}: {message}", error.status, None if error.status else True, advice) from None
@@ -93,16 +93,19 @@ def _never_sent(error: BaseException) -> bool:
 
 def _advice(status: int, message: str, namespace: str, creating: str | None) -> str | None:
     if status == 401:
-        return "the cluster does not know you; log in again, see `kubectl auth whoami`"
+        return "the cluster does not accept your login; log in again, and check it with `kubectl auth whoami`"
     if status == 403 and _NO_RIGHT.search(message):
-        return f"ask for this right in namespace {namespace}, or use another --namespace"
+        return f"ask for this right in namespace {namespace}, or use a different --namespace"
     if status == 403 and "exceeded quota" in message:
         return (
             f"delete jobs that are no longer needed (`hvdcomp launch k8s list --namespace {namespace}`), ask for a "
-            "larger quota, or use another --namespace"
+            "larger quota, or use a different --namespace"
         )
     if status == 409 and creating is not None:
-        return f"use another --name, or delete it with `hvdcomp launch k8s delete {creating} --namespace {namespace}`"
+        return (
+            f"use a different --name, or delete the job with `hvdcomp launch k8s delete {creating} --namespace "
+            f"{namespace}`"
+        )
     if status == 404 and creating is not None:
         return (
             f"either there is no namespace {namespace}, or the cluster has no mpi-operator with MPIJob {VERSION}; see "

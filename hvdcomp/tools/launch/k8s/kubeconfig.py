@@ -73,8 +73,8 @@ def _from_file(kubernetes: Any, file: str, context: str | None) -> tuple[Any, st
         logging.getLogger().removeHandler(errors)
     if errors.messages:
         raise KubernetesError(
-            f"context {chosen!r} of {file} logs in through a program that did not work ({errors.messages[0]}): install "
-            "this program, or log in with it by hand; `kubectl auth whoami` uses the same program"
+            f"context {chosen!r} of {file} logs in through a program that failed ({errors.messages[0]}). Install this "
+            "program, or use it to log in by hand. `kubectl auth whoami` uses the same program"
         )
     return client, contexts[chosen].get("namespace") or "default"
 

@@ -36,7 +36,7 @@ def read_patch(path: Path) -> dict[str, Any]:
             value = value.get(key) if isinstance(value, Mapping) else None
         if value is not None:
             raise ConfigurationError(
-                f"patch: {path} sets {'.'.join(place)}, which other settings set already: leave it out"
+                f"patch: {path} sets {'.'.join(place)}, which another setting already sets: leave it out"
             )
     return patch
 

@@ -76,8 +76,8 @@ class Kubernetes(Scheduler[KubernetesSettings, MPIJob]):
             lost=lambda why: say(f"{why}; asking again"),
             write=write,
             remain=lambda pods: say(
-                f"these pods still run, but their logs are no longer followed: {', '.join(pods)}; `{delete}` ends the "
-                "job"
+                f"these pods are still running, but their logs are no longer followed: {', '.join(pods)}; `{delete}` "
+                "ends the job"
             ),
         )
 

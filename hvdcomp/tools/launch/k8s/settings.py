@@ -146,7 +146,7 @@ class KubernetesSettings:
     patch: Path | None = None
     elastic: str | None = option(
         None,
-        "Elastic Horovod: the job starts with --ranks ranks, and their number may vary from MIN to MAX.",
+        "Elastic Horovod: the job starts with --ranks ranks, and their number may then vary from MIN to MAX.",
         metavar="MIN:MAX",
     )
     interface: str = "eth0"
@@ -256,7 +256,7 @@ class KubernetesSettings:
                     )
         for key in self.pod_labels:
             if key.startswith(OPERATOR_DOMAIN):
-                raise ConfigurationError(f"pod_labels: the mpi-operator sets {key!r} itself: leave it out")
+                raise ConfigurationError(f"pod_labels: the mpi-operator itself sets {key!r}: leave it out")
 
     def _check_mounts(self) -> None:
         folders = [("checkpoint_path", self.checkpoint_path), ("home", self.home)]
@@ -272,7 +272,9 @@ class KubernetesSettings:
             occupied.add(self.checkpoint_path)
         for folder, claim in self.volumes.items():
             if folder.rstrip("/") in {mount.rstrip("/") for mount in occupied}:
-                raise ConfigurationError(f"volumes: something else is mounted at {folder!r}: use another folder")
+                raise ConfigurationError(
+                    f"volumes: something else is already mounted at {folder!r}: use a different folder"
+                )
             occupied.add(folder)
             _check_object(f"volumes.{folder}", claim.removesuffix(":ro"))
 
@@ -282,7 +284,7 @@ class KubernetesSettings:
         if self.job.ranks % self.slots_per_worker:
             raise ConfigurationError(
                 f"ranks: {self.job.ranks} ranks do not fill pods of slots_per_worker={self.slots_per_worker} ranks "
-                f"each: use a multiple of {self.slots_per_worker}, or another slots_per_worker"
+                f"each: use a multiple of {self.slots_per_worker}, or a different slots_per_worker"
             )
         self._check_last(self.workers)
 
@@ -311,7 +313,7 @@ class KubernetesSettings:
         least, most = self.bounds
         if not least <= self.job.ranks <= most:
             raise ConfigurationError(
-                f"elastic: the range {self.elastic} must contain the number of ranks with which the job begins, "
+                f"elastic: the range {self.elastic} must contain the number of ranks at the start of the job, "
                 f"ranks={self.job.ranks}: use MIN <= ranks <= MAX"
             )
         if least % self.slots_per_worker or most % self.slots_per_worker:
@@ -353,7 +355,7 @@ class KubernetesSettings:
                 "the --checkpoint-folder"
             )
         if "--backend=ddp" in words or ("--backend", "ddp") in itertools.pairwise(words):
-            raise ConfigurationError("elastic: `hvdcomp train --backend ddp` is not Horovod: leave --backend out")
+            raise ConfigurationError("elastic: `hvdcomp train --backend ddp` does not use Horovod: leave --backend out")
 
     def _check_quantities(self) -> None:
         for name in ("worker_cpu", "worker_memory", "shared_memory", "launcher_cpu", "launcher_memory"):
@@ -378,15 +380,18 @@ class KubernetesSettings:
     def _check_environment(self) -> None:
         for name, value in self.job.environment.items():
             if name in (COMMAND, EXPECTED_SIZE):
-                raise ConfigurationError(f"environment: {name} is set by the launcher itself: leave it out")
+                raise ConfigurationError(f"environment: the launcher itself sets {name}: leave it out")
             if name.startswith("OMPI_MCA_") and not _MPI_PARAMETER.fullmatch(value):
                 # mpirun puts these values on a command line that a shell interprets on every host.
                 raise ConfigurationError(
-                    f"environment: {name}={value!r}: Open MPI's parameters may only have letters, digits and _.,:^/@=+-"
+                    f"environment: {name}={value!r}: Open MPI's parameters may contain only letters, digits and "
+                    "_.,:^/@=+-"
                 )
         for name, source in self.secrets.items():
             if name in self.job.environment or name in (COMMAND, EXPECTED_SIZE) or name.startswith("OMPI_MCA_"):
-                raise ConfigurationError(f"secrets: {name} is set elsewhere, or belongs to Open MPI: use another name")
+                raise ConfigurationError(
+                    f"secrets: {name} is set by another setting, or belongs to Open MPI: use a different name"
+                )
             if not VARIABLE.fullmatch(name):
                 raise ConfigurationError(f"secrets: {name!r} is not the name of a variable: give only a name, no value")
             secret, _, key = source.partition("/")
@@ -412,8 +417,8 @@ def check_job_name(name: str) -> None:
     """
     if not _DNS_LABEL.fullmatch(name) or len(name) > NAME_LENGTH:
         raise ConfigurationError(
-            f"name: {name!r} cannot be the name of a job on Kubernetes, because the job's hosts are named after it: "
-            f"use at most {NAME_LENGTH} lower-case letters, digits and hyphens, with a letter or digit first and last"
+            f"name: {name!r} cannot be the name of a job on Kubernetes, because the job's hosts are named after it. "
+            f"Use at most {NAME_LENGTH} lower-case letters, digits and hyphens, with a letter or digit first and last"
         )
     # The operator also creates a Service with this name. The name of a Service must not begin with a digit (DNS-1035).
     if name[0].isdigit():

@@ -115,7 +115,7 @@ def submit(script: str) -> int:
         output = _run(["sbatch", "--parsable"], text=script, variables=variables)
     except SchedulerUnavailableError as error:
         raise SchedulerUnavailableError(
-            f"{error}: Slurm may have the job nevertheless. If `squeue --me` does not list it, submit again"
+            f"{error}: Slurm may have accepted the job anyway. If `squeue --me` does not list it, submit again"
         ) from None
     match = re.match(r"(\d+)(;|$)", output.strip().splitlines()[-1] if output.strip() else "")
     if match is None:
@@ -184,7 +184,9 @@ def _parse_job(job_id: int, text: str) -> SlurmJobState:
 
 def _accounted(job_id: int) -> SlurmJobState:
     """The state according to accounting, which has no record of the output file and the restarts."""
-    forgotten = f"Slurm does not know job {job_id}, or forgot it after its end"
+    forgotten = (
+        f"Slurm has no record of job {job_id}: it does not exist, or Slurm deleted its record after the job ended"
+    )
     try:
         output = _run(
             ["sacct", f"--jobs={job_id}", "--allocations", "--noheader", "--parsable2", f"--format={_ACCOUNTED}"]
@@ -192,7 +194,9 @@ def _accounted(job_id: int) -> SlurmJobState:
     except SchedulerUnavailableError:
         raise
     except SchedulerError as error:
-        raise UnknownJobError(f"{forgotten}, and this cluster keeps no accounting ({error})") from None
+        raise UnknownJobError(
+            f"{forgotten}; this cluster has no accounting that keeps such records ({error})"
+        ) from None
     if not output.strip():
         raise UnknownJobError(f"{forgotten}; `squeue --me` lists your jobs")
     name, state, nodes, codes = output.strip().splitlines()[-1].split("|")

@@ -38,7 +38,8 @@ _REFUSALS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "Requested time limit is invalid": (
         ("time", "partition"),
-        f"use less time, or another partition ({_LIMITS}); a job that saves is requeued and continues",
+        f"use a shorter time limit, or another partition ({_LIMITS}). A job that saves checkpoints is requeued and "
+        "continues",
     ),
     "Job violates accounting/QOS policy": (
         ("account", "qos", "time", *_SIZE),
@@ -87,7 +88,7 @@ _REASONS: dict[str, str] = {
         "allowed numbers"
     ),
     r"(Assoc|QOS)Max\w+Per(Job|Node).*": (
-        f"{_NEVER}: it asks for more than the account or QOS allows one job; `sacctmgr show qos` lists the limits"
+        f"{_NEVER}: the job asks for more than the account or QOS allows one job; `sacctmgr show qos` lists the limits"
     ),
     r"AccountNotAllowed|InvalidAccount|Job's_account_not.*": (
         f"{_NEVER}: the account (--account) may not use the partition (--partition); {_ACCOUNTS}"
@@ -96,18 +97,16 @@ _REASONS: dict[str, str] = {
         f"{_NEVER}: the QOS (--qos) may not be used with this account or partition; {_ACCOUNTS}"
     ),
     "PartitionConfig": (
-        "it asks for more nodes (--nodes) than the partition has, and starts only if the partition gets more nodes; "
-        "`sinfo --format='%P %D'` lists the number of nodes of each partition"
+        "the job asks for more nodes (--nodes) than the partition has, so it can start only after the partition gets "
+        "more nodes; `sinfo --format='%P %D'` lists the number of nodes of each partition"
     ),
-    "BadConstraints": f"{_NEVER}: no node has everything that it asks for",
-    "PartitionDown|PartitionInactive": (
-        f"its partition accepts no jobs now, and the job waits until it does; {_PARTITIONS}"
-    ),
+    "BadConstraints": f"{_NEVER}: no node has everything that the job asks for",
+    "PartitionDown|PartitionInactive": (f"the job waits until its partition accepts jobs again; {_PARTITIONS}"),
     r"ReqNodeNotAvail.*|Nodes_required_for_job_are_DOWN.*": (
-        "nodes that it needs are down or reserved, and the job waits for them; `sinfo --list-reasons` says why"
+        "the job waits for nodes that are down or reserved; `sinfo --list-reasons` lists the reasons"
     ),
     r"JobHeldUser|JobHeldAdmin|launch_failed_requeued_held": (
-        "it is held until somebody calls `scontrol release`; `scontrol show job` says more"
+        "it is held until somebody runs `scontrol release`; `scontrol show job` shows details"
     ),
 }
 

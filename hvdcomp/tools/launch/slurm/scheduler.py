@@ -60,8 +60,8 @@ class Slurm(Scheduler[SlurmJob, BatchJob]):
         logs = sorted(self._log_folder.glob(log_name("*", number)))
         if not logs:
             raise UnknownJobError(
-                f"Slurm does not say where the output of job {number} is, and {self._log_folder.absolute()} contains "
-                f"no {log_name('*', number)}: give the folder that contains the output with --log-folder"
+                f"Slurm has no record of where the output of job {number} is, and {self._log_folder.absolute()} "
+                f"contains no {log_name('*', number)}. Pass the folder that contains the output as --log-folder"
             )
         return BatchJob(number, logs[0])
 

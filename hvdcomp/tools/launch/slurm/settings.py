@@ -43,7 +43,7 @@ class SlurmJob:
         None, "Number of ranks on each node. [default: --ranks divided by --nodes]"
     )
     cpus_per_task: int = option(1, "Number of cores of each rank. [default: 1]")
-    gpus_per_node: int = option(0, "Number of GPUs of each node. Each rank sees all of them, and uses one.")
+    gpus_per_node: int = option(0, "Number of GPUs of each node. Each rank sees all GPUs of its node, and uses one.")
     gres: tuple[str, ...] = option((), "Other resource of each node, such as nic:1; repeatable.")
     memory: str | None = option(None, "Memory of each node, such as 64G.")
     time: str = option("01:00:00", "Time limit of each start of the job, such as 04:00:00. [default: 01:00:00]")
@@ -143,7 +143,8 @@ class SlurmJob:
         """The message if the ranks do not fill all nodes. It explains how to fix this."""
         if self.tasks_per_node is None:
             return (
-                f"{self.nodes} nodes evenly: use a multiple of {self.nodes} (ranks), or another number of nodes (nodes)"
+                f"{self.nodes} nodes evenly: use a multiple of {self.nodes} (ranks), or a different number of nodes "
+                "(nodes)"
             )
         if self.nodes is None:
             return (
@@ -152,7 +153,7 @@ class SlurmJob:
             )
         return (
             f"{self.nodes} nodes of {self.tasks_per_node} tasks (tasks_per_node), which need "
-            f"{self.nodes * self.tasks_per_node} ranks: leave nodes or tasks_per_node out: hvdcomp then computes its "
+            f"{self.nodes * self.tasks_per_node} ranks. Leave out nodes or tasks_per_node: hvdcomp then computes its "
             "value from the number of ranks"
         )
 
@@ -165,7 +166,9 @@ class SlurmJob:
                     "as nic:1"
                 )
             if match["name"] == "gpu":
-                raise ConfigurationError(f"gres: {resource!r} would ask for GPUs a second time: set gpus_per_node")
+                raise ConfigurationError(
+                    f"gres: {resource!r} asks for GPUs, which only gpus_per_node may do: set gpus_per_node instead"
+                )
 
     def _check_time(self) -> None:
         seconds = seconds_of(self.time)
@@ -179,8 +182,8 @@ class SlurmJob:
             )
         if self.warning_seconds >= seconds:
             raise ConfigurationError(
-                f"warning_seconds: {self.warning_seconds} s before the end of time {self.time!r} ({seconds} s) is "
-                "before the start: use a longer time or a shorter warning"
+                f"warning_seconds: a warning {self.warning_seconds} s before the end would come before the start of "
+                f"the job, because time {self.time!r} is only {seconds} s. Use a longer time or a shorter warning"
             )
 
     def _check_container(self) -> None:
