@@ -252,8 +252,8 @@ def _for_reviewers(records: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -
         "learning rate, the seed, the commit, the duration in seconds, the compression factor, the bytes that a rank "
         "sent, and the final loss and accuracy. An empty loss means that the training run diverged. The CSV file of "
         "this page contains the rows of the tables.",
-        "**To repeat the training runs of a row**, use an empty folder. The following command repeats one row, and the "
-        "row of uncompressed training with which it is compared. If the README recommends the method, the command also "
+        "**To repeat the training runs of a row**, use an empty folder. The following command repeats one row, and "
+        "also the row of uncompressed training for comparison. If the README recommends the method, the command also "
         "repeats the long training runs. In the command, replace the workload and the method with those of your row.",
     )
     return [
@@ -266,8 +266,8 @@ def _for_reviewers(records: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -
             f"also recommends a second method if it sends even fewer bytes and loses at most {BOUNDS[1]:g} % (or "
             f"{BOUNDS[1]:g} points). "
             "`python -m benchmarks.best_rates.which_method` writes the README's table from the records. The same "
-            "program writes the numbers on which `auto`, `hvdcomp advise`, `hvdcomp profile` and the [warning about "
-            "Adam](adam.md#when-hvdcomp-warns-you) are based. For tasks without complete rows, hvdcomp uses [older "
+            "program writes the numbers that `auto`, `hvdcomp advise`, `hvdcomp profile` and the [warning about "
+            "Adam](adam.md#when-hvdcomp-warns-you) are based on. For tasks without complete rows, hvdcomp uses [older "
             "results](convergence.md), which were measured at one learning rate."
         ),
         "",

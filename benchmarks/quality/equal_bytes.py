@@ -545,13 +545,13 @@ runs:
 
 The tables have these columns:
 
-- **seeds** is the number of seeds with which both the policy and the control were trained.
+- **seeds** is the number of seeds that both the policy and the control were trained with.
 - **factor** is the number of bytes of dense training divided by the number of bytes with the policy.
 - **control's bytes** is the number of bytes of the control run, in percent of the bytes of the policy's run.
 - **share of the gap** shows how much of a gap in quality is recovered: first by the policy, then by the control. The
   gap is the difference in quality between the fixed level that sends the fewest bytes and the one that sends the most.
-  For Accordion, these two levels are its high and low levels. This column uses only the seeds with which the policy,
-  the control and both fixed levels were trained.
+  For Accordion, these two levels are its high and low levels. This column uses only the seeds that the policy, the
+  control and both fixed levels were all trained with.
 - **gain** is the mean difference in quality between the policy and the control over the seeds, with its 95 % confidence
   interval (Student's t). A policy counts as better or worse only if zero is outside the interval.
 
