@@ -161,7 +161,7 @@ def test_the_page_compares_each_at_its_own_best_rate(tmp_path: Path) -> None:
     assert "gpt,eden:bits=1,4,23.5" in file.with_suffix(".csv").read_text()
     assert f"**How many training runs**: {len(order)} runs, in" in page
     searched = sum(run.seed == search.SEARCHED for run in order)
-    assert f"The search for learning rates used {searched} of the trainings." in " ".join(page.split())
+    assert f"The search for learning rates used {searched} of these runs." in " ".join(page.split())
 
 
 def test_the_page_shows_no_figures_of_a_row_that_is_not_complete(tmp_path: Path) -> None:
