@@ -63,9 +63,9 @@ def _beginning(commits: str) -> list[str]:
         "# Each method at its own best learning rate",
         "",
         filled(
-            "This page shows how much quality a training loses with each compression method if you search for the best "
-            "learning rate of this method. For uncompressed training, we search for the best learning rate in the same "
-            "way. Other pages compare all methods at a single learning rate, which favours some of the methods."
+            "This page shows how much quality a model loses with each compression method if each method is trained at "
+            "its own best learning rate. The best learning rate of uncompressed training was searched for in the same "
+            "way. Other pages compare all methods at a single learning rate, which favors some of the methods."
         ),
         "",
         f"Made by `python -m benchmarks.best_rates`,\nat commit {commits}. "
@@ -81,10 +81,10 @@ def _summary(found: ByWorkload) -> list[str]:
         filled(
             "The tables on this page have a row for each method on each training task (workload), but only if the row "
             "is complete. A row is complete if the search has found a best learning rate between two worse learning "
-            f"rates, and if {len(HELD_OUT)} other seeds were trained at the best learning rate. The workloads "
-            f"`heavy-tails` and `heavy-tails-muon` need {MANY} seeds, because their results differ most between seeds. "
-            "The row of uncompressed training of the same workload must also be complete. The numbers in this table "
-            "are numbers of rows:"
+            f"rates, and if the method was then trained at the best learning rate with {len(HELD_OUT)} other seeds. "
+            f"The workloads `heavy-tails` and `heavy-tails-muon` need {MANY} seeds, because their results differ most "
+            "between seeds. The workload's row of uncompressed training must also be complete. This table counts the "
+            "rows of each workload:"
         ),
         "",
         "| workload | complete rows | begun | not begun |",
@@ -100,9 +100,9 @@ def _summary(found: ByWorkload) -> list[str]:
 def _explanation(seeds: Sequence[int]) -> list[str]:
     items = (
         "**times fewer bytes**: the bytes of uncompressed gradients, divided by the bytes that a rank sent in the "
-        "whole training. Small tensors, which most methods send uncompressed, are included.",
-        "**lost**: how much worse the method is than uncompressed training, both at their own best learning rates. The "
-        "number is the mean of the differences for the held-out seeds, with its 95 % confidence interval "
+        "whole training run. Small tensors, which most methods send uncompressed, are included.",
+        "**lost**: how much worse the method is than uncompressed training, with each at its own best learning rate. "
+        "The number is the mean of the differences over the held-out seeds, with its 95 % confidence interval "
         "(Student's t).",
         "**lost at dense's best rate**: how much worse the method is than uncompressed training if both use the best "
         "learning rate of uncompressed training.",
@@ -110,10 +110,10 @@ def _explanation(seeds: Sequence[int]) -> list[str]:
         f"{FORGIVING:g} point of accuracy, compared with its best learning rate. This column uses only the seeds of "
         "the search.",
         "**`compressed-adam`**: these rows use the optimizer `CompressedAdam` instead of AdamW, and are compared with "
-        "uncompressed training by AdamW. The row `compressed-adam none` shows the effect of `CompressedAdam` without "
+        "uncompressed training with AdamW. The row `compressed-adam none` shows the effect of `CompressedAdam` without "
         "compression.",
-        "**`local-steps`, `diloco` and `sparseloco`**: in these rows, the ranks do not exchange gradients, but the "
-        "changes of their weights, after each step or after several steps ([compressed steps](compressed-steps.md), "
+        "**`local-steps`, `diloco` and `sparseloco`**: in these rows, the ranks exchange the changes of their weights "
+        "instead of gradients, either after each step or after several steps ([compressed steps](compressed-steps.md), "
         "[local steps](local-steps.md)). The settings of DiLoCo and SparseLoCo are chosen so that they send about the "
         "same number of bytes as `local-steps=4 efsignsgd`.",
         "**`powersgd`** uses the lowest rank that does not send fewer bytes than the method that it is compared with.",
@@ -180,17 +180,17 @@ def _missing(outcomes: Mapping[str, Outcome]) -> list[str]:
         filled(f"The row `{outcome.spec}` still lacks {in_one_sentence(outcome.lacks)}.", bullet=True)
         for outcome in begun
     ]
-    lines += [filled(f"No training was made yet with {in_one_sentence(others)}.", bullet=True)] if others else []
+    lines += [filled(f"Nothing has been trained yet with {in_one_sentence(others)}.", bullet=True)] if others else []
     return ["Rows that are not complete yet:", "", *lines, ""] if lines else []
 
 
 _LONG_IN_WORDS = (
-    "The methods that the README recommends are also trained for three times the number of steps. The last column "
-    "shows how much each seed lost compared with uncompressed training of the same length."
+    "The methods that the README recommends are also trained for three times as many steps. The last column shows how "
+    "much each seed lost compared with uncompressed training of the same length."
 )
 _MANY_RANKS_IN_WORDS = (
-    "The rotated quantizer and `terngrad` are also trained with 16 ranks, which together compute four times as large a "
-    "batch. The last column shows how much each seed lost compared with uncompressed training with 16 ranks."
+    "The rotated quantizer and `terngrad` are also trained with 16 ranks. The batch of all 16 ranks together is four "
+    "times larger. The last column shows how much each seed lost compared with uncompressed training with 16 ranks."
 )
 
 
@@ -218,8 +218,8 @@ def _variants(found: ByWorkload, runs: Path, kind: str, title: str, text: str) -
                 lines.append(f"| {name} | `{spec}` | {way} | {shown} {unit} |")
     head = ["| workload | method | ranks | steps | lost |", "|---|---|--:|--:|---|"]
     seeds = in_one_sentence(list(map(str, SEEDS_OF_VARIANTS)))
-    text += f" The seeds are {seeds}, and the learning rates are the best rates of the tables above."
-    body = [*head, *lines] if lines else ["No training was made yet."]
+    text += f" The seeds are {seeds}, and the learning rates are the best rates from the tables above."
+    body = [*head, *lines] if lines else ["Nothing has been trained yet."]
     return [f"## {title}", "", filled(text), "", *body, ""]
 
 
@@ -235,40 +235,39 @@ def _for_reviewers(records: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -
     items = (
         "**What was tuned**: only the learning rate. The search begins with three rates that differ by factors of two, "
         "around the best rate of uncompressed training. For compressed steps, the search begins around twice the best "
-        "rate of uncompressed training. The search continues until the best rate is between two worse rates, "
-        f"but at most {FARTHEST} factors of two from the first rate of the workload. Levels, warm-ups, schedules and "
-        "optimizers were not tuned for any row.",
-        "**Where the best rate comes from**: from the validation data at the end of the training. Each learning rate "
-        f"was trained with seed {SEARCHED}.",
+        "rate of uncompressed training. The search continues until the best rate is between two worse rates, but stops "
+        f"{FARTHEST} factors of two away from the workload's first rate. Levels, warm-ups, schedules and optimizers "
+        "were not tuned for any row.",
+        "**Where the best rate comes from**: from the validation data at the end of training. Each learning rate was "
+        f"tried with seed {SEARCHED}.",
         f"**What was held out**: the seeds {_in_words(seeds)}, and for `heavy-tails` and `heavy-tails-muon` the "
         f"seeds up to {HELD_OUT[0] + MANY - 1}. The held-out seeds were not used for any choice, and "
         "all results in the tables come from the held-out seeds. A seed determines the initial weights, the order of "
-        "the batches and the random numbers of the compressor. The data are the same for all seeds, and the results "
-        "also come from the validation data. The test data were not used.",
-        f"**How many trainings**: {len(records)} trainings, in {hours:.1f} core hours. The search for learning "
-        f"rates used {searched} of the trainings. Other programs used the same cores, so the number of core hours is "
-        "an upper bound.",
-        f"**Raw records**: {raw} has a line for each training. The line contains the workload, the method with its "
-        "learning rate, the seed, the commit, the seconds, the compression factor and bytes of a rank, and the final "
-        "loss and accuracy. An empty loss means that the training diverged. The CSV file of this page contains the "
-        "rows of the tables.",
-        "**To repeat the trainings of a row**, use an empty folder. The following command trains one row and the row "
-        "of uncompressed training that it is compared with. If the README recommends the method, the command also "
-        "makes the long trainings. Replace the workload and the method in the command by those of your row.",
+        "the batches and the random numbers of the compressor. The data are the same for all seeds. The results come "
+        "from the same validation data as the best rate. The test data were not used.",
+        f"**How many training runs**: {len(records)} runs, in {hours:.1f} core hours. The search for learning rates "
+        f"used {searched} of these runs. Other programs used the same cores, so the number of core hours is an upper "
+        "bound.",
+        f"**Raw records**: {raw} has a line for each training run. The line contains the workload, the method with its "
+        "learning rate, the seed, the commit, the duration in seconds, the compression factor, the bytes that a rank "
+        "sent, and the final loss and accuracy. An empty loss means that the training run diverged. The CSV file of "
+        "this page contains the rows of the tables.",
+        "**To repeat the training runs of a row**, use an empty folder. The following command repeats one row, and "
+        "also the row of uncompressed training for comparison. If the README recommends the method, the command also "
+        "repeats the long training runs. In the command, replace the workload and the method with those of your row.",
     )
     return [
         "## How the README chooses",
         "",
         filled(
             "For each optimizer, the README recommends the method that sends the fewest bytes, among all methods that "
-            "lose little on every task with this optimizer. A method loses little if the upper end of the 95 % "
-            f"interval of its loss is at most {BOUNDS[0]:g} % (or {BOUNDS[0]:g} point of accuracy). The README also "
-            f"recommends a second method if it sends even fewer bytes and loses at most {BOUNDS[1]:g} % (or "
+            "lose little quality on every task with this optimizer. A method loses little if the upper end of the 95 % "
+            f"interval of the lost quality is at most {BOUNDS[0]:g} % (or {BOUNDS[0]:g} point of accuracy). The README "
+            f"also recommends a second method if it sends even fewer bytes and loses at most {BOUNDS[1]:g} % (or "
             f"{BOUNDS[1]:g} points). "
-            "`python -m benchmarks.best_rates.which_method` makes the README's table from the records. The same "
-            "program writes the numbers for the recommendations of `auto`, `hvdcomp advise` and `hvdcomp profile`, and "
-            "for the [warning about "
-            "Adam](adam.md#when-hvdcomp-warns-you). For tasks without complete rows, hvdcomp uses [older "
+            "`python -m benchmarks.best_rates.which_method` writes the README's table from the records. The same "
+            "program writes the numbers that `auto`, `hvdcomp advise`, `hvdcomp profile` and the [warning about "
+            "Adam](adam.md#when-hvdcomp-warns-you) are based on. For tasks without complete rows, hvdcomp uses [older "
             "results](convergence.md), which were measured at one learning rate."
         ),
         "",
@@ -281,8 +280,8 @@ def _for_reviewers(records: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -
         "  ```",
         "",
         filled(
-            "All trainings ran `hvdcomp train` on [simulated ranks](simulated-ranks.md), which end with the same "
-            "weights as real ranks. With `--dry-run`, the command prints the first trainings without training."
+            "All training runs used `hvdcomp train` on [simulated ranks](simulated-ranks.md), which end with the same "
+            "weights as real ranks. With `--dry-run`, the command only prints the first training runs."
         ),
         "",
     ]

@@ -60,7 +60,8 @@ AT_ONE_RATE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     "SGD": (
         (
             "SGD with momentum", "`terngrad`", "14 to 15",
-            "nothing: the accuracy of a convolutional network was 0.9 points higher, the loss of an LSTM was the same",
+            "nothing: the accuracy of a convolutional network was 0.9 points higher, and the loss of an LSTM was the "
+            "same",
         ),
         (
             "SGD, if `terngrad` sends too much", "`powersgd:rank=4`", "17 to 19",

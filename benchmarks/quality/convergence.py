@@ -591,7 +591,7 @@ def block_of(table: Table) -> str:
             lines.append(f"| {' | '.join([label, f'{row.factor:.1f}', lost, *times])} |")
     seeds = ", ".join(map(str, sorted({run.seed for run in table.runs})))
     ends = f"The target is {workload.target}. Computing a step takes {table.compute_ms:.1f} ms."
-    ranks = f"The trainings of this table have {workload.ranks} ranks and the seeds {seeds}"
+    ranks = f"Each training run in this table used {workload.ranks} ranks. The seeds were {seeds}"
     lines += ["", f"{ranks}. The options of `hvdcomp train` are: {options}. {ends}"]
     for run in table.failed:
         lines += ["", f"Failed: `{run.method.spec}`, seed {run.seed}: {run.about['error']}"]
@@ -608,7 +608,7 @@ def savings_of(tables: Sequence[Table]) -> str:
 
     Workloads without any speedup are left out.
     """
-    head = ["training, optimizer", *(f"fastest method at {link}" for link in LINKS.values())]
+    head = ["workload, optimizer", *(f"fastest method at {link}" for link in LINKS.values())]
     lines = [f"| {' | '.join(head)} |", f"|---|{'--:|' * len(LINKS)}"]
     for table in tables:
         cells = []

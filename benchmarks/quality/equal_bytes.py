@@ -475,7 +475,7 @@ def section_of(name: str, pairs: Sequence[Pair], seeds: Sequence[int]) -> list[s
     lines = [
         f"## {name}",
         "",
-        f"The trainings of this table have the seeds {_in_words(seeds)}. "
+        f"The training runs in this table used the seeds {_in_words(seeds)}. "
         f"The options of `hvdcomp train` are: {options}.",
         "",
         f"| compressor | policy | seeds | factor | {quality} | control | control's bytes | control's {quality} "
@@ -536,25 +536,26 @@ def write_page(file: Path, runs: Path, seeds: Sequence[int]) -> bool:
         "",
         f"""Made by `{_command(by_workload)}`, at commit {shown}. {formerly("python ./benchmarks/equal_bytes.py")}
 
-Does a training with a policy end with a better model than a training with a fixed level that sends the same number of
-bytes? To find out, we trained with `hvdcomp train` on [simulated ranks](simulated-ranks.md), and compared each policy
-with one or two control trainings:
+Does a policy train a better model than a fixed compression level that sends the same number of bytes? To find out, we
+trained with `hvdcomp train` on [simulated ranks](simulated-ranks.md), and compared each policy with one or two control
+runs:
 
 - **A fixed level** of the same compressor that sends, on average, the same number of bytes as the policy. We find the
   level by bisection. For PowerSGD, we use the lowest rank that does not send fewer bytes than the policy.
 - **A `schedule`**, if the policy chooses between two levels. The schedule uses the same two levels and sends the same
-  number of bytes as the policy, but compresses less in the middle of the training.
+  number of bytes as the policy, but compresses less in the middle of training.
 
 The tables have these columns:
 
-- **seeds** is the number of seeds with trainings of both the policy and the control.
-- **factor** is the bytes of dense training divided by the bytes with the policy.
+- **seeds** is the number of seeds that both the policy and the control were trained with.
+- **factor** is the number of bytes of dense training divided by the number of bytes with the policy.
 - **control's bytes** is the number of bytes of the control run, in percent of the bytes of the policy's run.
-- **share of the gap** has two numbers, one for the policy and one for the control. The gap is the difference in quality
-  between the fixed levels that send the fewest and the most bytes. For Accordion, these two levels are its high and low
-  levels. The shares use only seeds that were trained in all four rows.
+- **share of the gap** shows how much of a gap in quality is recovered: first by the policy, then by the control. The
+  gap is the difference in quality between the fixed level that sends the fewest bytes and the one that sends the most.
+  For Accordion, these two levels are its high and low levels. This column uses only the seeds that the policy, the
+  control and both fixed levels were all trained with.
 - **gain** is the mean difference in quality between the policy and the control over the seeds, with its 95 % confidence
-  interval (Student's t). A policy counts as better or worse only if zero is outside of the interval.
+  interval (Student's t). A policy counts as better or worse only if zero is outside the interval.
 
 The CSV file [{table.name}]({table.name}) contains the same numbers. The page on
 [reproduced papers](reproduction.md) compares policies with the results of their papers.""",

@@ -56,23 +56,22 @@ METHODS = (
     *("topk:ratio=0.01", "int4", "efsignsgd"),
 )
 
-ABOUT = """All methods train the same model. The methods take turns in one process on each rank, and use the same \
-process group with Gloo. The trainings use batch size {batch_size}, random data, SGD with momentum, and one thread. \
-Each host has its own cores if the machine has enough cores. `compute` is a training without any exchange, and `DDP` \
-is a training without a hook. Names that end in `_hook` are PyTorch's hooks, and all other methods are hvdcomp's. The \
-time of a step is the time of the slowest rank, and the page shows the median and the quartiles of all steps. The \
-number of bytes is what one step sends over the link of a host, including headers and acknowledgements, by the counter \
-of the host's network interface.
+ABOUT = """All methods train the same model. On each rank, the methods alternate in one process, and use the same \
+process group with Gloo. Training uses batch size {batch_size}, random data, SGD with momentum, and one thread. Each \
+host has its own cores if the machine has enough cores. `compute` is training without any exchange, and `DDP` is \
+training without a hook. Names that end in `_hook` are PyTorch's hooks, and all other methods are hvdcomp's. The step \
+time is the time of the slowest rank. The page shows the median and the quartiles of all steps. The number of bytes is \
+what one step sends over a host's link, including headers and acknowledgements, according to the counter of the host's \
+network interface.
 
-PyTorch's PowerSGD has rank 4, error feedback and warm start. PyTorch's PowerSGD compresses from the third step on, \
-which is before the measurement begins. It gets all gradients in one bucket, because with several buckets, Gloo's \
-threads start the hook's collectives in a different order on each rank, and the run fails. All other methods use DDP's \
-default buckets."""
+PyTorch's PowerSGD uses rank 4, error feedback and warm start. It starts to compress in the third step, before the \
+measurement begins. It gets all gradients in one bucket, because with several buckets, Gloo's threads start the hook's \
+collectives in a different order on each rank, and the run fails. All other methods use DDP's default buckets."""
 
-ALTERNATING = """**`alternating=true` is less accurate** than PyTorch's PowerSGD hook, so we do not compare it with \
-this hook. In each step, `alternating=true` sends only one of the two factors, while PyTorch's hook and \
-`powersgd:rank=4` send both factors. In [convergence.csv](../convergence.csv), the loss of an LSTM is 6 % higher than \
-with dense training if the method is `powersgd:rank=4`, and 15 % higher with `alternating=True`."""
+ALTERNATING = """**`alternating=true` is less accurate** than PyTorch's PowerSGD hook, so we do not compare the two. \
+In each step, `alternating=true` sends only one of the two factors, while PyTorch's hook and `powersgd:rank=4` send \
+both. In [convergence.csv](../convergence.csv), the loss of an LSTM is 6 % higher with `powersgd:rank=4` than with \
+dense training, and 15 % higher with `alternating=True`."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,7 @@ def summary(rows: Sequence[Row]) -> str:
     """Sentences about how often hvdcomp is faster than every hook of the same kind, and about its smallest speedup."""
     best = best_of_kinds(rows)
     if not best:
-        return "In no setting, a hook of PyTorch and a compressor of hvdcomp with similar accuracy both ran."
+        return "In no setting did both a hook of PyTorch and a compressor of hvdcomp with similar accuracy run."
     least = min(best, key=lambda row: row.over_hook or 0)
     faster = sum((row.over_hook or 0) > 1 for row in best)
     return (
@@ -203,9 +202,9 @@ def markdown(runs: Sequence[Mapping[str, Any]], details: Mapping[str, Any]) -> s
         ABOUT.format(**details),
         "",
         *([ALTERNATING, ""] if any("alternating" in row.method for row in rows) else []),
-        "The table shows the speedup of each method over DDP without a hook, for each rate of the links. The last "
-        "column shows the speedup over PyTorch's fastest hook with similar accuracy. Where the table shows a range, "
-        "it is the range over the numbers of hosts and the models. The file "
+        "The table shows the speedup of each method over DDP without a hook, for each link rate. The last column shows "
+        "the speedup over PyTorch's fastest hook with similar accuracy. A range in the table covers all models and "
+        "numbers of hosts. The file "
         f"[{STEM}.csv]({STEM}.csv) contains the times, quartiles, bytes and standard errors of every setting.",
         "",
         *_table(("method", *rates, "over the hook"), methods),
@@ -238,7 +237,7 @@ def _refused(runs: Sequence[Mapping[str, Any]]) -> list[str]:
         f"- {method} ({'everywhere' if len(places) == len(runs) else '; '.join(places)}): `{reason}`"
         for (method, reason), places in reasons.items()
     ]
-    return ["These hooks of PyTorch did not run on the CPU with Gloo, with these errors:", "", *lines, ""]
+    return ["These hooks of PyTorch failed on the CPU with Gloo. Their errors were:", "", *lines, ""]
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -73,7 +73,7 @@ class PowerSGD(Compressor):
     )
     level_name: ClassVar[str | None] = "rank"
     sends: ClassVar[str] = (
-        "the factors P (rows x rank) and Q (columns x rank); only one of them per step if alternating"
+        "the factors P (rows x rank) and Q (columns x rank); only one of the two per step if alternating"
     )
     biased: ClassVar[bool] = True
     sent_is_own: ClassVar[bool] = False  # P and Q are means over the ranks

@@ -50,7 +50,7 @@ class ATOMO(Compressor):
     name: ClassVar[str] = "atomo"
     examples: ClassVar[tuple[str, ...]] = ("atomo:rank=4",)
     level_name: ClassVar[str | None] = "rank"
-    sends: ClassVar[str] = "rank pairs of vectors u (rows) and v (columns), scaled by sigma / p"
+    sends: ClassVar[str] = "pairs of vectors u (rows) and v (columns), scaled by sigma / p; rank is their number"
     variance: ClassVar[float] = math.inf  # min(rows, columns) / rank - 1 if singular values are equal
     of_matrices: ClassVar[bool] = True
     reference: ClassVar[str] = "Wang et al. 2018, arXiv:1806.04090"

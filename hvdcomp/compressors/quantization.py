@@ -220,7 +220,7 @@ class GlobalQSGD(Compressor):
     name: ClassVar[str] = "globalqsgd"
     examples: ClassVar[tuple[str, ...]] = ("globalqsgd",)
     level_name: ClassVar[str | None] = "bits"
-    sends: ClassVar[str] = "the largest magnitude, and then the elements, 32 // bits of them in each int32"
+    sends: ClassVar[str] = "the largest magnitude, and then the elements, packed as 32 // bits elements per int32"
     sent_is_own: ClassVar[bool] = False  # the scale is the largest of all ranks
     reference: ClassVar[str] = "Xin et al. 2023, arXiv:2305.18627; Mishchenko et al. 2021, arXiv:2102.08374"
 

@@ -159,9 +159,9 @@ def test_the_page_compares_each_at_its_own_best_rate(tmp_path: Path) -> None:
     better = [line for line in page.splitlines() if line.startswith("| `eden` | `terngrad`")]
     assert better == ["| `eden` | `terngrad` | 100% | -15.83 ± 0.00 | **better** |"]
     assert "gpt,eden:bits=1,4,23.5" in file.with_suffix(".csv").read_text()
-    assert f"**How many trainings**: {len(order)} trainings, in" in page
+    assert f"**How many training runs**: {len(order)} runs, in" in page
     searched = sum(run.seed == search.SEARCHED for run in order)
-    assert f"The search for learning rates used {searched} of the trainings." in " ".join(page.split())
+    assert f"The search for learning rates used {searched} of these runs." in " ".join(page.split())
 
 
 def test_the_page_shows_no_figures_of_a_row_that_is_not_complete(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_the_page_shows_no_figures_of_a_row_that_is_not_complete(tmp_path: Path)
     assert "- The row `eden` still lacks a complete row of dense training." in page
     assert "- The row `int4` still lacks a worse learning rate on either side of the best of 2 rates, 30 of" in page
     assert "- The row `int8` still lacks a best learning rate inside the grid, within 8 factors of two" in page
-    assert "- No training was made yet with `eden:bits=1`, `terngrad`, `powersgd:rank=4`" in page
+    assert "- Nothing has been trained yet with `eden:bits=1`, `terngrad`, `powersgd:rank=4`" in page
     assert "| `eden` |" not in page
     train(own("none", seeds[-1:]))
     page = " ".join(_page(runs, file).split())

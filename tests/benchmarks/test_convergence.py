@@ -236,7 +236,7 @@ def test_the_page_is_made_of_the_runs_that_are_there(page: Path) -> None:
         "| **`fp16`** | 2.0 | -2.5 ± 31.8 | 0.3 (1.00x) | 0.1 (1.00x) |",
         "| **`topk:ratio=0.01`** | 20.0 | +0.2 ± 0.3 | 0.2 (1.25x) | 0.2 (0.56x) |",
     ]
-    assert "the seeds 0, 1. The options of `hvdcomp train` are: model cnn1d" in mnist1d
+    assert "The seeds were 0, 1. The options of `hvdcomp train` are: model cnn1d" in mnist1d
     assert "The target is loss=0.85. Computing a step takes 5.0 ms." in mnist1d
     assert "Failed: `atomo:rank=2`, seed 1: Error: no room" in mnist1d
     assert "Computing a step takes 7.0 ms." in gpt

@@ -63,7 +63,7 @@ def test_json_of_one_with_everything() -> None:
             {"name": "alternating", "type": "bool", "required": False, "default": False, "allowed": switch},
         ],
         "level": "rank",
-        "sends": "the factors P (rows x rank) and Q (columns x rank); only one of them per step if alternating",
+        "sends": "the factors P (rows x rank) and Q (columns x rank); only one of the two per step if alternating",
         "collective": "allreduce, allreduce",
         "biased": True,
         "biased_when": {},

@@ -21,8 +21,8 @@ from tests.faults.world import World
 GROUP = "checkpoints"
 OLDER, NEWEST = 8, 10
 _WITHIN = 180  # the whole training, on a busy machine
-_PASSED_OVER = "All ranks report and skip it, and continue from the checkpoint before it."
-_REFUSED = "Refused on every rank with the reason, and nothing is changed. "
+_PASSED_OVER = "All ranks report the damage, skip this checkpoint, and continue from the previous one."
+_REFUSED = "Every rank stops with an error that gives the reason, and nothing is changed. "
 
 
 def prepare(world: World) -> Path:
@@ -126,7 +126,7 @@ def _refused(
         shutil.rmtree(newest)
         return f"{said}; without it: {world.goes_on(OLDER)}"
 
-    documented = _REFUSED + (remedy or "Without this checkpoint, the training continues from the one before it.")
+    documented = _REFUSED + (remedy or "If you remove this checkpoint, training continues from the previous one.")
     return Fault(name, GROUP, documented, _WITHIN, run, transports)
 
 
@@ -195,7 +195,7 @@ def _as_it_is(newest: Path) -> None:
     pass
 
 
-_ANEW = "Train with the options of the earlier run, or name another --checkpoint-folder."
+_ANEW = "Train with the options of the earlier run, or pass a different --checkpoint-folder."
 
 FAULTS = [
     _passed_over("model.pt is cut off", lambda place: _cut_off(place / "model.pt"), "model.pt is damaged", short=True),
@@ -206,39 +206,41 @@ FAULTS = [
     ),
     _passed_over("SHA256SUMS is gone", lambda place: (place / "SHA256SUMS").unlink(), "has no SHA256SUMS", ("ddp",)),
     _passed_over(
-        "SHA256SUMS names files elsewhere",
+        "SHA256SUMS names files in other folders",
         lambda place: (place / "SHA256SUMS").write_text(f"{64 * '0'}  ../../../etc/passwd\n"),
         "SHA256SUMS does not have the format that hvdcomp writes",
         ("gloo",),
     ),
     _passed_over(
-        "run-1.json is nested beyond all measure, with the right digest",
+        "run-1.json is nested extremely deeply, with the right digest",
         _record("run-1.json", lambda record: "[" * 200_000),
         "run-1.json cannot be read",
         ("mpi",),
     ),
     _passed_over(
-        "run-1.json lacks the place in the data, with the right digest",
+        "run-1.json lacks the position in the data, with the right digest",
         _record("run-1.json", lambda record: {**record, "run": {"step": NEWEST}}),
         "run-1.json does not have the format that hvdcomp writes: these values are missing: augmenting",
         ("ddp",),
     ),
     Fault("all checkpoints are cut off", GROUP, _REFUSED.strip(), _WITHIN, _all_damaged, ("ddp",)),
-    _goes_on("a checkpoint of an older format, without digests", "It is read.", _before_digests, ("mpi", "ddp")),
     _goes_on(
-        "what a rank left that was killed while it saved",
-        "It is removed. The training continues from the newest complete checkpoint.",
+        "a checkpoint of an older format, without digests", "The checkpoint is loaded.", _before_digests, ("mpi", "ddp")
+    ),
+    _goes_on(
+        "leftovers of a rank that was killed while it saved",
+        "The leftovers are removed. Training continues from the newest complete checkpoint.",
         _never_complete,
         ("gloo",),
     ),
     _refused(
-        "a checkpoint of a format to come",
+        "a checkpoint of a future format",
         _record("run-0.json", lambda record: {**record, "format": 99}),
         "was written by another version of hvdcomp; name another --checkpoint-folder",
         ("gloo",),
     ),
     _refused("model.pt of another program", _foreign("model.pt", True), "cannot be read: KeyError", ("gloo", "ddp")),
-    _refused("rank-1.pt is no dictionary", _foreign("rank-1.pt", False), "cannot be read: KeyError", ("mpi",)),
+    _refused("rank-1.pt is not a dictionary", _foreign("rank-1.pt", False), "cannot be read: KeyError", ("mpi",)),
     _refused("model.pt with a command in it", _hostile("model.pt", True), "cannot be read: UnpicklingError"),
     _refused(
         "rank-1.pt is a pickle with a command in it",
@@ -247,14 +249,14 @@ FAULTS = [
         ("ddp",),
     ),
     _refused(
-        "a checkpoint of a run with another seed",
+        "a checkpoint of a run with a different seed",
         _as_it_is,
         "was saved by a run with seed=0, but this run has 1",
         options=("--seed", "1"),
         remedy=_ANEW,
     ),
     _refused(
-        "a checkpoint of a run with another compression",
+        "a checkpoint of a run with a different compression",
         _as_it_is,
         "was saved by a run with compression='topk:ratio=0.02', but this run has 'fp16'",
         ("mpi",),
@@ -262,7 +264,7 @@ FAULTS = [
         _ANEW,
     ),
     _refused(
-        "a checkpoint of a run with another model",
+        "a checkpoint of a run with a different model",
         _as_it_is,
         "was saved by a run with lr=0.05 and model='mlp', but this run has 0.03 and 'cnn'",
         ("ddp",),

@@ -15,8 +15,8 @@ GROUP = "files"
 _WITHIN = 60
 _WHOLE_TRAINING = 180  # on a busy machine
 _OF_CHECKPOINTS = ("model.pt", "rank-", "run-", "SHA256SUMS")
-_ENDS = "All ranks end with code 1 and the reason. Files that were written before are complete. "
-_AGAIN = "After a restart with free space, the training continues from the newest complete checkpoint."
+_ENDS = "All ranks end with code 1 and print the reason. Files that were written earlier are complete. "
+_AGAIN = "After a restart with free space, training continues from the newest complete checkpoint."
 
 
 class OwnDisk(World):
@@ -156,7 +156,7 @@ FAULTS = [
     Fault(
         "the disk is full for a moment in the middle of decisions.jsonl",
         GROUP,
-        "Rank 0 warns, the log ends with its last complete line, and the training continues.",
+        "Rank 0 prints a warning, the log ends with its last complete line, and training continues.",
         _WITHIN,
         _decisions,
         ("gloo", "ddp"),
@@ -173,7 +173,7 @@ FAULTS = [
     Fault(
         "--output is on a read-only disk",
         GROUP,
-        "Refused on every rank before the first step.",
+        "Every rank stops with an error before the first step.",
         _WHOLE_TRAINING,
         _read_only_output,
         ("gloo", "ddp"),
@@ -182,7 +182,7 @@ FAULTS = [
     Fault(
         "--checkpoint-folder is on a read-only disk",
         GROUP,
-        "Refused on every rank before the first step.",
+        "Every rank stops with an error before the first step.",
         _WHOLE_TRAINING,
         _read_only_checkpoints,
         ("mpi", "ddp"),
@@ -200,7 +200,7 @@ FAULTS = [
     Fault(
         f"each write to a file takes {SLOW} s longer on rank 0",
         GROUP,
-        "The other rank waits for less than its timeout, and the training continues.",
+        "The other rank waits for less than its timeout, and training continues.",
         _WHOLE_TRAINING,
         _slow,
         ("gloo", "ddp"),

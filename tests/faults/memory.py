@@ -18,7 +18,7 @@ def _row(act: str, name: str, point: str, step: int, after: int, transports: tup
     return Fault(
         name,
         GROUP,
-        "This rank ends, and the launcher ends all others. After a restart, the training continues from the newest "
+        "This rank ends, and the launcher stops all others. After a restart, training continues from the newest "
         "complete checkpoint.",
         _WITHIN,
         run,

@@ -74,18 +74,18 @@ FAULTS = [
     _survived(
         "lose-packets",
         f"a link loses {links.LOSS:.0%} of the packets",
-        "TCP sends the lost packets again, and the training continues.",
+        "TCP sends the lost packets again, and training continues.",
     ),
     _survived(
         "stall",
-        f"a link stands still for {links.STALL_SECONDS} s",
-        "If this is shorter than the timeout, nothing is lost, and the training continues.",
+        f"a link stalls for {links.STALL_SECONDS} s",
+        "If the stall is shorter than the timeout, nothing is lost, and training continues.",
         short=True,
     ),
     Fault(
         "a link is cut",
         GROUP,
-        "After the timeout, both ranks end with an error. After a restart, the training continues.",
+        "After the timeout, both ranks end with an error. After a restart, training continues.",
         WAIT + 30,
         _cut,
         tuple(_BACKENDS),

@@ -42,8 +42,8 @@ def _spoilt(kind: str, name: str, rank: int, step_of: Callable[[str], int], shor
     return Fault(
         name,
         GROUP,
-        "All ranks end with code 1, and no checkpoint contains weights that are not finite. After a restart, the "
-        "training continues from the newest checkpoint.",
+        "All ranks end with code 1, and no checkpoint contains weights that are not finite. After a restart, training "
+        "continues from the newest checkpoint.",
         _WITHIN,
         run,
         short=short,
@@ -89,7 +89,7 @@ def _skips_at_random(kind: str) -> Fault:
         return _skips(world, kind, sorted(draws.sample(range(2, _SCALED_STEPS), 8)))
 
     return Fault(
-        f"{kind} in a gradient of rank 1 in eight steps at random, with a loss scaler",
+        f"{kind} in a gradient of rank 1 in eight random steps, with a loss scaler",
         GROUP,
         "The loss scaler skips these steps on every rank, and the residuals do not change.",
         _WITHIN,
@@ -124,9 +124,9 @@ FAULTS = [
     _skips_at_random("nan"),
     _skips_at_random("inf"),
     Fault(
-        "inf on rank 1 in forty steps on end, with a loss scaler",
+        "inf on rank 1 in forty consecutive steps, with a loss scaler",
         GROUP,
-        "The loss scale is halved in each of these steps, and no residual is lost. The training continues as if these "
+        "The loss scale is halved in each of these steps, and no residual is lost. Training continues as if these "
         "steps had not happened.",
         _WITHIN,
         _falls,

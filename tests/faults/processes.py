@@ -42,7 +42,7 @@ def _killed(point: str, rank: int) -> Fault:
     return Fault(
         f"SIGKILL of rank {rank}, {_PHASES[point][0]}",
         GROUP,
-        "The launcher ends all ranks. After a restart, the training continues from the newest complete checkpoint.",
+        "The launcher ends all ranks. After a restart, training continues from the newest complete checkpoint.",
         60,
         partial(_ends_all, act="SIGKILL", point=point, rank=rank),
         short=(point, rank) == ("collective", 1),
@@ -64,7 +64,7 @@ def _told(point: str, rank: int) -> Fault:
     return Fault(
         f"SIGTERM to rank {rank}, {where}",
         GROUP,
-        "All ranks save after the same step and end with code 213. After a restart, the training continues from there.",
+        "All ranks save after the same step and end with code 213. After a restart, training continues from this step.",
         60,
         run,
     )
@@ -82,7 +82,7 @@ def _stopped(point: str, rank: int) -> list[Fault]:
 
     run = partial(_ends_all, act="SIGSTOP", point=point, rank=rank)
     name = f"SIGSTOP of rank {rank}, {where}"
-    gives_up = "The other rank gives up after {}. The launcher ends all ranks. After a restart, the training continues."
+    gives_up = "The other rank gives up after {}. The launcher ends all ranks. After a restart, training continues."
     return [
         Fault(
             name,
@@ -103,8 +103,8 @@ def _stopped(point: str, rank: int) -> list[Fault]:
         Fault(
             name,
             GROUP,
-            "As in Horovod without hvdcomp, the other rank waits, because MPI has no timeout. End it. After a restart, "
-            "the training continues.",
+            "The other rank waits, as in Horovod without hvdcomp, because MPI has no timeout. End mpirun yourself. "
+            "After a restart, training continues.",
             WAIT,
             waits,
             ("mpi",),
@@ -136,13 +136,16 @@ def _launcher(act: str, name: str, documented: str, transports: tuple[str, ...],
     return Fault(name, GROUP, documented, 180 if ends == "finished" else 60, run, transports)
 
 
-_SAVE = "The ranks are told to end, and save after the same step. After a restart, the training continues from there."
-_END = "All ranks end. After a restart, the training continues from the newest complete checkpoint."
-_GO_ON = (
-    "torchrun ends without telling the ranks. As without hvdcomp, the ranks train to the end. Do not restart the "
-    "training before they have ended."
+_SAVE = (
+    "The ranks get a signal to end, and all save after the same step. After a restart, training "
+    "continues from this step."
 )
-_KILLED = "mpirun kills all ranks. After a restart, the training continues from the newest complete checkpoint."
+_END = "All ranks end. After a restart, training continues from the newest complete checkpoint."
+_GO_ON = (
+    "torchrun ends without notifying the ranks. As they would without hvdcomp, the ranks train to the end. Do not "
+    "restart training before they have ended."
+)
+_KILLED = "mpirun kills all ranks. After a restart, training continues from the newest complete checkpoint."
 
 FAULTS = [
     *(_killed(point, rank) for point in _PHASES for rank in (0, 1)),

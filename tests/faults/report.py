@@ -72,19 +72,19 @@ def as_markdown(command: str, found: dict[str, Any], rows: Sequence[Row]) -> str
         "",
         f"Made by `{command}`, with {versions} on {found['cores']} cores, at commit `{found['commit']}`.",
         "",
-        "This page shows what happens to a training after a fault, such as a killed process or a full disk. A test "
-        "causes each fault, and compares the consequences with the documented consequences. "
-        f"{len(rows) - len(failed)} of {len(rows)} rows are as documented.",
+        "This page shows what happens to a training run after a fault, such as a killed process or a full disk. A test "
+        f"causes each fault, and compares the consequence with the documented consequence. {len(rows) - len(failed)} "
+        f"of {len(rows)} rows are as documented.",
         "",
-        "Each row is a fault with a transport: Horovod with Gloo or MPI (`gloo`, `mpi`), or torch.distributed under "
-        f"torchrun (`ddp`). The file [{NAME}.csv]({NAME}.csv) contains all rows, with the consequences and the seconds "
-        "from the fault to the end of the training's last process. The test also checks that no process of the "
-        "training is left. If the ranks train with hvdcomp, the test checks that all ranks have the same weights after "
-        "each step.",
+        "Each row is a fault under one transport: Horovod with Gloo or MPI (`gloo`, `mpi`), or torch.distributed under "
+        f"torchrun (`ddp`). The file [{NAME}.csv]({NAME}.csv) contains all rows, with the consequences, and the "
+        "seconds from the fault until the last process of the run ended. The test also checks that no process of the "
+        "run is left. If the ranks train with hvdcomp, the test checks that all ranks have the same weights after each "
+        "step.",
         "",
-        "Faults with the same documented consequence are in the same line of the table. The line names all of these "
-        f"faults, or only the first fault if there are more than {NAMED}. The last column shows the seconds of the "
-        "slowest fault, and its time limit. Ranks that would wait forever were ended at the time limit.",
+        "Faults with the same documented consequence share a line of the table. The line names all of these faults, or "
+        f"only the first fault if there are more than {NAMED}. The last column shows how many seconds the slowest of "
+        "these faults took, and its time limit. Ranks that would have waited forever were stopped at the time limit.",
         "",
         *(f"- **FAILED**: {row.fault}, over {row.transport}: {_short(row.happened)}" for row in failed),
         *([""] if failed else []),

@@ -50,5 +50,5 @@ FAULTS = [
     _stopped("mpi", "The other rank waits, because MPI has no timeout.", WAIT, waits=True),
     _stopped("ddp", "The other rank gives up after the timeout of torch.distributed.", WAIT + 55),
     _left_alone("All ranks end.", ("gloo", "mpi"), finishes=False),
-    _left_alone("torchrun ends without telling the ranks, and the ranks train to the end.", ("ddp",), finishes=True),
+    _left_alone("torchrun ends without notifying the ranks, and the ranks train to the end.", ("ddp",), finishes=True),
 ]

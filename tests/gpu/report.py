@@ -18,36 +18,36 @@ LEAST_SPEED = 3.0
 NOT_MEASURED = "not measured"
 
 STEP = (
-    "The table shows how many milliseconds the GPU works to compress and decompress the gradients of a step, as the "
+    "The table shows how many milliseconds the GPU needs to compress and decompress the gradients of a step, as the "
     "median for one rank. The host queued the work in advance, so this time does not include the host's work. The "
-    "number in brackets is the time divided by the time to copy the gradients once. For the first model, the table "
-    "also shows the milliseconds by the clock (wall), the number of kernel launches, and the bytes per parameter that "
-    "stay in GPU memory from step to step (kept)."
+    "number in brackets is this time divided by the time to copy the gradients once. For the first model, the table "
+    "also shows the elapsed milliseconds (wall), the number of kernel launches, and the bytes per parameter that stay "
+    "in GPU memory from step to step (kept)."
 )
 MEMORY = (
     "The table shows how many bytes PyTorch allocates in addition to the gradients, per element of four matrices of "
     '2048 x 4096. "kept" is the number of bytes that stay allocated from step to step, and "most" is the maximum '
-    "within a step. The mean gradients are written over the gradients."
+    "within a step. The mean gradients overwrite the gradients."
 )
 TRAINING = (
     "DistributedDataParallel trains a decoder with 85 million parameters in bfloat16, on 8 sequences of 512 bytes, "
     "with one rank over NCCL. For each method, 15 steps with the method alternate with 15 steps of DDP without a hook. "
-    "The table shows the medians. With one rank, the exchange costs nothing. So the table shows how much time the "
+    "The table shows the medians. With one rank, the exchange takes no time. So the table shows only the time that the "
     "method itself adds, and overlap with the backward pass saves nothing. MB is the largest amount of memory that "
     "PyTorch "
     'allocates in a step, including the memory of the model. "-" means not measured.'
 )
 SEVERAL = "The table shows the same training with one rank on each of several GPUs, over NCCL."
-NETWORK = "The table shows the times of collectives between all GPUs, measured by `hvdcomp calibrate`."
+NETWORK = "The table shows how long collectives between all GPUs take, as measured by `hvdcomp calibrate`."
 PREDICTIONS = (
-    "The table shows the time of a step in milliseconds, as predicted from `hvdcomp calibrate` and `hvdcomp profile` "
-    "on the same GPU, and as measured. Either two ranks share the GPU over Gloo, or one rank uses the GPU alone over "
-    "NCCL. A single rank exchanges nothing."
+    "The table compares measured step times, in milliseconds, with predictions that are based on `hvdcomp calibrate` "
+    "and `hvdcomp profile` on the same GPU. Either two ranks share the GPU over Gloo, or one rank uses the GPU alone "
+    "over NCCL. A single rank exchanges nothing."
 )
 KERNELS = (
-    "The rate of a kernel, in GB/s, is the number of bytes that the kernel has to move, divided by its time, on the "
-    "matrices of BERT-base. The table compares this rate with the rate of a copy, and lists only kernels with less "
-    f"than {LEAST_SHARE:.0%} of the copy's rate. The JSON file contains all other kernels."
+    "The rate of a kernel, in GB/s, is the number of bytes that the kernel has to move, divided by its time. It was "
+    "measured on the matrices of BERT-base. The table compares this rate with the rate of a copy, and lists only "
+    f"kernels with less than {LEAST_SHARE:.0%} of the copy's rate. The JSON file contains all other kernels."
 )
 
 

@@ -20,9 +20,9 @@ def title(options: Mapping[str, Any]) -> str:
     """The line that is printed above a table."""
     memory = "" if options["memory"] is None else f"memory {options['memory']}, "
     return (
-        f"One step without a network: {options['model']}, {options['framework']}, {options['device']}, "
-        f"{options['dtype']}, {memory}payloads of {options['ranks']} rank(s); medians of at least {options['repeats']} "
-        "repetitions"
+        f"Time of one training step without a network ({options['model']}, {options['framework']}, "
+        f"{options['device']}, {options['dtype']}, {memory}payloads of {options['ranks']} rank(s)). "
+        f"The numbers are medians of at least {options['repeats']} repetitions"
     )
 
 
