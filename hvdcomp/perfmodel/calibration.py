@@ -354,8 +354,8 @@ def _ready(fields: Fields) -> tuple[tuple[float, float], ...]:
     pairs = fields.pairs("ready", "share of the bytes, share of the backward pass", second_rises=True)
     if pairs and (pairs[-1][0] != 1 or pairs[-1][1] > 1):
         raise fields.error(
-            "must end with a pair of 1 (all bytes) and at most 1 (the end of the backward pass), not with "
-            f"{list(pairs[-1])}",
+            "must end with a pair whose first number is 1 (all bytes) and whose second number is at most 1 (the end of "
+            f"the backward pass), not with {list(pairs[-1])}",
             "ready",
         )
     return pairs

@@ -346,7 +346,8 @@ class Network(_Costs):
             return self.levels.node if among == "node" else self.levels.across
         if self.inner is None:
             raise CalibrationError(
-                "the calibration has no costs of nodes with several ranks; calibrate with several ranks on each node"
+                "the calibration has no network costs for nodes with several ranks; calibrate with several ranks on "
+                "each node"
             )
         return self.inner if among == "node" else self
 

@@ -154,4 +154,4 @@ def test_a_sentence_on_a_method() -> None:
     assert "points of accuracy): with SGD 0.3, with Adam 0.9 (all at one" in in_words(parse_compressor("int4"))
     assert "with SGD training diverged (all at one learning rate, docs" in in_words(parse_compressor("qsgd:bits=2"))
     assert "quality that two_level(int4) lost" in in_words(parse_compressor("two_level(int4)"))
-    assert "did not measure how much accuracy fp8 loses" in in_words(parse_compressor("fp8"))
+    assert "did not measure how much accuracy is lost with fp8" in in_words(parse_compressor("fp8"))

@@ -79,7 +79,7 @@ def test_with_an_inner_link_the_ranks_of_a_node_share_the_outer_one() -> None:
 def test_without_nodes_there_are_no_levels() -> None:
     assert FLAT.ranks_per_node is None
     for among in ("node", "across"):
-        with pytest.raises(CalibrationError, match="has no costs of nodes with several ranks"):
+        with pytest.raises(CalibrationError, match="has no network costs for nodes with several ranks"):
             FLAT.seconds("allgather", 1.0, 4, among=among)
 
 

@@ -195,9 +195,9 @@ class TrainingOptions:
     optimizer: str | None = option(
         None, f"Optimizer: {', '.join(OPTIMIZERS)}, or a class of an installed package, such as torch.optim.Adafactor "
         "(only in PyTorch). muon (only in PyTorch) uses Muon for hidden matrices, and AdamW for the head, embeddings, "
-        "convolutions, norms and biases. A class of a package gets the parameters, the weight decay and --lr, and "
-        "keeps its own defaults for everything else. For other values, name a function in your own module that takes "
-        "parameter groups and lr=, and returns an optimizer.",
+        "convolutions, norms and biases. A class from a package receives the parameters, the weight decay and --lr, "
+        "and keeps its own defaults for everything else. For other values, name a function in your own module that "
+        "takes parameter groups and lr=, and returns an optimizer.",
         metavar="NAME", shown="adamw for gpt, vit, encoder and heavy-tails, else sgd", before="sgd",
     )
     lr: float | None = option(None, "Learning rate. It is not scaled by the number of ranks.", _POSITIVE)

@@ -126,7 +126,7 @@ def check(
         if dtype_name(tensor) not in FLOATING or tensor.device != tensors[0].device:
             raise ConfigurationError(
                 f"tensor {name!r} has the type {tensor.dtype} and is on {tensor.device}, but all tensors must be on "
-                f"one device, and their types can be {', '.join(FLOATING)}"
+                f"one device, and each type must be one of {', '.join(FLOATING)}"
             )
     if residuals is None:
         return

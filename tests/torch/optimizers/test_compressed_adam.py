@@ -638,10 +638,10 @@ def test_a_method_is_judged_once_its_trainings_are_measured(
     ("names", "keeps"),
     [
         (("exp_avg", "exp_avg_sq"), "a second moment of gradients, as AdamW does"),  # FusedAdam
-        (("exp_avg", "exp_avg_sq", "GG", "Q"), "the state of SOAP"),
-        (("exp_avg_sq", "z"), "the state of schedule-free AdamW"),
-        (("exp_avg", "exp_avg_sq", "projector"), "the state of GaLore"),
-        (("state1", "state2"), "the state of AdamW8bit"),  # and PagedAdamW of bitsandbytes
+        (("exp_avg", "exp_avg_sq", "GG", "Q"), "the same state as SOAP"),
+        (("exp_avg_sq", "z"), "the same state as schedule-free AdamW"),
+        (("exp_avg", "exp_avg_sq", "projector"), "the same state as GaLore"),
+        (("state1", "state2"), "the same state as AdamW8bit"),  # and PagedAdamW of bitsandbytes
         (("exp_avg_sq_row", "exp_avg_sq_col"), None),  # Adafactor
         (("exp_avg", "exp_avg_sq_row", "exp_avg_sq_col"), "a second moment of gradients, as AdamW does"),  # CAME
         (("step", "row_var", "col_var"), None),  # PyTorch's Adafactor
