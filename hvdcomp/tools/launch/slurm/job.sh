@@ -1,10 +1,10 @@
 #!/bin/bash
 #@options
 
-# A distributed training for Slurm, printed by `hvdcomp launch slurm --dry-run`. Submit it with sbatch.
+# A distributed training job for Slurm, printed by `hvdcomp launch slurm --dry-run`. Submit it with sbatch.
 #
 # Slurm signals this script before the time limit (the option --signal) and when it preempts the job. The ranks then
-# save a checkpoint, all of the same step, and end with the code below; the job is requeued and continues from there.
+# save a checkpoint of the same step, and exit with the code below. The job is requeued and continues from there.
 
 : "${SLURM_JOB_ID:?this is a batch script: submit it with sbatch}"
 if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
@@ -14,21 +14,21 @@ if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
 fi
 #@modules
 
-# If sbatch is called in another job, it passes on that job's variables: srun would use them for the cores and memory of
-# this job.
+# If sbatch is called inside another job, it passes on the variables of that job. srun would use them for the cores and
+# memory of this job.
 unset "${!SLURM_CPU_BIND@}"
 [ -n "${SLURM_MEM_PER_NODE:-}" ] && unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU
 
-# The number of ranks: a training with another number stops with an error.
+# The expected number of ranks: training with a different number stops with an error.
 export HVDCOMP_EXPECTED_SIZE="$SLURM_NTASKS"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
 export PYTHONUNBUFFERED=1
-# InfiniBand needs locked memory. Slurm copies the login node's limit: raise it to this node's.
+# InfiniBand needs locked memory. Slurm copies the limit of the login node, so raise it to the limit of this node.
 ulimit -S -l hard
 #@torch
 #@environment
 
-# The program, one argument a line; no shell interprets it again.
+# The program, with one argument per line. No shell interprets it again.
 command=(
 #@command
 )
@@ -36,13 +36,13 @@ command=(
 # The whole program as one word, because mpirun would interpret a program's arguments as its own options.
 #@program
 
-# The command that starts it on all ranks. The warning does not end a program that ignores it.
+# The command that starts the program on all ranks. A program that ignores the warning (SIGUSR1) is not ended by it.
 #@launch
 
 #@constants
 echo "job $SLURM_JOB_ID: $SLURM_NTASKS ranks on $SLURM_JOB_NODELIST, start $((${SLURM_RESTART_COUNT:-0} + 1))"
 
-# A signal ends `wait` before the launcher has ended: then wait again. srun and mpirun pass SIGUSR1 to all ranks, but
+# A signal ends `wait` before the launcher has ended, so wait again. srun and mpirun pass SIGUSR1 to all ranks, but
 # kill them on SIGTERM. The warning is repeated, because a program that is still starting ignores it.
 signals=0
 launcher=
@@ -67,7 +67,7 @@ done
 [ -n "$repeating" ] && kill "$repeating" 2>/dev/null
 #@code
 
-# Slurm's controller may not answer for some minutes. Slurm would requeue a cancelled job, too, so only a job that is
+# Slurm's controller may not answer for some minutes. Slurm would also requeue a canceled job, so only a job that is
 # known to be RUNNING is requeued.
 requeue() {
   local state asked=
