@@ -278,19 +278,19 @@ def page_of(cases: dict[str, dict[str, Any]], steps: int, ranks: int, faults: fl
     lines = [
         "# Long trainings",
         "",
-        "This page shows that long trainings do not use more and more resources. From time to time, a gradient is "
-        "faulty or the disk is full. A training is *flat* if memory, open files and the decision log do not grow, and "
-        f"if all ranks have the same weights. {sum(not case['grows'] for case in cases.values())} of {len(cases)} "
-        "trainings are flat.",
+        "This page shows that long training runs do not use more and more resources, even if gradients are faulty or "
+        "the disk is full from time to time. A training run is *flat* if memory, open files and the decision log do "
+        "not grow, and if all ranks have the same weights. "
+        f"{sum(not case['grows'] for case in cases.values())} of {len(cases)} training runs are flat.",
         "",
         f"Made by `{command}`, at commit `{commit()}`.",
         "",
-        f"Each row of the table is a separate training of {steps} steps on {ranks} ranks. In {faults:.0%} of the "
+        f"Each row of the table is a separate training run of {steps} steps on {ranks} ranks. In {faults:.0%} of the "
         "steps, chosen at random, one random rank has one of these faults:",
         "",
         *[f"- **{name}**: {meaning}" for name, meaning in FAULTS.items()],
         "",
-        "For each training, the table shows the rank whose memory grew most in the second half of the training.",
+        "For each run, the table shows the rank whose memory grew most in the second half of the run.",
         "",
         *table_of(cases),
     ]

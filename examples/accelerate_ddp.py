@@ -1,4 +1,4 @@
-"""A loop in accelerate, resumable: `torchrun --nproc-per-node 2 examples/accelerate_ddp.py FOLDER EPOCHS`.
+"""A resumable loop with accelerate: `torchrun --nproc-per-node 2 examples/accelerate_ddp.py FOLDER EPOCHS`.
 
 If you start it again with the same folder, all ranks continue after the latest epoch that they have saved, bit for bit.
 """
@@ -26,7 +26,7 @@ loader = torch.utils.data.DataLoader(data, batch_size=32, shuffle=True)
 model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # the model is in DistributedDataParallel now
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # wraps the model in DistributedDataParallel
 compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))
 hvdcomp.accelerate.register(accelerator, model, compression, optimizer)
 
@@ -35,7 +35,7 @@ if epochs_done:
     accelerator.load_state(str(folder / f"epoch-{epochs_done}"))
 
 if epochs_done == epochs:
-    accelerator.print(f"the training in {folder} is complete; for a new one give another folder, or delete this one")
+    accelerator.print(f"the training in {folder} is complete. To train again, pass another folder or delete this one.")
 for epoch in range(epochs_done, epochs):
     loader.set_epoch(epoch)
     for inputs, classes in loader:
@@ -47,7 +47,7 @@ for epoch in range(epochs_done, epochs):
             optimizer.zero_grad()
     accelerator.save_state(str(folder / "new"))
     accelerator.wait_for_everyone()
-    if accelerator.is_main_process:  # a folder of this name is whole
+    if accelerator.is_main_process:  # a folder with this name is complete
         (folder / "new").rename(folder / f"epoch-{epoch + 1}")
     factor = compression.ledger.totals.compression_factor
     accelerator.print(f"epoch {epoch + 1}: loss {loss:.3f}, {factor:.1f} times fewer bytes than dense")

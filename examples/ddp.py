@@ -1,7 +1,7 @@
-"""A training loop in DistributedDataParallel, resumable: `torchrun --nproc-per-node 2 examples/ddp.py FOLDER`.
+"""A resumable training loop with DistributedDataParallel: `torchrun --nproc-per-node 2 examples/ddp.py FOLDER`.
 
-Every rank saves to a file of its own, because residuals differ between the ranks. Started again with the same folder,
-they go on from the latest step that all of them have saved, bit for bit.
+Every rank saves to its own file, because residuals differ between the ranks. If you start the program again with the
+same folder, the ranks continue from the latest step that all of them have saved, bit for bit.
 """
 
 import sys
@@ -34,7 +34,7 @@ if saved:
 ddp = DistributedDataParallel(model)
 hvdcomp.ddp.register(ddp, compression, optimizer)
 if saved == 100 and rank == 0:
-    print(f"the training in {folder} is complete; for a new one give another folder, or delete this one")
+    print(f"the training in {folder} is complete. To train again, pass another folder or delete this one.")
 for step in range(int(saved) + 1, 101):
     batch = torch.arange(32 * step, 32 * step + 32) % len(digits)
     optimizer.zero_grad()
@@ -47,5 +47,5 @@ for step in range(int(saved) + 1, 101):
         if rank == 0:
             factor = compression.ledger.totals.compression_factor
             print(f"step {step}: loss {loss:.3f}, {factor:.1f} times fewer bytes than dense")
-dist.barrier()  # a rank that ends while others are at work would now and then be ended by a signal
+dist.barrier()  # without it, a rank that ends before the others is sometimes killed by a signal
 dist.destroy_process_group()

@@ -1,7 +1,7 @@
 """A click model on synthetic ids: `torchrun --nproc-per-node 2 examples/embeddings.py`.
 
-It is DLRM (Naumov et al. 2019, arXiv:1906.00091) in small. The tables' gradients go row by row through `RowExchange`,
-those of the layers through DistributedDataParallel, where hvdcomp compresses them.
+The model is a small DLRM (Naumov et al. 2019, arXiv:1906.00091). `RowExchange` exchanges the gradients of the tables
+row by row. DistributedDataParallel exchanges the gradients of the layers, which hvdcomp compresses.
 """
 
 import torch
@@ -14,7 +14,7 @@ TABLES, ROWS, COLUMNS, BATCH = 4, 50_000, 16, 128
 
 
 class ClickModel(torch.nn.Module):
-    """A row of each table and the dense features meet in their products."""
+    """Computes the products of all pairs among one row per table and the vector of the dense features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,15 +34,15 @@ class ClickModel(torch.nn.Module):
 dist.init_process_group("gloo")
 torch.manual_seed(0)  # the same tables on all ranks
 model = ClickModel()
-scores = torch.randn(TABLES, ROWS)  # of the rule that is to be learnt
+scores = torch.randn(TABLES, ROWS)  # the rule that the model must learn
 rows = hvdcomp.torch.RowExchange(model)  # before DistributedDataParallel
 ddp = DistributedDataParallel(model)
 compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.1))
 hvdcomp.ddp.register(ddp, compression)
 optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
 
-often = 1 / torch.arange(1, ROWS + 1).double() ** 1.3  # Zipf: 1 % of the rows are 90 % of the accesses
-generator = torch.Generator().manual_seed(1 + dist.get_rank())  # each rank has data of its own
+often = 1 / torch.arange(1, ROWS + 1).double() ** 1.3  # Zipf: 1 % of the rows get 90 % of the accesses
+generator = torch.Generator().manual_seed(1 + dist.get_rank())  # each rank has its own data
 for step in range(1, 201):
     dense = torch.randn(BATCH, 13, generator=generator)
     ids = torch.multinomial(often, TABLES * BATCH, replacement=True, generator=generator).view(BATCH, TABLES)
@@ -55,5 +55,5 @@ for step in range(1, 201):
     if step % 50 == 0 and dist.get_rank() == 0:
         factors = [compressed.ledger.totals.compression_factor for compressed in (rows, compression)]
         print(f"step {step}: loss {loss:.3f}; tables in {factors[0]:.0f}, layers in {factors[1]:.1f} times fewer bytes")
-dist.barrier()  # a rank that ends while others are at work would now and then be ended by a signal
+dist.barrier()  # without it, a rank that ends before the others is sometimes killed by a signal
 dist.destroy_process_group()

@@ -1,8 +1,8 @@
-"""A training loop in FSDP2, resumable: `HVDCOMP_RANKS_PER_NODE=1 torchrun --nproc-per-node 2 examples/fsdp.py FOLDER`.
+"""A resumable training loop with FSDP2: `HVDCOMP_RANKS_PER_NODE=1 torchrun --nproc-per-node 2 examples/fsdp.py FOLDER`.
 
-The variable makes a node of each rank, to try it on one machine; on several leave it out. FOLDER is on a disk that all
-nodes share. Started again with the same folder, the ranks go on from the latest checkpoint, bit for bit; another number
-of ranks goes on too, with all that was left to be sent.
+With the variable, each rank counts as a node, so that you can try this on one machine; omit it on several machines.
+FOLDER must be on a disk that all nodes share. If you start the program again with the same folder, the ranks continue
+from the latest checkpoint, bit for bit. A different number of ranks can also continue, and keeps all residuals.
 """
 
 import sys
@@ -25,7 +25,7 @@ model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.
 fully_shard(model[0])
 fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-compression = hvdcomp.Compression(hvdcomp.Int4(), memory=hvdcomp.ErrorFeedback())  # also where a rank is a node
+compression = hvdcomp.Compression(hvdcomp.Int4(), memory=hvdcomp.ErrorFeedback())  # also if each rank is a node
 hvdcomp.fsdp.register(model, compression)
 
 saved = max((int(file.parent.name) for file in folder.glob("*/.metadata")), default=0)
@@ -36,7 +36,7 @@ if saved:
     hvdcomp.dcp.load(compression, folder / str(saved))
 
 if saved == 100 and rank == 0:
-    print(f"the training in {folder} is complete; for a new one give another folder, or delete this one")
+    print(f"the training in {folder} is complete. To train again, pass another folder or delete this one.")
 for step in range(saved + 1, 101):
     batch = torch.arange(32 * step, 32 * step + 32) % len(digits)
     optimizer.zero_grad()
@@ -51,5 +51,5 @@ for step in range(saved + 1, 101):
         if rank == 0:
             factor = compression.ledger.totals.compression_factor
             print(f"step {step}: loss {loss:.3f}, {factor:.1f} times fewer bytes between nodes than dense")
-dist.barrier()  # a rank that ends while others are at work would now and then be ended by a signal
+dist.barrier()  # without it, a rank that ends before the others is sometimes killed by a signal
 dist.destroy_process_group()

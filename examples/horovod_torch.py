@@ -1,7 +1,8 @@
-"""The training of examples/ddp.py in Horovod: `horovodrun -np 2 --gloo python examples/horovod_torch.py FOLDER`.
+"""The same as examples/ddp.py, but with Horovod: `horovodrun -np 2 --gloo python examples/horovod_torch.py FOLDER`.
 
-Every rank saves to a file of its own, because residuals differ between the ranks. Started again with the same folder,
-they go on from the latest step that all of them have saved, bit for bit; also from what examples/ddp.py has saved.
+Every rank saves to its own file, because residuals differ between the ranks. If you start the program again with the
+same folder, the ranks continue from the latest step that all of them have saved, bit for bit. They can also continue
+from a step that examples/ddp.py saved.
 """
 
 import sys
@@ -32,7 +33,7 @@ if saved:
         part.load_state_dict(state[name])
 
 if saved == 100 and rank == 0:
-    print(f"the training in {folder} is complete; for a new one give another folder, or delete this one")
+    print(f"the training in {folder} is complete. To train again, pass another folder or delete this one.")
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 for step in range(int(saved) + 1, 101):
     batch = torch.arange(32 * step, 32 * step + 32) % len(digits)

@@ -1,4 +1,4 @@
-"""A training in PyTorch Lightning, resumable: `torchrun --nproc-per-node 2 examples/lightning_ddp.py FOLDER EPOCHS`."""
+"""Resumable training with PyTorch Lightning: `torchrun --nproc-per-node 2 examples/lightning_ddp.py FOLDER EPOCHS`."""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""A compressor of one's own, in training: `torchrun --nproc-per-node 2 examples/own_compressor.py`.
+"""Training with your own compressor: `torchrun --nproc-per-node 2 examples/own_compressor.py`.
 
-`Turns` cuts each gradient into 16 parts, and sends one part in each step, all of them in turn. All ranks send the same
-part, so that one allreduce adds it up. Error feedback keeps the others until their turn has come.
+`Turns` divides each gradient into 16 parts, and sends one part per step, in turn. All ranks send the same part, so one
+allreduce adds it up. Error feedback keeps the other parts until it is their turn.
 """
 
 from dataclasses import dataclass
@@ -19,20 +19,20 @@ from hvdcomp.compressors.protocol import AllReduce, Outcome
 
 @dataclass(frozen=True)
 class Turns(Compressor):
-    """Each part of a gradient is sent once in `turns` steps."""
+    """Sends each part of a gradient once every `turns` steps."""
 
     turns: int
 
     name = "turns"
     examples = ("turns:turns=16",)
-    sends = "one part of the elements, in each step another one"
-    biased = True  # so error feedback adds what was not sent to the next gradient
+    sends = "one part of the elements, a different one in each step"
+    biased = True  # so error feedback adds the unsent parts to the next gradient
 
     def __post_init__(self):
         require_count(self.name, turns=self.turns)
 
     def aggregate(self, xp, x, state, context):
-        """The method: maths on one tensor, and a `yield` where other ranks are needed."""
+        """Computes with one tensor, and uses `yield` when it needs data from the other ranks."""
         vector = pad(xp, xp.flatten(x), self.turns)
         length = vector.shape[0] // self.turns
         start = context.step % self.turns * length
@@ -65,5 +65,5 @@ for step in range(1, 401):
     if step % 100 == 0 and rank == 0:
         factor = compression.ledger.totals.compression_factor
         print(f"step {step}: loss {loss:.3f}, {factor:.1f} times fewer bytes than dense")
-dist.barrier()  # a rank that ends while others are at work would now and then be ended by a signal
+dist.barrier()  # without it, a rank that ends before the others is sometimes killed by a signal
 dist.destroy_process_group()

@@ -1,7 +1,7 @@
-"""A policy of one's own, in training: `torchrun --nproc-per-node 2 examples/own_policy.py`.
+"""Training with your own policy: `torchrun --nproc-per-node 2 examples/own_policy.py`.
 
-`Settle` sends much of a tensor until its gradient has become small, and little from then on. Rank 0 decides by the
-norms that it asked for, and all ranks obey in the same step.
+`Settle` sends many elements of a tensor until its gradient has become small, and few elements from then on. Rank 0
+decides based on the norms that the policy requests, and all ranks apply the decision in the same step.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from hvdcomp.policies.request import Period, Request, Statistic
 
 @dataclass(frozen=True)
 class SettleState:
-    """All that the policy remembers, by tensor name: the first norm of its gradient, and whether it has settled."""
+    """By tensor name: the first norm of the tensor's gradient, and whether the tensor has settled."""
 
     first: dict[str, float]
     settled: dict[str, bool]
@@ -27,7 +27,7 @@ class SettleState:
 
 @dataclass(frozen=True, kw_only=True)
 class Settle(Policy[SettleState]):
-    """Level `low` until the norm of a tensor's accumulated gradient is below `share` of the first one, then `high`."""
+    """Uses the level `low` until the norm of a tensor's gradient is below `share` of its first norm, then `high`."""
 
     low: float
     high: float
@@ -40,7 +40,7 @@ class Settle(Policy[SettleState]):
         return SettleState(dict.fromkeys(tensors, 0.0), dict.fromkeys(tensors, False))
 
     def request(self, state):
-        return Request(frozenset({Statistic.NORMS}), Period(steps=20))  # over which gradients are accumulated
+        return Request(frozenset({Statistic.NORMS}), Period(steps=20))  # accumulates gradients over 20 steps
 
     def update(self, state, statistics):
         first = {name: state.first[name] or norm for name, norm in statistics.norms.items()}
@@ -75,5 +75,5 @@ for step in range(1, 201):
     if step % 50 == 0 and rank == 0:
         factor = compression.ledger.last.compression_factor
         print(f"step {step}: loss {loss:.3f}, this step {factor:.1f} times fewer bytes than dense")
-dist.barrier()  # a rank that ends while others are at work would now and then be ended by a signal
+dist.barrier()  # without it, a rank that ends before the others is sometimes killed by a signal
 dist.destroy_process_group()

@@ -1,7 +1,7 @@
 """Gradient compression on one page, in plain PyTorch: `torchrun --nproc-per-node 2 examples/simple.py`.
 
-Read this page before the code of hvdcomp. It trains with top-k compression and error feedback, and imports nothing of
-hvdcomp. On two ranks, its weights are bit for bit those of `hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))`.
+Read this program before the code of hvdcomp. It trains with top-k compression and error feedback, without hvdcomp. On
+two ranks, its weights are bit for bit the same as with `hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))`.
 """
 
 import math
@@ -14,13 +14,13 @@ RATIO = 0.01  # the share of a gradient's elements that a rank sends in a step
 
 
 def compress(x):
-    """The k elements of largest magnitude: their values and indices, both (k,)."""
+    """Returns the values and the indices of the k elements with the largest magnitudes, both of shape (k,)."""
     indices = x.abs().topk(math.ceil(RATIO * len(x))).indices
     return x[indices], indices
 
 
 def exchange(values, indices):
-    """What every rank sent, in the order of the ranks. All ranks send the same number of elements."""
+    """Returns the values and indices of every rank, in rank order. All ranks send the same number of elements."""
     ranks = [(torch.empty_like(values), torch.empty_like(indices)) for _ in range(dist.get_world_size())]
     dist.all_gather([rank[0] for rank in ranks], values)
     dist.all_gather([rank[1] for rank in ranks], indices)
@@ -28,13 +28,13 @@ def exchange(values, indices):
 
 
 def decompress(values, indices, size):
-    """The vector (size,) that a rank sent: zero except at the indices."""
+    """Returns the vector (size,) that a rank sent: zero except at the indices."""
     return torch.zeros(size).index_copy(0, indices, values)
 
 
 def mean_gradient(gradient, residual):
-    """The mean over the ranks of what they send. Changes the residual: what this rank has not sent yet."""
-    x = gradient + residual  # error feedback: what earlier steps did not send gets another chance
+    """Returns the mean of the sent vectors. Updates the residual: the part that this rank has not sent yet."""
+    x = gradient + residual  # error feedback: elements that earlier steps did not send may be sent now
     values, indices = compress(x)
     residual.copy_(x - decompress(values, indices, len(x)))
     ranks = exchange(values, indices)
@@ -42,10 +42,10 @@ def mean_gradient(gradient, residual):
 
 
 def average_gradients(model, residuals):
-    """Replaces the gradient of each parameter by the mean over the ranks; large matrices are compressed."""
+    """Replaces the gradient of each parameter with the mean over the ranks. Compresses only large matrices."""
     for name, parameter in model.named_parameters():
-        gradient = parameter.grad.flatten()  # a view, so that changes reach the parameter
-        if parameter.ndim < 2 or len(gradient) < 1024:  # compression saves nothing here
+        gradient = parameter.grad.flatten()  # a view: changing it changes the parameter's gradient
+        if parameter.ndim < 2 or len(gradient) < 1024:  # too small: compression would save nothing
             dist.all_reduce(gradient)
             gradient /= dist.get_world_size()
         else:
@@ -54,7 +54,7 @@ def average_gradients(model, residuals):
 
 
 def train(model, optimizer, average, steps=100):
-    """Trains on this rank's part of the digits; `average` exchanges the gradients. Returns the last loss."""
+    """Trains on this rank's part of the digits, and returns the last loss. `average` averages the gradients."""
     rank, size = dist.get_rank(), dist.get_world_size()
     images, digits = (torch.from_numpy(array[rank::size]) for array in load_digits(return_X_y=True))
     for step in range(steps):
@@ -74,5 +74,5 @@ if __name__ == "__main__":
     left = {}  # the residual of each parameter
     last = train(net, torch.optim.SGD(net.parameters(), 0.1, 0.9), lambda model: average_gradients(model, left))
     print(f"rank {dist.get_rank()}: loss {last:.3f}")
-    dist.barrier()  # a rank that ends while others are at work would now and then be ended by a signal
+    dist.barrier()  # without it, a rank that ends before the others is sometimes killed by a signal
     dist.destroy_process_group()

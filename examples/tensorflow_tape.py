@@ -1,7 +1,7 @@
-"""A training loop with a gradient tape, resumable: `horovodrun -np 2 python examples/tensorflow_tape.py FOLDER`.
+"""A resumable training loop with a gradient tape: `horovodrun -np 2 python examples/tensorflow_tape.py FOLDER`.
 
-Every rank saves to a path of its own, because residuals differ between the ranks. Started again with the same folder,
-it goes on where it was, bit for bit.
+Every rank saves to its own path, because residuals differ between the ranks. If you start the program again with the
+same folder, the training continues where it stopped, bit for bit.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A training by Transformers, resumable: `torchrun --nproc-per-node 2 examples/transformers_ddp.py FOLDER EPOCHS`."""
+"""Resumable training with Transformers: `torchrun --nproc-per-node 2 examples/transformers_ddp.py FOLDER EPOCHS`."""
 
 import sys
 from pathlib import Path

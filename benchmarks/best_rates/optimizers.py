@@ -17,7 +17,7 @@ from benchmarks.best_rates.outcomes import Outcome, outcome_of
 from benchmarks.best_rates.page import in_one_sentence
 from benchmarks.best_rates.rows import DENSE, METHODS_OF_OTHERS, TASKS_OF_OTHERS, is_accuracy, rate_of
 from benchmarks.best_rates.rule import BOUNDS, OTHER_SITUATIONS, Situation, chosen, standings_of, undecided
-from benchmarks.best_rates.search import HELD_OUT, MANY
+from benchmarks.best_rates.search import HELD_OUT, MORE_SEEDS
 from benchmarks.pages import MEASURED, filled, findings_of, with_interval
 from benchmarks.trainings import kept_records
 from hvdcomp.files import commits_in_words, provenance_last, replace_text
@@ -29,8 +29,8 @@ SITUATIONS = (
 )
 """The optimizers on the page. For each optimizer, there is a workload for each task."""
 TASKS = {
-    "heavy-tails": "A regression with outliers: a network with two hidden layers, 400 steps.",
-    "sorting": "A transformer that sorts 16 numbers: two layers, 300 steps.",
+    "heavy-tails": "The task is a regression with outliers. We trained a network with two hidden layers for 400 steps.",
+    "sorting": "The task is to sort 16 numbers. We trained a transformer with two layers for 300 steps.",
 }
 
 
@@ -43,12 +43,12 @@ def write_page(file: Path, runs: Path) -> None:
         "# Methods for other optimizers",
         "",
         filled(
-            "After this page you can choose a compression method for optimizers other than SGD and AdamW. Each method "
-            "was trained at its own best learning rate, and is compared with uncompressed training by the same "
-            "optimizer at the best learning rate of uncompressed training."
+            "This page helps you choose a compression method for optimizers other than SGD and AdamW. We trained with "
+            "each method at its own best learning rate. We compare the results with uncompressed training with the "
+            "same optimizer, also at its own best learning rate."
         ),
         "",
-        "Made by `python -m benchmarks.best_rates.optimizers`,\nfrom trainings at commit " + commits + ".",
+        "Made by `python -m benchmarks.best_rates.optimizers`,\nfrom training runs at commit " + commits + ".",
         "",
         findings_of(file),
         "",
@@ -79,10 +79,11 @@ def _choices(runs: Path) -> list[str]:
         "## What to use",
         "",
         filled(
-            "The table shows the method that sends the fewest bytes among the methods that lose little on both tasks. "
-            f"The second column allows a loss of at most {BOUNDS[0]:g} % or {BOUNDS[0]:g} point of accuracy, at the "
-            f"upper end of the 95 % interval; the third column allows {BOUNDS[1]:g}. A method is in the third column "
-            "only if it sends fewer bytes than the method in the second column."
+            "For each optimizer, the table shows the method that sends the fewest bytes among the methods that lose "
+            "little quality on both tasks. For the second column, a method may raise the loss by at most "
+            f"{BOUNDS[0]:g} %, or lower the accuracy by at most {BOUNDS[0]:g} point, at the upper end of the 95 % "
+            f"interval. For the third column, the limits are {BOUNDS[1]:g} % and {BOUNDS[1]:g} points. A method is in "
+            "the third column only if it sends fewer bytes than the method in the second column."
         ),
         "",
         f"| optimizer | loses at most {BOUNDS[0]:g} | loses at most {BOUNDS[1]:g} | not measured yet |",
@@ -110,8 +111,8 @@ def _section(task: str, runs: Path) -> list[str]:
         f"## {task}",
         "",
         filled(
-            f"{TASKS[task]} The columns of methods show how much worse the method is than uncompressed training, in "
-            f"{unit}."
+            f"{TASKS[task]} The column of each method shows how much worse the method is than uncompressed training, "
+            f"in {unit}."
         ),
         "",
         f"| {' | '.join(head)} |",
@@ -131,17 +132,17 @@ def _lost(outcome: Outcome, dense: Outcome) -> str:
 def _method() -> list[str]:
     packages = ("pytorch-optimizer 4.1.0 (GaLore, Lion, schedule-free AdamW, SOAP)", "bitsandbytes 0.50.2 (AdamW8bit)")
     items = (
-        "**Ranks and seeds**: four simulated ranks. The tables show the means of the seeds "
-        f"{in_one_sentence([str(seed) for seed in HELD_OUT])} with their 95 % intervals. For the regression with AdamW "
-        f"and with Muon, there are {MANY} seeds.",
-        "**Learning rates**: rates that differ by factors of two, trained with seed 0, until the best rate is between "
-        "two worse rates. Every method and every optimizer has a search of its own.",
+        "**Ranks and seeds**: We trained on four simulated ranks. The tables show means over the seeds "
+        f"{in_one_sentence([str(seed) for seed in HELD_OUT])} with their 95 % intervals. With AdamW and with Muon, we "
+        f"used {MORE_SEEDS['heavy-tails']} seeds for the regression, and {MORE_SEEDS['sorting']} for the transformer.",
+        "**Learning rates**: We tried rates that differ by factors of two, with seed 0, until the best rate was "
+        "between two worse rates. We repeated this search for every method with every optimizer.",
         "**Other options** of an optimizer keep the defaults of its package. For GaLore, the rank of a projection is a "
         "quarter of the matrix's smaller side, and the projection changes every 50 steps. Schedule-free AdamW has a "
-        "constant learning rate after the warm-up; all other optimizers have a cosine. The weight decay is that of the "
-        "trainings with AdamW: 0 for the regression, and 0.1 for the transformer.",
-        f"**Packages**: {in_one_sentence(packages)}. Adafactor and Muon are those of PyTorch.",
-        "**Train with such an optimizer yourself**: `hvdcomp train` takes the name of a class, for example "
+        "constant learning rate after the warm-up; all other optimizers have a cosine schedule. The weight decay is "
+        "the same as in the training runs with AdamW: 0 for the regression, and 0.1 for the transformer.",
+        f"**Packages**: {in_one_sentence(packages)}. Adafactor and Muon come from PyTorch.",
+        "**Train with such an optimizer yourself**: `hvdcomp train` accepts the name of a class, for example "
         "`hvdcomp train --optimizer pytorch_optimizer.SOAP`.",
     )
     return ["## How this was measured", "", *(filled(item, bullet=True) for item in items), ""]

@@ -20,10 +20,9 @@ SEARCHED = 0
 HELD_OUT = (101, 102, 103, 104, 105)
 """The seeds of the training runs from which the figures are computed. No choice depends on training runs with these
 seeds."""
-MANY = 30
-_NOISY = ("heavy-tails", "heavy-tails-muon")
-"""Quick workloads that vary so much from seed to seed that five seeds cannot show a loss of a few percent. They get
-`MANY` seeds."""
+MORE_SEEDS = {"heavy-tails": 30, "heavy-tails-muon": 30, "shapes": 30, "sorting": 10, "sorting-muon": 10}
+"""Numbers of held-out seeds of quick workloads. Five seeds of them cannot show a loss of quality below some percent or
+points, because the results differ too much between seeds."""
 FARTHEST = 8
 """Largest number of doublings or halvings of the workload's own learning rate. A search ends there, even if it has not
 found a best rate between two others."""
@@ -31,7 +30,7 @@ found a best rate between two others."""
 
 def seeds_of(workload: str, seeds: Sequence[int]) -> tuple[int, ...]:
     """The held-out seeds of a workload: the given seeds, and additional seeds if the workload is noisy."""
-    further = range(HELD_OUT[0], HELD_OUT[0] + MANY) if workload in _NOISY else ()
+    further = range(HELD_OUT[0], HELD_OUT[0] + MORE_SEEDS.get(workload, 0))
     return tuple(dict.fromkeys((*seeds, *further)))
 
 

@@ -41,65 +41,67 @@ control, the command and the commit. `python -m benchmarks.reproduce NAME` repea
 
 This page compares each published number of four papers with our own number. We get our numbers in three ways: we count
 them from the shapes of tensors, we predict them with the [performance model](performance-model.md), or we train small
-models on [simulated ranks](simulated-ranks.md). For trainings, our number is the mean over five seeds, with its 95 %
+models on [simulated ranks](simulated-ranks.md). If we train, our number is the mean over five seeds, with its 95 %
 confidence interval (Student's t). Differences in quality are in points of accuracy on the test data, or, for text, in
-percent of the perplexity. A negative difference means that quality was lost. We do not use the authors' GPUs and
-networks, or CIFAR, ImageNet or Penn Treebank.
+percent of the perplexity. A negative difference means that quality was lost. We do not use the authors' GPUs or
+networks, and we do not use CIFAR, ImageNet or Penn Treebank.
 
 Each row compares one number:
 
-- A row *holds* if all numbers of our confidence interval fulfil the claim of the row, such as "no more than 1 lost". It
-  *does not hold* if no number of the interval fulfils the claim. If only a part of the interval fulfils the claim, the
-  row is *open*.
-- Our number may have no confidence interval. The row then *holds* if our number agrees with the published number:
-  within a given share, in the same order, or with the same sign, depending on the row.
+- A row *holds* if all numbers in our confidence interval satisfy the claim of the row, such as "no more than 1 lost".
+  It *does not hold* if no number in the interval satisfies the claim. If only some numbers in the interval satisfy the
+  claim, the row is *open*.
+- If our number has no confidence interval, the row *holds* if our number agrees with the published number. Depending on
+  the row, "agrees" means within a given percentage, in the same order, or with the same sign.
 
 Each table or figure of a paper has one result, which depends on its rows:
 
-- If a table or figure has a main claim, the rows of this claim decide. If it has no main claim, all of its rows decide.
+- If a table or figure has a main claim, the rows of this claim decide. Otherwise, all of its rows decide.
 - The result *does not hold here* if none of the deciding rows holds. The result *is not confirmed* if all deciding rows
   are open.
 - The result is *as published* if all rows hold, and each published number has a counterpart. In all other cases, the
   result holds *in part*.
 
-Our trainings use other networks and other data than the papers. So our training runs do not show
-what happened in the authors' own training runs.
+Our training runs use different networks and different data than the papers. So our runs do not show what happened in
+the authors' own runs.
 
-**The trainings are small and few.** Instead of the papers' images, we use MNIST-1D, and train a convolutional network
-with 108,000 parameters for 1,920 steps. (Accordion's authors train ResNet-18 and other networks for 29,400 steps.)
-Instead of the papers' text, we use the source code of Python's library, and train an LSTM with 249,000 parameters for
-840 steps. We chose long enough trainings and low enough learning rates so that low compression loses little quality
-compared with dense gradients.
+**Our training runs are small and few.** Instead of the papers' images, we use MNIST-1D, and train a convolutional
+network with 108,000 parameters for 1,920 steps. (Accordion's authors train ResNet-18 and other networks for 29,400
+steps.) Instead of the papers' text, we use the source code of Python's library, and train an LSTM with 249,000
+parameters for 840 steps. We chose enough steps and low enough learning rates so that low compression loses little
+quality compared with dense gradients.
 
-We use the same few trainings in place of the networks of many tables and figures. The column *distinct trainings*
-counts these trainings, each with five seeds. Rows with the same number in the column *comparison* use [the same
-trainings](#the-comparisons). So several such rows are only one finding.
+We use the same few training runs in place of the networks of many tables and figures. The column *distinct training
+runs* counts them, each with five seeds. Rows with the same number in the column *comparison* use [the same training
+runs](#the-comparisons). So several rows with the same number are only one finding.
 
-We compare each policy with a [control](#policies-compared-with-their-controls), a training that sends the same number
-of floats but ignores the gradients. If you have CIFAR or WikiText-2, pass `--data-dir FOLDER`. With this option,
-hvdcomp runs Accordion's original trainings, with the settings of Accordion's table 7, on simulated ranks. The original
-trainings take hours on a GPU, and we have not run them.
+We compare each policy with a [control](#policies-compared-with-their-controls), a training run that sends the same
+number of floats but ignores the gradients. If you have CIFAR or WikiText-2, pass `--data-dir FOLDER`. With this option,
+hvdcomp repeats Accordion's original experiments, with the settings of Accordion's table 7, on simulated ranks. The
+original experiments take hours on a GPU, and we have not run them.
 
 From the paper on Bagpipe, we implement only the embedding exchange, [LookAhead](look-ahead.md), and we compare only the
 numbers in its abstract.
 
-In figures 5 and 13 to 16 of On the Utility of Gradient Compression, encoding during the backward pass takes longer than
-encoding after it, on the authors' GPUs. We cannot reproduce these figures with our machines. On CPUs, encoding during
-the backward pass made a step [shorter](exchange-measured.md#overlap). On one GPU, it made a step longer, as in the
-paper ([encoding](encoding.md#where-the-time-goes-on-a-gpu)).
+Figures 5 and 13 to 16 of *On the Utility of Gradient Compression* show that, on the authors' GPUs, encoding takes
+longer during the backward pass than after it. We cannot reproduce these figures with our machines. On CPUs, encoding
+during the backward pass made a step [shorter](exchange-measured.md#overlap). On one GPU, it made a step longer, as in
+the paper ([encoding](encoding.md#where-the-time-goes-on-a-gpu)).
 """
 _INTRODUCED = {
-    NOT_HELD: "In this table, our number does not fulfil the claim of the paper. If our number has a confidence "
-    "interval, no part of the interval fulfils the claim, except in rows marked (open).",
-    NOT_CONFIRMED: "In this table, only a part of our confidence interval fulfils the claim of the paper, so our "
-    "trainings do not decide whether the claim is true.",
+    NOT_HELD: "In this table, our number does not satisfy the claim of the paper. If our number has a confidence "
+    "interval, no part of the interval satisfies the claim, except in rows marked (open).",
+    NOT_CONFIRMED: "In this table, only a part of our confidence interval satisfies the claim of the paper, so our "
+    "training runs do not show whether the claim is true.",
 }
-_OF_COMPARISONS = "Each training is described by its network (`images` or `text`) and its options of `hvdcomp train`."
+_OF_COMPARISONS = (
+    "The table describes each training run by its network (`images` or `text`) and its options of `hvdcomp train`."
+)
 _MOST_BESIDE = 5
 """The floats of a control may differ from those of its policy by at most this number of percent."""
 _COMMITS = f"The results were made at commit {{commits}}. {formerly('hvdcomp reproduce NAME')}\n"
-_QUICK = """{quick} results were made with `--quick`. Their trainings have a third of the steps, and two seeds instead
-of five.
+_QUICK = """{quick} results were made with `--quick`. Their training runs have a third of the steps, and two seeds
+instead of five.
 """
 
 
@@ -160,15 +162,15 @@ def _beside_controls(outcomes: Mapping[str, Outcome]) -> list[str]:
     if not found:
         return []
     signs = [_sign(row) for row in found.values() if abs(_percent(row) - 100) <= _MOST_BESIDE]
-    counts = f"better in {signs.count(1)} of {len(signs)} comparisons, and worse in {signs.count(-1)}"
+    counts = f"better than the control in {signs.count(1)} of {len(signs)} comparisons, and worse in {signs.count(-1)}"
     head = ["| policy - control | control | control's floats | difference |", "|---|---|--:|--:|"]
     lines = [
         _line(row.what.rpartition(": ")[2], row.control, f"{_percent(row)}%", with_half(row)) for row in found.values()
     ]
     said = (
-        f"We compared policies with controls that send the same number of floats (within {_MOST_BESIDE} %). The policy "
-        f"is {counts}. In the other comparisons, the confidence interval of the difference contains 0. These counts "
-        "leave out controls that send more or fewer floats."
+        "We compared policies with controls. For these counts, we use only controls that send the same number of "
+        f"floats as the policy (within {_MOST_BESIDE} %). The policy is {counts}. In the other comparisons, the "
+        "confidence interval of the difference contains 0."
     )
     return ["## Policies compared with their controls", "", said, "", *_marked("controls", [*head, *lines])]
 
@@ -203,7 +205,7 @@ def _groups(outcomes: Mapping[str, Outcome]) -> dict[str, list[str]]:
 
 
 def _counts(groups: Mapping[str, list[str]], outcomes: Mapping[str, Outcome]) -> list[str]:
-    lines = ["| paper | " + " | ".join(groups) + " | distinct trainings |", "|---|" + "--:|" * (len(groups) + 1)]
+    lines = ["| paper | " + " | ".join(groups) + " | distinct training runs |", "|---|" + "--:|" * (len(groups) + 1)]
     for paper, title in PAPERS.items():
         counts = [str(sum(name.startswith(f"{paper}-") for name in names)) for names in groups.values()]
         rows = [row for name, outcome in outcomes.items() if name.startswith(f"{paper}-") for row in outcome.rows]
@@ -224,7 +226,7 @@ def _resting_on(rows: Sequence[Row]) -> str:
     pairs, trainings = {tuple(row.trainings) for row in trained}, _trainings(trained)
     networks = {training.split()[0] for training in trainings}
     some = f"{len(trained)} of these {len(rows)} rows" if len(trained) < len(rows) else f"These {len(rows)} rows"
-    counts = {"comparison": len(pairs), "distinct training": len(trainings), "network": len(networks)}
+    counts = {"comparison": len(pairs), "distinct training run": len(trainings), "network": len(networks)}
     return f"{some} use {' of '.join(_counted(count, noun) for noun, count in counts.items())}."
 
 

@@ -182,10 +182,10 @@ def auto_summary(chosen: Sequence[Choice]) -> str:
     slowest, slower = (max(chosen, key=lambda choice: getattr(choice, name)) for name in ("over_best", "over_dense"))
     median = statistics.median(choice.over_best for choice in chosen)
     return (
-        f"With the policy auto, a step takes {median:.3f} times as long as with the best static choice in the median, "
-        f"and {slowest.over_best:.3f} times as long in the worst setting ({slowest.in_words()}). Compared with dense "
-        f"gradients, a step with auto takes {slower.over_dense:.3f} times as long in the worst setting "
-        f"({slower.in_words()}). The standard errors of the ratios to the best static choice are at most "
+        f"In the median setting, a step with the policy auto takes {median:.3f} times as long as with the best static "
+        f"choice. In the worst setting ({slowest.in_words()}), it takes {slowest.over_best:.3f} times as long. "
+        f"Compared with dense gradients, a step with auto takes {slower.over_dense:.3f} times as long in the worst "
+        f"setting ({slower.in_words()}). The standard errors of the ratios to the best static choice are at most "
         f"{max(choice.over_best_error for choice in chosen):.3f}."
     )
 
@@ -226,9 +226,9 @@ def _noise(runs: Sequence[dict[str, Any]]) -> list[str]:
         return []
     spread, number_name, run = max(noisy, key=lambda entry: entry[0])
     return [
-        f"Of the calibrated numbers, {len(noisy)} are noisy: the medians of repeated measurements differ by more than "
-        f"{NOISY:.0%}. The largest difference is {spread:.0%} ({number_name}; {place_of(run).in_words()}). The JSON "
-        "file lists all noisy numbers.",
+        f"In the calibrations, {len(noisy)} {'numbers are' if len(noisy) > 1 else 'number is'} noisy: the medians of "
+        f"repeated measurements differ by more than {NOISY:.0%}. The largest difference is {spread:.0%} "
+        f"({number_name}; {place_of(run).in_words()}). The JSON file lists all noisy numbers.",
         "",
     ]
 

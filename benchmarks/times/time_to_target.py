@@ -230,9 +230,9 @@ def write_page(file: Path, runs: Sequence[ClusterRun]) -> bool:
 
 Made by `sudo .venv/bin/python -m benchmarks.times.time_to_target{chosen}`, at commit {commits}. {older}
 
-This page shows how long a training takes with each method until it reaches a target. Each training runs `hvdcomp train`
-under Horovod on {first.hosts} [emulated hosts](emulated-cluster.md), with one rank on each host. The training ends when
-it reaches {first.options["until"]} on the validation data. The options of `hvdcomp train` are: {options}.
+This page shows how long training takes with each method until it reaches a target. Each training run uses `hvdcomp
+train` under Horovod on {first.hosts} [emulated hosts](emulated-cluster.md), with one rank on each host. The run ends
+when it reaches {first.options["until"]} on the validation data. The options of `hvdcomp train` are: {options}.
 
 All emulated hosts share the cores of one machine. So the computation of a step takes longer than on separate hosts, and
 the network takes a smaller part of the step.

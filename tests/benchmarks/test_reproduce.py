@@ -404,7 +404,7 @@ def test_the_page_counts_distinct_trainings() -> None:
     rows = [Row(what="a", ours=-1.0, half=0.5, more_than=-1.0, trainings=pair) for pair in pairs]
     names = {"accordion-fig1": rows[:1], "accordion-fig2": rows[:1], "accordion-table1": rows}
     text = page({name: Outcome(name=name, rows=found) for name, found in names.items()})
-    assert "These 4 rows use 2 comparisons of 3 distinct trainings of 1 network." in text
+    assert "These 4 rows use 2 comparisons of 3 distinct training runs of 1 network." in text
     assert re.search(r"^\| Agarwal et al. 2021, Accordion .* \| 3 \|$", text, re.MULTILINE)
     section = text[text.index("## Not confirmed by a small training") : text.index("## Not run yet")]
     numbers = [line.split(" | ")[-1].rstrip(" |") for line in section.splitlines() if "-1 ± 0.50 (open)" in line]
@@ -441,7 +441,7 @@ def test_the_page_has_each_control_once() -> None:
         Row(what="D - fixed (points)", ours=9.0, half=1.0, **{**control, "share": 0.84}),
     ]
     text = page({name: Outcome(name=name, rows=rows) for name in ("gravac-fig7", "gravac-fig8")})
-    assert "better in 1 of 3 comparisons, and worse in 1." in text
+    assert "better than the control in 1 of 3 comparisons, and worse in 1." in text
     assert text.count("| A - fixed (%) | `topk:ratio=0.1` | 99% | 2 ± 1 |") == 1
     assert text.count("| D - fixed (points) | `topk:ratio=0.1` | 84% | 9 ± 1 |") == 1
     assert "Policies compared" not in page({"gravac-fig7": Outcome(name="gravac-fig7", rows=[Row(what="a", ours=1)])})

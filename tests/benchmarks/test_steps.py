@@ -244,7 +244,7 @@ def test_gains_and_files(tmp_path: Path) -> None:
     assert [tuple(row[name] for name in names) for row in fastest] == [
         (hosts, "1gbit", "m", "topk:ratio=0.01", "3.0", "2.0", "2.0", "powersgd:rank=4") for hosts in ("2", "4")
     ]
-    assert "1 are noisy: the medians of repeated measurements differ by more than 15%." in text
+    assert "1 number is noisy: the medians of repeated measurements differ by more than 15%." in text
     assert "The largest difference is 42% (m, passes; m, 2 hosts, 1gbit)." in text
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in (files[3], files[5]))
 

@@ -82,7 +82,7 @@ def test_it_trains_once(tmp_path: Path) -> None:
     assert losses[-1] < 1
     assert factors[-1] > 10
     again = run_ranks(2, "torchrun", [str(EXAMPLES / "ddp.py"), str(tmp_path)], timeout=120).stdout
-    assert f"the training in {tmp_path} is complete; for a new one give another folder, or delete this one" in again
+    assert f"the training in {tmp_path} is complete. To train again, pass another folder or delete this one." in again
 
 
 @pytest.mark.thorough
@@ -134,7 +134,7 @@ def test_fsdp_trains_and_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytes
             shutil.copytree(whole / str(step), folder / str(step))
     assert train(stopped, example="fsdp.py")[0][0] == 50
     again = run_ranks(2, "torchrun", [str(EXAMPLES / "fsdp.py"), str(whole)], timeout=120).stdout
-    assert f"the training in {whole} is complete; for a new one give another folder, or delete this one" in again
+    assert f"the training in {whole} is complete. To train again, pass another folder or delete this one." in again
     steps, losses, _ = zip(*train(larger, example="fsdp.py", ranks=4), strict=True)
     assert steps[0] == 50
     assert losses[-1] < 1

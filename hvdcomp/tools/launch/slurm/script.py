@@ -52,7 +52,7 @@ _MPIRUN_RANK: tuple[str, ...] = ("rank=\"trap '' USR1; exec $program\"",)
 _ALL_GPUS = (
     "# Each rank sees all GPUs of its job on its node, which is Slurm's default, and uses the GPU of its local rank.",
     "# With --gpus-per-task or --gpu-bind, it would see one GPU, as number 0: a program that uses the GPU of its local",
-    "# rank would find none, and NCCL might not reach the neighbours' GPUs directly, as over NVLink.",
+    "# rank would find none, and NCCL might not reach the neighbors' GPUs directly, as over NVLink.",
     "unset SLURM_GPU_BIND SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU SLURM_TRES_BIND SLURM_TRES_PER_TASK",
 )
 # A node may run ranks of several jobs, so the port depends on the job's number. It is below Linux's ephemeral ports.
