@@ -83,8 +83,8 @@ def _summary(found: ByWorkload) -> list[str]:
             "is complete. A row is complete if the search has found a best learning rate between two worse learning "
             f"rates, and if the method was then trained at the best learning rate with {len(HELD_OUT)} other seeds. "
             "The results of some quick workloads differ much between seeds, so these workloads need more seeds "
-            f"({_more_seeds()}). The workload's row of uncompressed training must also be complete. This table counts the "
-            "rows of each workload:"
+            f"({_more_seeds()}). The workload's row of uncompressed training must also be complete. This table counts "
+            "the rows of each workload:"
         ),
         "",
         "| workload | complete rows | begun | not begun |",
