@@ -180,7 +180,7 @@ def _missing(outcomes: Mapping[str, Outcome]) -> list[str]:
         filled(f"The row `{outcome.spec}` still lacks {in_one_sentence(outcome.lacks)}.", bullet=True)
         for outcome in begun
     ]
-    lines += [filled(f"Nothing has been trained yet with {in_one_sentence(others)}.", bullet=True)] if others else []
+    lines += [filled(f"These rows have no training run yet: {in_one_sentence(others)}.", bullet=True)] if others else []
     return ["Rows that are not complete yet:", "", *lines, ""] if lines else []
 
 

@@ -1,9 +1,9 @@
 """Measures the effect of every compressor on accuracy: trains reference models on four simulated ranks.
 
-    python -m benchmarks.quality.convergence --dry-run                 # lists the runs python -m
-    benchmarks.quality.convergence                           # trains all runs; takes many hours on all cores python -m
-    benchmarks.quality.convergence --workload mnist1d --only topk --only 'powersgd*' --seeds 0 python -m
-    benchmarks.quality.convergence --page-only               # writes the page from the complete runs
+    python -m benchmarks.quality.convergence --dry-run                 # lists the runs
+    python -m benchmarks.quality.convergence                           # trains all runs; takes many hours on all cores
+    python -m benchmarks.quality.convergence --workload mnist1d --only topk --only 'powersgd*' --seeds 0
+    python -m benchmarks.quality.convergence --page-only               # writes the page from the complete runs
 
 Each run is a separate process with one thread, and writes to its own folder below --runs. A complete run with the same
 settings is not trained again, so an interrupted benchmark continues where it stopped. At the end, the benchmark writes

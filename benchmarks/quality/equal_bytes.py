@@ -1,9 +1,9 @@
 """Compares each policy that chooses levels with a fixed level that sends the same number of bytes, over several seeds.
 
-    python -m benchmarks.quality.equal_bytes --dry-run                  # lists the first runs, and how long they take
-    python -m benchmarks.quality.equal_bytes                            # all runs; many hours of each core python -m
-    benchmarks.quality.equal_bytes --workload mnist1d --only budget --seeds 0,1 python -m benchmarks.quality.equal_bytes
-    --page-only                # only the page, from the existing runs
+    python -m benchmarks.quality.equal_bytes --dry-run                  # lists the first runs, and their time
+    python -m benchmarks.quality.equal_bytes                            # all runs; many hours of each core
+    python -m benchmarks.quality.equal_bytes --workload mnist1d --only budget --seeds 0,1
+    python -m benchmarks.quality.equal_bytes --page-only                # only the page, from the existing runs
 
 First the policies and the fixed levels of three budgets are trained. Then each policy gets a control: the same
 compressor at a fixed level. At this level, a training run sends as many bytes as the policy's runs do on average over

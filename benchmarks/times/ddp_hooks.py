@@ -176,7 +176,7 @@ def summary(rows: Sequence[Row]) -> str:
     return (
         f"We compare PyTorch's hooks with hvdcomp's methods of the same kind. In {faster} of {len(best)} comparisons, "
         f"hvdcomp's fastest method is faster than PyTorch's fastest hook. The smallest speedup is "
-        f"{least.over_hook:.2f} ({least.method} over {least.hook}, {least.in_words()})."
+        f"{least.over_hook:.2f}, of `{least.method}` over `{least.hook}` ({least.in_words()})."
     )
 
 

@@ -48,8 +48,8 @@ def astype(x: Array, dtype: str) -> Array:
     result is not specified.
 
     Raises:
-        ConfigurationError: if the type is bfloat16 and the package ml_dtypes is not installed, which adds bfloat16 to
-            NumPy.
+        ConfigurationError: if the type is bfloat16 and the package ml_dtypes, which adds bfloat16 to NumPy, is not
+            installed.
     """
     if dtype == "bfloat16":
         _require_bfloat16()
@@ -105,8 +105,8 @@ def hosted(arrays: Sequence[Array], dtype: str = "float32") -> tuple[list[Array]
     """The arrays in row-major order, and the addresses of their first elements, if all arrays are on the host.
 
     Returns:
-        The arrays, with row-major copies of arrays in another order, and the addresses. None if an array has another
-        element type, or is on a device that cannot share storage with NumPy.
+        The arrays and their addresses. Arrays that are not row-major are replaced with row-major copies. None if an
+        array has a different element type, or is on a device that cannot share storage with NumPy.
     """
     if any(dtype_name(x) != dtype for x in arrays):
         return None

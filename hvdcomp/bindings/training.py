@@ -130,7 +130,7 @@ class Training(ABC):
 
     @abstractmethod
     def agree_with_new_ranks(self) -> None:
-        """Waits for all ranks, and takes over the state of rank 0, if the ranks may have changed. Call this method
+        """If the ranks may have changed, waits for all ranks and then copies the state of rank 0. Call this method
         before the first step of the current ranks; later calls do nothing."""
 
     def pack(self, state: Mapping[str, Any]) -> bytes:

@@ -67,7 +67,7 @@ def test_methods_are_compared_with_the_fastest_hook_of_like_accuracy() -> None:
     ]  # fmt: skip
     said = ddp_hooks.summary(list(rows.values()))
     assert "In 2 of 3 comparisons, hvdcomp's fastest method is faster" in said
-    assert "The smallest speedup is 0.80 (none over DDP, mlp, 2 hosts, 1gbit)." in said
+    assert "The smallest speedup is 0.80, of `none` over `DDP` (mlp, 2 hosts, 1gbit)." in said
 
 
 def test_ratios_are_those_of_rounds() -> None:

@@ -126,10 +126,10 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
     "listed",
     flag_value="count",
     help="Instead of a table, count the set-ups in which compression makes a step faster, and print the counts as CSV. "
-    f"The set-ups are {', '.join(map(str, WORLD_SIZES))} ranks with "
-    f"{', '.join(f'{share:g}' for share in BATCHES)} times the calibration's batch size, for all models of all "
-    "presets (or of --calibration) and all compressors that may be recommended (or the compressors that --compressor "
-    "names).",
+    f"The set-ups combine {', '.join(map(str, WORLD_SIZES))} ranks with "
+    f"{', '.join(f'{share:g}' for share in BATCHES)} times the calibration's batch size. They have every model of all "
+    "presets (with --calibration: of that calibration), and every compressor that may be recommended (with "
+    "--compressor: only the given compressors).",
 )
 @click.option(
     "--setups",

@@ -293,7 +293,7 @@ class TrainingOptions:
         at_least(1), metavar="STEPS", shown="at the end of each epoch", may_change=True,
     )
     residuals: str = option(
-        "keep", "When the run resumes, on any number of ranks: keep or drop the checkpoint's residuals.",
+        "keep", "Whether a resumed run keeps or drops the residuals of the checkpoint. The number of ranks may differ.",
         choices=RESIDUALS, may_change=True,
     )
     elastic: bool = option(

@@ -56,7 +56,7 @@ class Box(NamedTuple):
 
 
 def cuts_of(parameter: DTensor) -> list[Cut]:
-    """How each dimension of the parameter's mesh cuts the parameter."""
+    """How each dimension of the device mesh shards the parameter."""
     places, sizes = parameter.device_mesh.get_coordinate(), parameter.device_mesh.mesh.shape
     assert places is not None  # this rank is in the mesh
     dimensions = zip(places, sizes, parameter.placements, strict=True)
