@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from hvdcomp import kernels
 from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.memory import Memory, MomentumCorrection, NoMemory
-from hvdcomp.compressors.protocol import Context, Request, TensorInfo
+from hvdcomp.compressors.protocol import AllGather, AllReduce, Context, Request, TensorInfo
 from hvdcomp.compressors.randomness import step_keys, tensor_keys
 from hvdcomp.kernels.tables import NARROW, Table
 
@@ -82,16 +83,29 @@ class PayloadRows(NamedTuple):
     length: int
 
 
-class Payload(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Payload:
     """The storage of the payload that a bucket sends.
 
     Attributes:
         vector: the bytes or elements that are sent, (count,).
         with_room: the same storage with at least 4 additional bytes at the end. The total is a multiple of 8 bytes.
+        is_kept: whether later steps reuse the storage.
     """
 
     vector: Array
     with_room: Array
+    is_kept: bool = True
+
+    @cached_property
+    def gather(self) -> AllGather:
+        """Asks for the payloads of all ranks, in rows. The payload consists of bytes."""
+        return AllGather((self.vector,), self.with_room, in_rows=True, is_fixed=self.is_kept)
+
+    @cached_property
+    def mean(self) -> AllReduce:
+        """Asks for the mean of the payloads of all ranks."""
+        return AllReduce(self.vector, with_room=self.with_room, is_fixed=self.is_kept)
 
 
 @dataclass(eq=False)
@@ -143,6 +157,7 @@ class Bucket:
     rows: PayloadRows | None = None
     kernels: Any = field(init=False, repr=False)
     factor: Array | None = field(default=None, init=False, repr=False)
+    _threads: int | None = field(default=None, init=False, repr=False)
     # The keys of the random numbers, by suffix.
     _keys: dict[str, np.ndarray] = field(default_factory=dict, init=False, repr=False)
 
@@ -150,6 +165,7 @@ class Bucket:
         sizes = [tensor.size for tensor in self.tensors]
         self.keeps = not isinstance(self.memory, NoMemory)
         self.x = "x" if self.keeps or self.widens else "gradient"
+        self._threads = kernels.chosen_threads()
         if self.device is None:
             self.table = Table(sizes)
         else:
@@ -204,7 +220,7 @@ class Bucket:
         if isinstance(memory, MomentumCorrection):
             settings.momentum, settings.nesterov = memory.momentum, memory.nesterov
         if self.device is None:
-            settings.threads = kernels.threads()
+            settings.threads = self._threads or kernels.default_threads()
             settings.factor = 1.0 if factor is None else float(factor)
         else:
             self.kernels.begin(factor, memory.is_momentum)
@@ -287,14 +303,14 @@ class Bucket:
         used = -(-count * size // 4) * 4
         make = self.zeros if kept else self.kernels.passing
         with_room = make(-(-(used + 4) // 8) * 8 // size, dtype)
-        return Payload(with_room[: used // size], with_room)
+        return Payload(with_room[: used // size], with_room, kept)
 
 
 def gathered(rows: Array) -> tuple[Array, int, int]:
     """Turns the answer of an `AllGather` with room, the payloads of all ranks, into arguments of kernels: the first
     payload, the number of ranks, and the distance in bytes between two consecutive payloads."""
     stride = rows.strides[0] if isinstance(rows, np.ndarray) else rows.stride(0)
-    return rows, len(rows), stride
+    return rows, rows.shape[0], stride
 
 
 def any_found_inf(*flags: bool | Array) -> bool | Array:

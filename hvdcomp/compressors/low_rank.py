@@ -231,7 +231,7 @@ class LowRankBucket:
         found_inf = self._bucket.call(kernel, *tasks, other, unit, sent.vector, first)
         if first:
             self._bucket.found_inf = found_inf
-        return AllReduce(sent.vector, with_room=sent.with_room)
+        return sent.mean
 
     def _decode(self, p: Array, q: Array) -> bool | Array:
         if self._sent_factors is not None:
