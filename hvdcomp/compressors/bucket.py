@@ -160,6 +160,9 @@ class Bucket:
     _threads: int | None = field(default=None, init=False, repr=False)
     # The keys of the random numbers, by suffix.
     _keys: dict[str, np.ndarray] = field(default_factory=dict, init=False, repr=False)
+    # The suffix, step and rank of the keys that were drawn last, and these keys.
+    _drawn: tuple[str, int, int | None] | None = field(default=None, init=False, repr=False)
+    _keys_of_step: np.ndarray = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         sizes = [tensor.size for tensor in self.tensors]
@@ -198,9 +201,11 @@ class Bucket:
         if self.suffix not in self._keys:
             names = [tensor.name + self.suffix for tensor in self.tensors]
             self._keys[self.suffix] = tensor_keys(names, self.context.seed, self.compressors[0].name)
-        keys = step_keys(self._keys[self.suffix], self.context.step, None if shared else self.context.rank)
-        self.segments["key"] = keys
-        return keys
+        drawn = self.suffix, self.context.step, None if shared else self.context.rank
+        if self._drawn != drawn:  # some methods draw the same keys for encoding and for decoding
+            self._drawn, self._keys_of_step = drawn, step_keys(self._keys[self.suffix], *drawn[1:])
+        self.segments["key"] = self._keys_of_step
+        return self._keys_of_step
 
     def begin(self, context: Context, factor: Array | None = None, suffix: str = "") -> None:
         """Begins a step. Call it before the first kernel of the step.
