@@ -67,10 +67,10 @@ def to_numpy(x: Array) -> np.ndarray:
     return x.detach().numpy() if x.requires_grad else x.numpy()
 
 
-def hosted(arrays: Sequence[Array], dtype: str = "float32") -> tuple[list[Array], list[int]] | None:
+def hosted(arrays: Sequence[Array], dtype: str = "float32") -> tuple[Sequence[Array], list[int]] | None:
     if {x.dtype for x in arrays} - {getattr(torch, dtype)} or False in {x.is_cpu for x in arrays}:
         return None
-    dense = list(arrays) if all(map(_IS_CONTIGUOUS, arrays)) else [x.contiguous() for x in arrays]
+    dense = arrays if all(map(_IS_CONTIGUOUS, arrays)) else [x.contiguous() for x in arrays]
     return dense, list(map(_ADDRESS, dense))
 
 
@@ -276,9 +276,9 @@ def like_original(x: Array, original: Array) -> Array:
     return torch.empty_like(original).copy_(x)
 
 
-def like_originals(arrays: Sequence[Array], originals: Sequence[Array]) -> list[Array]:
-    if all(map(operator.is_, arrays, originals)):
-        return list(arrays)
+def like_originals(arrays: Sequence[Array], originals: Sequence[Array]) -> Sequence[Array]:
+    if arrays is originals or all(map(operator.is_, arrays, originals)):
+        return arrays
     return [
         x if x is original or (original.is_contiguous() and x.dtype is original.dtype) else like_original(x, original)
         for x, original in zip(arrays, originals, strict=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from hvdcomp import kernels
 from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.types import AllFunctions, AnyArray
 from hvdcomp.compressors.memory import Memory, MomentumCorrection, NoMemory
-from hvdcomp.compressors.protocol import Context, Request, TensorInfo
+from hvdcomp.compressors.protocol import AllGather, AllReduce, Context, Request, TensorInfo
 from hvdcomp.compressors.randomness import step_keys, tensor_keys
 from hvdcomp.kernels.tables import NARROW, Table
 
@@ -81,16 +82,29 @@ class PayloadRows(NamedTuple):
     length: int
 
 
-class Payload(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Payload:
     """The storage of the payload that a bucket sends.
 
     Attributes:
         vector: the bytes or elements that are sent, (count,).
         with_room: the same storage with at least 4 additional bytes at the end. The total is a multiple of 8 bytes.
+        is_kept: whether later steps reuse the storage.
     """
 
     vector: AnyArray
     with_room: AnyArray
+    is_kept: bool = True
+
+    @cached_property
+    def gather(self) -> AllGather:
+        """Asks for the payloads of all ranks, in rows. The payload consists of bytes."""
+        return AllGather((self.vector,), self.with_room, in_rows=True, is_fixed=self.is_kept)
+
+    @cached_property
+    def mean(self) -> AllReduce:
+        """Asks for the mean of the payloads of all ranks."""
+        return AllReduce(self.vector, with_room=self.with_room, is_fixed=self.is_kept)
 
 
 @dataclass(eq=False)
@@ -142,13 +156,18 @@ class Bucket:
     rows: PayloadRows | None = None
     kernels: Any = field(init=False, repr=False)
     factor: AnyArray | None = field(default=None, init=False, repr=False)
+    _threads: int | None = field(default=None, init=False, repr=False)
     # The keys of the random numbers, by suffix.
     _keys: dict[str, np.ndarray] = field(default_factory=dict, init=False, repr=False)
+    # The suffix, step and rank of the keys that were drawn last, and these keys.
+    _drawn: tuple[str, int, int | None] | None = field(default=None, init=False, repr=False)
+    _keys_of_step: np.ndarray = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         sizes = [tensor.size for tensor in self.tensors]
         self.keeps = not isinstance(self.memory, NoMemory)
         self.x = "x" if self.keeps or self.widens else "gradient"
+        self._threads = kernels.chosen_threads()
         if self.device is None:
             self.table = Table(sizes)
         else:
@@ -181,9 +200,11 @@ class Bucket:
         if self.suffix not in self._keys:
             names = [tensor.name + self.suffix for tensor in self.tensors]
             self._keys[self.suffix] = tensor_keys(names, self.context.seed, self.compressors[0].name)
-        keys = step_keys(self._keys[self.suffix], self.context.step, None if shared else self.context.rank)
-        self.segments["key"] = keys
-        return keys
+        drawn = self.suffix, self.context.step, None if shared else self.context.rank
+        if self._drawn != drawn:  # some methods draw the same keys for encoding and for decoding
+            self._drawn, self._keys_of_step = drawn, step_keys(self._keys[self.suffix], *drawn[1:])
+        self.segments["key"] = self._keys_of_step
+        return self._keys_of_step
 
     def begin(self, context: Context, factor: AnyArray | None = None, suffix: str = "") -> None:
         """Begins a step. Call it before the first kernel of the step.
@@ -203,7 +224,7 @@ class Bucket:
         if isinstance(memory, MomentumCorrection):
             settings.momentum, settings.nesterov = memory.momentum, memory.nesterov
         if self.device is None:
-            settings.threads = kernels.threads()
+            settings.threads = self._threads or kernels.default_threads()
             settings.factor = 1.0 if factor is None else float(factor)
         else:
             self.kernels.begin(factor, memory.is_momentum)
@@ -287,14 +308,14 @@ class Bucket:
         used = -(-count * size // 4) * 4
         make = self.zeros if kept else self.kernels.passing
         with_room = make(-(-(used + 4) // 8) * 8 // size, dtype)
-        return Payload(with_room[: used // size], with_room)
+        return Payload(with_room[: used // size], with_room, kept)
 
 
 def gathered(rows: AnyArray) -> tuple[AnyArray, int, int]:
     """Converts the answer of an `AllGather` with room (the payloads of all ranks) into arguments for kernels. The
     arguments are the first payload, the number of ranks, and the distance in bytes between consecutive payloads."""
     stride = rows.strides[0] if isinstance(rows, np.ndarray) else rows.stride(0)
-    return rows, len(rows), stride
+    return rows, rows.shape[0], stride
 
 
 def any_found_inf(*flags: bool | AnyArray) -> bool | AnyArray:

@@ -48,9 +48,9 @@ class NoCompression(Compressor):
         if self.wire_dtype(bucket.dtype) == "float16":
             return (yield from _in_half_precision(bucket, 2))  # x may overflow float16; the residual keeps the excess
         wire = _wire(bucket, "float32")
+        bucket.segments["sent_rule"] = EVERYTHING  # before the first call, so that a device gets the table once
         bucket.found_inf = bucket.call("dense_encode", wire.with_room)
-        bucket.segments["sent_rule"] = EVERYTHING
-        mean = yield AllReduce(wire.vector, with_room=wire.with_room)
+        mean = yield wire.mean
         found_inf = bucket.call("dense_decode", mean)
         _let_go(bucket, wire)
         return found_inf
@@ -250,7 +250,7 @@ def _in_half_precision(bucket: Bucket, nearest: int) -> BucketAggregation:
     """Runs a step with sums in half precision. `nearest` is an argument of the kernel `half_encode`."""
     wire = _wire(bucket, "float16")
     bucket.found_inf = bucket.call("half_encode", wire.with_room, nearest)
-    mean = yield AllReduce(wire.vector, with_room=wire.with_room)
+    mean = yield wire.mean
     found_inf = bucket.call("half_decode", mean, 1, 0)
     _let_go(bucket, wire)
     return found_inf

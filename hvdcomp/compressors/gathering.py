@@ -142,7 +142,7 @@ class Gathering(Compressor):
     def _gather_bucket(self, bucket: Bucket) -> BucketAggregation:
         payload = self.payload(bucket)
         self.encode_bucket(bucket)
-        rows = yield AllGather((payload.vector,), payload.with_room, in_rows=True)
+        rows = yield payload.gather
         return self.decode_bucket(bucket, *gathered(rows))
 
     @property

@@ -230,7 +230,7 @@ class LowRankBucket:
         found_inf = self._bucket.call(kernel, *tasks, other, unit, sent.vector, first)
         if first:
             self._bucket.found_inf = found_inf
-        return AllReduce(sent.vector, with_room=sent.with_room)
+        return sent.mean
 
     def _decode(self, p: AnyArray, q: AnyArray) -> bool | AnyArray:
         if self._sent_factors is not None:

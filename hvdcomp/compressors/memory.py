@@ -9,6 +9,7 @@ residuals.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -103,7 +104,7 @@ class ErrorFeedback(Memory):
         """The factor by which the residual is multiplied: `decay`."""
         return self.decay
 
-    @property
+    @functools.cached_property  # every step reads it several times
     def rounds_to(self) -> str | None:  # type: ignore[override]
         """The 16-bit element type of the residual, or None for float32."""
         return _ROUNDS_TO[self.dtype]

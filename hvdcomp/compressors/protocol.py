@@ -19,7 +19,7 @@ Group = Literal["all", "node", "across"]
 local rank, one on each node. "All ranks" in a request means all ranks of its group."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AllReduce:
     """Requests the elementwise mean (or "sum", "max") over all ranks. The answer is an array of the same shape.
 
@@ -29,12 +29,14 @@ class AllReduce:
         with_room: used only for a NumPy vector. It is the storage of the vector with at least 4 unused bytes after its
             end (`bucket.Payload`). The engine can then append its flag and send the vector without a copy.
         group: the ranks that take part, as a `Group`.
+        is_fixed: whether the same object is the request of every step. The engine then keeps what it computes for it.
     """
 
     array: Array
     op: str = "mean"
     with_room: AnyArray | None = None
     group: Group = "all"
+    is_fixed: bool = False
 
     @property
     def arrays(self) -> tuple[Array, ...]:
@@ -42,7 +44,7 @@ class AllReduce:
         return (self.array,)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AllGather:
     """Requests every rank's parts. The answer is one tuple of arrays for each rank, in rank order.
 
@@ -56,12 +58,14 @@ class AllGather:
         group: the ranks that take part, as a `Group`.
         in_rows: whether the answer is instead one array with a row for each rank. Creating such an answer takes the
             same time for any number of ranks. Only bucket forms may set this, with a single part that is a vector.
+        is_fixed: whether the same object is the request of every step, as in `AllReduce`.
     """
 
     parts: tuple[Array, ...]
     with_room: AnyArray | None = None
     group: Group = "all"
     in_rows: bool = False
+    is_fixed: bool = False
 
     @property
     def arrays(self) -> tuple[Array, ...]:
@@ -69,7 +73,7 @@ class AllGather:
         return self.parts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AllToAll:
     """Sends each rank its rows. The answer is one tuple of arrays for each rank, in rank order. The tuples contain the
     rows that this rank has received.
@@ -93,7 +97,7 @@ class AllToAll:
         return self.parts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ReduceScatter:
     """Requests this rank's row of the elementwise mean (or "sum") over all ranks.
 

@@ -98,7 +98,7 @@ class SignSGD(Compressor):
         )
         if bucket.keeps:
             bucket.call("votes_keep", payload.vector, aside=True)
-        rows = yield AllGather((payload.vector,), payload.with_room, in_rows=True)
+        rows = yield payload.gather
         bucket.call("votes_decode", *gathered(rows))
         return False
 
@@ -252,6 +252,7 @@ def _encode_two_values(bucket: Bucket, rule: int) -> None:
         bucket: the bucket that is compressed.
         rule: which elements have the bit 1, given as `POSITIVE` or `NOT_NEGATIVE`.
     """
+    bucket.segments["sent_rule"] = rule  # before the first call, so that a device gets the table once
     bucket.found_inf = bucket.call("two_values_encode", rule, bucket.layout.payload.vector)
 
 

@@ -136,7 +136,7 @@ class ChunkedTopK(Compressor):
         layout = bucket.layout
         payload = layout.payload
         bucket.found_inf = bucket.call("chunks_encode", *layout.passed, bucket.masks, *layout.scratch, payload.vector)
-        rows = yield AllGather((payload.vector,), payload.with_room, in_rows=True)
+        rows = yield payload.gather
         return bucket.call("chunks_decode", *layout.passed, *gathered(rows))
 
     def count(self, size: int) -> int:

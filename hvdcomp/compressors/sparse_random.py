@@ -105,7 +105,7 @@ class RandomK(ByRatio):
             bucket.found_inf = bucket.call("random_take", payload.vector, sent, layout.scales, bound, self.unbiased)
         if bucket.keeps:
             layout.keep(bucket)
-        mean = yield AllReduce(payload.vector, with_room=payload.with_room)
+        mean = yield payload.mean
         if on_host:
             return bucket.call("random_decode", mean, layout.places, layout.ends, half)
         return bucket.call("random_put", mean, half)

@@ -108,10 +108,10 @@ class BlocksTogether(WithRatio):
             bucket.layout = _BlocksLayout(bucket)
         layout: _BlocksLayout = bucket.layout
         bucket.found_inf = self.judge_bucket(bucket, layout)
-        judged = yield AllReduce(layout.judged.vector, with_room=layout.judged.with_room)
+        judged = yield layout.judged.mean
         sent, chosen, half = layout.sent, layout.chosen, layout.half
         bucket.call("together_encode", judged, layout.numbers, layout.scratch, chosen, sent.vector, half)
-        mean = yield AllReduce(sent.vector, with_room=sent.with_room)
+        mean = yield sent.mean
         return bucket.call("together_decode", *layout.passed, mean, chosen, half)
 
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:

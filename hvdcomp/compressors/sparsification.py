@@ -325,5 +325,5 @@ def aggregate_by_magnitude(
     bucket.found_inf = bucket.call("sparse_encode", layout.passed, payload.vector)
     if bucket.keeps and bucket.device is None:  # on a device, encoding has already subtracted the sent part from x
         bucket.call("sparse_keep", payload.vector, places.type, bucket.masks)
-    rows = yield AllGather((payload.vector,), payload.with_room, in_rows=True)
+    rows = yield payload.gather
     return bucket.call("sparse_decode", *gathered(rows), places.type)

@@ -8,7 +8,6 @@ tensors with a memory that a user wrote, and all tensors on hosts and devices wi
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeAlias, TypeVar
 
@@ -49,6 +48,7 @@ class Buckets:
     Attributes:
         order: the names of the tensors in batches, in the order in which their gradients become ready. The gradients of
             a batch become ready at once. Empty while the order is not known.
+        waves: the waves of the latest buckets, by name; `Overlap.new_wave` makes them.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class Buckets:
         self._residuals: FlatStorage = Residuals(self._sizes)
         # The buckets and tensor groups of the latest step; those that may start early are first, by number.
         self._latest: list[BucketOrGroup] = []
+        self.waves: dict[str, Any] = {}
         self.order: Sequence[Sequence[str]] = ()
         self._least_bytes = 0
         self._made_for: tuple[Plan, Sequence[str]] | None = None
-        self._names: list[str] = []
         self._known_states: list[TensorState] = []
         self._known_changes = 0, 0
 
@@ -107,15 +107,16 @@ class Buckets:
             under_way: the names of the tensors whose buckets have started.
         """
         if not self._are_current(plan) or self._made_for != (plan, names):
+            self.waves.clear()
             self._latest = list(self._make(xp, names, gradients, plan))
-            self._names = [name for bucket in self._latest for name in bucket.names]
-            self._known_states = [self._states[name] for name in self._names]
+            self._known_states = list(self._states.values())
             self._known_changes = self._residuals.released, self._residuals.dropped
             self._made_for = (plan, names)
         waiting = [bucket for bucket in self._latest if bucket.names[0] not in under_way]
-        if all(self.take(xp, bucket, gradients) for bucket in waiting):
-            return waiting
-        return [self.tensor_group([name for name in names if name not in under_way], plan)]
+        for bucket in waiting:
+            if not self.take(xp, bucket, gradients):
+                return [self.tensor_group([name for name in names if name not in under_way], plan)]
+        return waiting
 
     def early(self, plan: Plan) -> list[BucketOrGroup]:
         """The buckets of the latest step that may start early; none if the plan or a tensor's state was replaced."""
@@ -128,7 +129,8 @@ class Buckets:
         gradients."""
         if isinstance(bucket, TensorGroup):
             return True
-        placed = self._placed(xp, [gradients[name] for name in bucket.names], bucket.bucket.dtype)
+        bucket.given = list(map(gradients.__getitem__, bucket.names))
+        placed = self._placed(xp, bucket.given, bucket.bucket.dtype)
         if placed is not None:
             bucket.arrays, bucket.bucket.segments["gradient"] = placed
         return placed is not None
@@ -147,7 +149,7 @@ class Buckets:
 
     def _placed(
         self, xp: AllFunctions, arrays: Sequence[AnyArray], dtype: str
-    ) -> tuple[list[AnyArray], list[int]] | None:
+    ) -> tuple[Sequence[AnyArray], list[int]] | None:
         """The gradients and their addresses; None if they are on another device than kernels and flat storage."""
         if (placed := cuda.placed(arrays, dtype)) is not None:
             if not isinstance(self._residuals, DeviceResiduals) and not self.with_kernels:
@@ -175,13 +177,14 @@ class Buckets:
         self.order, self._least_bytes = order, least_bytes
         # Make new buckets: if a step ended with an error, collectives may still read the payloads of its buckets.
         self._made_for, self._latest = None, []
+        self.waves.clear()
 
     def _are_current(self, plan: Plan) -> bool:
         if self._made_for is None or self._made_for[0] is not plan:
             return False
         # Make buckets again if a state was replaced or moved out of flat storage, or if a residual was dropped: the
         # tensor may now belong to another bucket.
-        same = all(map(operator.is_, map(self._states.__getitem__, self._names), self._known_states))
+        same = list(self._states.values()) == self._known_states
         return same and self._known_changes == (self._residuals.released, self._residuals.dropped)
 
     def _make(

@@ -25,7 +25,8 @@ class Clock:
     A *turn* is the work of a bucket between two collectives. On the host, a mark is a number, and takes almost no time.
     On a device, a mark is an event, and the host needs some microseconds for each event. To save events:
 
-    - Two turns that follow each other share the mark between them.
+    - Work that follows other work shares the mark between them: turns, and on the host `begin`, `open` and `finish` of
+      buckets.
     - If all buckets of a step are on a device, only turns are marked.
     - Later steps use the events again.
 
@@ -77,12 +78,12 @@ class Clock:
             spans.append((before, self._last))
 
     def enter(self) -> None:
-        """Starts a lap of work that is no turn, unless `marks_only_turns`."""
+        """Starts a lap of work that is no turn, unless `marks_only_turns`. Call it if other work came before."""
         if not self.marks_only_turns:
             self.start()
 
     def leave(self, spans: list[Span]) -> None:
-        """Ends the lap that `enter` has started, and adds its time to the spans, unless `marks_only_turns`."""
+        """Ends a lap of work that is no turn, and adds its time to the spans, unless `marks_only_turns`."""
         if not self.marks_only_turns:
             self.lap(spans)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from hvdcomp.arrays.types import AllFunctions, AnyArray
 from hvdcomp.compressors.bucket import Bucket
-from hvdcomp.exchange.residuals import FlatStorage
+from hvdcomp.exchange.residuals import BUFFER, NEW, OLD, FlatStorage, Numbers, kinds_of
 from hvdcomp.kernels import cuda
 from hvdcomp.kernels.tables import EVERYTHING, NOT_NEGATIVE, NOTHING
 
@@ -37,44 +37,44 @@ class DeviceResiduals(FlatStorage):
 
     def __init__(self, sizes: Sequence[int], xp: AllFunctions, like: AnyArray) -> None:
         super().__init__(sizes, xp, _ALIGNMENT)
-        self._like = like
+        self._likes: dict[str, AnyArray] = {dtype: xp.astype(like, dtype) for dtype in ("float32", "int16")}
         self.device = like.device
-        # What was sent of x, by place and tensor: a rule of `kernels.tables` and its two numbers.
-        self._sent: AnyArray = xp.zeros((2, len(sizes), 4), like=like)
+        # What was sent of x: a rule of `kernels.tables` and its two numbers. And the row of each role and tensor.
+        self._sent: AnyArray = xp.zeros((2 * len(sizes), 4), like=like)
+        self._rows = np.arange(2 * len(sizes)).reshape(2, -1)
 
-    def enter(self, bucket: Bucket, numbers: np.ndarray) -> None:
-        turn = self._turn[numbers]
-        if not self._places["x"]["buffer"][1 - turn, numbers].all():
-            self._free_places(1 - turn, numbers)  # some are left of a step that ended with an error
+    def enter(self, bucket: Bucket, numbers: Numbers) -> None:
+        given = set(self._places["x"][NEW, BUFFER, numbers].tolist())
+        if len(given) > 1 and 0 in given:
+            self._free_places(self._places, NEW, numbers)  # these are left of a step that ended with an error
         super().enter(bucket, numbers)
-        if bucket.memory.rounds_to:  # rounded residuals are stored without the part that was sent
-            return
-        for row, half in enumerate((turn, 1 - turn)):
-            bucket.kernels.sent[row] = self._sent.data_ptr() + 16 * (half * len(self._sizes) + numbers)
+        if not bucket.memory.rounds_to:  # rounded residuals are stored without the part that was sent
+            bucket.kernels.sent[:] = self._sent.data_ptr() + 16 * self._rows[:, numbers]
 
     def _subtract_sent(self, x: AnyArray, number: int) -> None:
-        rule, above, below, _ = self._sent[int(self._turn[number]), number]
+        rule, above, below, _ = self._sent[int(self._rows[OLD, number])]
         where = self._xp.where
         sent = where((x > 0) | ((x == 0) & (rule == NOT_NEGATIVE)), above, below)
         x -= where(rule == EVERYTHING, x, where(rule == NOTHING, 0.0, sent))
 
     def _clear_sent(self, number: int) -> None:
-        self._sent[int(self._turn[number]), number] = 0
+        self._sent[int(self._rows[OLD, number])] = 0
 
-    def commit(self, bucket: Bucket, numbers: np.ndarray) -> None:
+    def commit(self, bucket: Bucket, numbers: Numbers) -> None:
         super().commit(bucket, numbers)
-        self._free_places(1 - self._turn[numbers], numbers)
+        if not bucket.memory.rounds_to:
+            self._rows[:, numbers] = self._rows[::-1, numbers]
+            self._free_places(kinds_of(bucket.memory), NEW, numbers)
 
-    def drop(self, numbers: np.ndarray) -> None:
+    def drop(self, numbers: Numbers) -> None:
         super().drop(numbers)
-        self._free_places(self._turn[numbers], numbers)
+        self._free_places(self._places, OLD, numbers)
 
     def _before_free(self, buffer: AnyArray) -> None:
         cuda.let_go(buffer)
 
     def _buffer(self, count: int, dtype: str) -> AnyArray:
-        like: AnyArray = self._xp.astype(self._like, dtype)
-        return like.new_empty(count)
+        return self._likes[dtype].new_empty(count)
 
     def _address(self, buffer: AnyArray) -> int:
         return int(buffer.data_ptr())

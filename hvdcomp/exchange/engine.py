@@ -29,7 +29,7 @@ from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import Context, TensorInfo
 from hvdcomp.compressors.two_level import within
 from hvdcomp.exchange.buckets import BucketOrGroup, Buckets, in_parts
-from hvdcomp.exchange.clock import Spans
+from hvdcomp.exchange.clock import Span, Spans
 from hvdcomp.exchange.engine_bucket import Sums
 from hvdcomp.exchange.ledger import Cost, Ledger, Part, Sent, StepCost
 from hvdcomp.exchange.nodes import FoundLevels
@@ -209,11 +209,10 @@ class Engine:
             The aggregated gradients by name, each in the shape, element type and layout of its gradient, in storage
             that the engine does not keep.
         """
-        if not self.tensors.keys() & gradients.keys():
+        if not any(map(gradients.__contains__, self.tensors)):
             return {}
         results = self.finish(self.start(gradients, in_place, sums, alone=True))
-        self.overlap.learn_order(gradients)
-        self.overlap.review(next(iter(gradients.values())))
+        self.overlap.review(gradients)
         return results
 
     def start(
@@ -232,8 +231,8 @@ class Engine:
             The waves of the step, as `finish` needs them. If ranks would gather more than `gathered_bytes` at a time,
             the last waves have not started yet.
         """
-        gradients = {name: gradients[name] for name in self.tensors if name in gradients}
-        first = next(iter(gradients.values()))
+        names = list(filter(gradients.__contains__, self.tensors))
+        first = gradients[names[0]]
         xp = arrays_for(first)
         # A bucket that has started early on one rank may not have started on another rank. There it starts now, also as
         # a wave of its own and in the same order, so that all ranks start the same collectives. All other buckets
@@ -243,16 +242,22 @@ class Engine:
             self.ledger.clock.begin(xp, first)
         factor = None
         if self.memory is not None:
-            factor = self.memory.gradient_factor(xp, list(gradients.values()), self.communicator.world_size)
-        waiting = self._begin_buckets(xp, gradients, factor, {name for wave in started for name in wave.names})
+            in_order = list(map(gradients.__getitem__, names))
+            factor = self.memory.gradient_factor(xp, in_order, self.communicator.world_size)
+        under_way = {name for wave in started for name in wave.names}
+        waiting = self._begin_buckets(xp, names, gradients, factor, under_way)
         sources: Mapping[str, Array] = {}
         if self.before_compress is not None:
             sources = self.before_compress(waiting, factor)
+            self.ledger.clock.enter()
+        waves, all_last = [], []
         for bucket in waiting:
             bucket.open(in_place, sums, sources)
-        waves = [self.overlap.new_wave(xp, [bucket], bucket.number) for bucket in waiting if bucket.number is not None]
-        all_last = [bucket for bucket in waiting if bucket.number is None]
-        before = sum(bucket.gathered for wave in [*started, *waves] for bucket in wave.buckets)
+            if bucket.number is None:
+                all_last.append(bucket)
+            else:
+                waves.append(self.overlap.new_wave(xp, [bucket], bucket.number))
+        before = sum([bucket.gathered for wave in [*started, *waves] for bucket in wave.buckets])
         last, *parts = in_parts(all_last, operator.attrgetter("gathered"), self._gathered_bytes, before)
         if last:
             alone = alone and not started and not waves and not parts
@@ -272,11 +277,13 @@ class Engine:
         run_to_the_end(waves)
         buckets = [bucket for wave in waves for bucket in wave.buckets]
         xp = arrays_for(buckets[0].like)
-        found_inf = sum((wave.found_inf() for wave in waves[1:]), waves[0].found_inf())
-        results: dict[str, AnyArray] = {}
+        found_inf = waves[0].found_inf()
+        for wave in waves[1:]:
+            found_inf = found_inf + wave.found_inf()
+        results: dict[str, Array] = {}
         for bucket in buckets:
             results |= bucket.finish(found_inf)
-        self.overlap.free(next(iter(results.values())))
+        self.overlap.free(results[buckets[0].names[0]])
         self._forget_sent = _forget_sent_residuals(xp, buckets, self.planner.sends_all, found_inf)
         self._record(xp, waves, len(results), kept)
         self.step_number += 1
@@ -284,36 +291,54 @@ class Engine:
         return results
 
     def _begin_buckets(
-        self, xp: AllFunctions, gradients: Mapping[str, Array], factor: Array | None, under_way: Set[str]
+        self,
+        xp: AllFunctions,
+        names: list[str],
+        gradients: Mapping[str, Array],
+        factor: Array | None,
+        under_way: Set[str],
     ) -> list[BucketOrGroup]:
         """Calls `begin` of the buckets that have not started, and returns these buckets.
 
         Args:
+            names: the names of the tensors that have a gradient, in the order of the training's tensors.
             factor: the factor by which the memory multiplies gradients; None for 1.
             under_way: names of the tensors whose buckets have started.
         """
-        clock, plan, context, names = self.ledger.clock, self.plan, self.context(""), list(gradients)
+        clock, plan, context = self.ledger.clock, self.plan, self.context("")
         if self.planner.ignores_residuals:  # such steps are rare: keep the buckets for later steps
             waiting: list[BucketOrGroup] = [self.buckets.tensor_group(names, plan, defaultdict(TensorState))]
         else:
             waiting = self.buckets.of_step(xp, names, gradients, plan, under_way)
-        clock.marks_only_turns &= all(bucket.on_device for bucket in waiting)
+        for bucket in waiting:
+            clock.marks_only_turns &= bucket.on_device
         for bucket in waiting:
             bucket.begin(xp, gradients, context, factor, clock)
         return waiting
 
     def _record(self, xp: AllFunctions, waves: Sequence[Wave], number_of_tensors: int, kept: Set[str]) -> None:
         """Enters the costs of a step in the ledger, after its end."""
-        rounds = [span for wave in waves for span in wave.rounds]
-        elsewhere, sent = self._take_elsewhere()
-        sent = sum((wave.sent for wave in waves), sent + Sent(self.bytes_beside(number_of_tensors)))
-        parts_and_spans = [bucket.part for wave in waves for bucket in wave.buckets]
-        if elsewhere:
-            parts_and_spans.append((elsewhere, Spans([], [])))
+        rounds: list[Span] = []
+        parts: list[Part] = []
+        spans: list[Spans] = []
+        sent, in_node = self.bytes_beside(number_of_tensors), 0
+        for wave in waves:
+            rounds += wave.rounds
+            for of_round in wave.sent:
+                sent += of_round.bytes
+                in_node += of_round.in_node
+            for bucket in wave.buckets:
+                parts.append(bucket.costs)
+                spans.append(bucket.spans)
+        if self._elsewhere:
+            elsewhere, of_elsewhere = self._take_elsewhere()
+            sent += of_elsewhere.bytes
+            parts.append(elsewhere)
+            spans.append(Spans([], []))
         if kept:
-            parts_and_spans.append((self.planner.costs_of_nothing(kept), Spans([], [])))
-        parts, spans = zip(*parts_and_spans, strict=True)
-        cost = self.ledger.step_cost(self.step_number, parts, sent)
+            parts.append(self.planner.costs_of_nothing(kept))
+            spans.append(Spans([], []))
+        cost = self.ledger.step_cost(self.step_number, parts, Sent(sent, in_node))
         self.ledger.record_timed(cost, spans, rounds)
 
     # Overlap.

@@ -21,7 +21,7 @@ from hvdcomp.compressors.protocol import Context, Request, TensorInfo
 from hvdcomp.exchange.clock import Clock, Spans
 from hvdcomp.exchange.ledger import Cost, Part
 from hvdcomp.exchange.recycled import Recycled
-from hvdcomp.exchange.residuals import FlatStorage
+from hvdcomp.exchange.residuals import FlatStorage, numbers_of
 from hvdcomp.exchange.tensor_state import TensorState
 from hvdcomp.kernels import cuda
 from hvdcomp.kernels.tables import NOTHING, PRODUCT
@@ -66,7 +66,8 @@ class EngineBucket:
             `found_inf_after` are elements on the device, NaN or 0.
         number: the number of the bucket among the buckets that may start early; None if it may not.
         gathered: bytes that one rank gathers for this bucket; 0 if there is no limit.
-        arrays: the gradients of the step, in row-major order. They are kept until `finish`.
+        given, arrays: the gradients of the step, as the caller gave them, and in row-major order; until `finish`.
+        spans: the times of the work on the bucket in the step.
         found_inf_after: whether the results of the exchange contain an inf or NaN. It is known after the last request.
         when_compressed: functions that `finish` of this step calls first, while x and the sent part of x exist.
         has_states: whether the bucket stores the method's arrays for all its tensors.
@@ -90,10 +91,11 @@ class EngineBucket:
         self.number: int | None = None
         self.gathered = 0.0
         self.arrays: Sequence[Array] = ()
+        self.given: Sequence[Array] = ()
         self.has_states = False
         self._tensors = tensors
         self._residuals = residuals
-        self._numbers = np.array([number for _, _, number in tensors])
+        self._numbers = numbers_of([number for _, _, number in tensors])
         self._set_aside: tuple[list[AnyArray], Sequence[int] | np.ndarray] | None = None
         self._wide: tuple[list[AnyArray], Sequence[int] | np.ndarray] | None = None
         # The costs of the tensors, by the step number modulo the compressors' period.
@@ -102,8 +104,7 @@ class EngineBucket:
         # Of the step.
         self._xp: AllFunctions
         self._clock: Clock
-        self._spans: Spans
-        self._given: Sequence[Array] = ()  # the gradients, as the caller gave them
+        self.spans: Spans
         self._energies: Array | None = None  # ||x||^2 of each tensor, if x is computed
         self._sources: Sequence[Array] = ()
         self._generator: Generator[Request, Any, bool | AnyArray]
@@ -134,8 +135,7 @@ class EngineBucket:
             factor: the factor by which the memory multiplies gradients; None for 1.
             clock: the clock of the engine.
         """
-        self._xp, self._clock, self._spans = xp, clock, Spans([], [])
-        self._given = list(map(gradients.__getitem__, self.names))
+        self._xp, self._clock, self.spans = xp, clock, Spans([], [])
         self._energies, self.found_inf_after, self.when_compressed = None, False, []
         clock.enter()
         self.bucket.begin(context, factor)
@@ -143,7 +143,7 @@ class EngineBucket:
             self._residuals.enter(self.bucket, self._numbers)
         if self.bucket.widens:
             self._widen()
-        clock.leave(self._spans.encoding)
+        clock.leave(self.spans.encoding)
 
     def open(self, in_place: bool, sums: Sums | None, sources: Mapping[str, Array] = MappingProxyType({})) -> None:
         """Makes the generator.
@@ -156,7 +156,6 @@ class EngineBucket:
         own = [name for name in self.names if name in sources] if sources else []
         if own:
             self.make_x()
-        self._clock.enter()
         self._fill_table(in_place, sums)
         if self._energies is not None:
             self._sources, addresses = self._placed([sources[name] for name in own])
@@ -164,7 +163,7 @@ class EngineBucket:
             self.bucket.segments["source"] = list(replaced.values())
         self._prepare_states()
         self._generator = self._run()
-        self._clock.leave(self._spans.encoding)
+        self._clock.leave(self.spans.encoding)
 
     def _run(self) -> Generator[Request, Any, bool | AnyArray]:
         """The bucket form; then narrows results to 16 bits if gradients have 16 bits."""
@@ -192,9 +191,9 @@ class EngineBucket:
             asked = self._generator.send(answers[0] if answers else None)
         except StopIteration as stop:
             self.found_inf_after = stop.value
-            self._clock.lap(self._spans.decoding)
+            self._clock.lap(self.spans.decoding)
             return []
-        self._clock.lap(self._spans.encoding)
+        self._clock.lap(self.spans.encoding)
         return [asked]
 
     @property
@@ -204,26 +203,22 @@ class EngineBucket:
 
     def finish(self, found_inf: Array) -> dict[str, Array]:
         """Ends a step; returns the results by name. Keeps the new residuals, unless the element `found_inf` is NaN."""
-        for function in self.when_compressed:
-            function()
-        self._clock.enter()
+        if self.when_compressed:
+            for function in self.when_compressed:
+                function()
+            self._clock.enter()
         sends = self.bucket.keeps and not self.bucket.memory.is_momentum
-        self._had_residuals = sends and bool(self._residuals.has_residual[self._numbers].any())
+        self._had_residuals = sends and True in self._residuals.has_residual[self._numbers]
         self._settle(found_inf)
-        arrays = self._results if self._is_dense else self._xp.like_originals(self._results, self._given)
+        arrays = self._results if self._is_dense else self._xp.like_originals(self._results, self.given)
         results = dict(zip(self.names, arrays, strict=True))
         # The bucket is used again in the next step, but should not keep these arrays in memory.
-        self.arrays = self._given = self._results = self._sources = ()
+        self.arrays = self.given = self._results = self._sources = ()
         self._energies, self._sums, self.when_compressed = None, None, []
         if self.on_device:  # new memory costs nothing on a device, but on the host the system clears it
             self._set_aside = self._wide = None
-        self._clock.leave(self._spans.decoding)
+        self._clock.leave(self.spans.decoding)
         return results
-
-    @property
-    def part(self) -> tuple[Part, Spans]:
-        """The cost of each tensor, and the times of the work on the bucket; after `finish`."""
-        return self._cost_of_each(), self._spans
 
     def forget_sent(self, sends_all: Callable[[str, Compressor], bool]) -> Callable[[], None] | None:
         """After `finish`: a function that forgets residuals that the step sent whole; None if there are none.
@@ -247,7 +242,7 @@ class EngineBucket:
         bucket = self.bucket
         self._results, self._sums = self.arrays, sums
         self._is_aside = in_place and sums is not None and not sums.of_results
-        self._is_dense = not in_place and all(map(operator.is_, self.arrays, self._given))
+        self._is_dense = not in_place and all(map(operator.is_, self.arrays, self.given))
         if not in_place:
             self._results, addresses = self._fresh_results()
         elif self._is_aside:
@@ -261,7 +256,7 @@ class EngineBucket:
         # `result`.
         bucket.segments["narrowed" if bucket.widens else "result"] = addresses
         if sums is not None:
-            totals = sums.totals(dict(zip(self.names, self._given, strict=True)))
+            totals = sums.totals(dict(zip(self.names, self.given, strict=True)))
             bucket.segments["total"] = self._placed(totals)[1]
             bucket.table.bucket.share = sums.share
 
@@ -329,8 +324,9 @@ class EngineBucket:
             self._residuals.commit(self.bucket, self._numbers)
         self._keep_states(found_inf)
 
-    def _cost_of_each(self) -> dict[str, Cost]:
-        """Cost of each tensor in the step, by name; nothing may change it."""
+    @property
+    def costs(self) -> Part:
+        """The cost of each tensor in the step, by name; after `finish`."""
         step = self.bucket.context.step % self.bucket.compressors[0].period
         if step not in self._costs:
             costs = self._costs[step] = {}
@@ -353,7 +349,7 @@ class EngineBucket:
         if self._energies is None:
             self._clock.start()
             self._energies = self._sums_of("make_x")
-            self._clock.lap(self._spans.encoding)
+            self._clock.lap(self.spans.encoding)
         return self._energies
 
     @property

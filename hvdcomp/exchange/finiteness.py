@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from hvdcomp.arrays import arrays_for, numpy_arrays
-from hvdcomp.arrays.types import AllFunctions, Array
+from hvdcomp.arrays.types import AllFunctions, AnyArray, Array
 from hvdcomp.compressors.protocol import AllGather, AllReduce, Request
 
 
@@ -26,11 +26,13 @@ def flag_of(answers: Sequence[bool | Array]) -> Array:
     Args:
         answers: for each part of the step, whether it found an inf or NaN, as returned by `Bucket.call`.
     """
-    flags = [flag for flag in answers if not isinstance(flag, bool)]
-    on_host = any(flag for flag in answers if isinstance(flag, bool))
-    if on_host or not flags:
-        return np.array([np.nan if on_host else 0.0], np.float32)
-    return sum(flags[1:], flags[0])
+    total: Any = None
+    for answer in answers:
+        if answer is True:
+            return np.array([np.nan], np.float32)
+        if answer is not False:
+            total = answer if total is None else total + answer
+    return np.zeros(1, np.float32) if total is None else total
 
 
 def flag_with(xp: AllFunctions, flag: Array, answers: Sequence[bool | Array], like: Array) -> Array:
@@ -40,9 +42,13 @@ def flag_with(xp: AllFunctions, flag: Array, answers: Sequence[bool | Array], li
         flag: the combined flag of all ranks, an array of the framework or of NumPy.
         answers: for each part of the step, whether its result contains an inf or NaN, as in `flag_of`.
     """
-    if any(answer for answer in answers if isinstance(answer, bool)):
-        flag = flag + float("nan")
-    return sum((answer for answer in answers if not isinstance(answer, bool)), of_framework(xp, flag, like))
+    total = of_framework(xp, flag, like)
+    for answer in answers:
+        if answer is True:
+            total = total + float("nan")
+        elif answer is not False:
+            total = total + answer
+    return total
 
 
 def of_framework(xp: AllFunctions, flag: Array, like: Array) -> Array:
@@ -50,13 +56,49 @@ def of_framework(xp: AllFunctions, flag: Array, like: Array) -> Array:
     return xp.from_numpy(flag, like=like) if isinstance(flag, np.ndarray) else flag
 
 
+class InRoom:
+    """Appends the flag to the vector of a request.
+
+    Args:
+        request: a request with room for the flag.
+
+    Attributes:
+        request: the request that also sends the flag.
+    """
+
+    def __init__(self, request: AllGather | AllReduce) -> None:
+        room: Any = request.with_room
+        self._inside = arrays_for(room)
+        self.request: AllGather | AllReduce
+        if isinstance(request, AllReduce):
+            self._length = request.array.shape[0]
+            self._flag = room[self._length : self._length + 1]
+            self.request = AllReduce(room[: self._length + 1], with_room=room)
+        else:
+            self._length = request.parts[0].shape[0]
+            self._flag = self._inside.bitcast(room[self._length : self._length + 4], "float32")
+            self.request = AllGather((room,), room, in_rows=True)
+
+    def put(self, xp: AllFunctions, flag: AnyArray, like: Array) -> None:
+        """Writes the flag of this rank, as returned by `flag_of`; the other arguments are those of `with_flag`."""
+        if self._inside is not numpy_arrays:
+            flag = of_framework(xp, flag, like)
+        elif not isinstance(flag, np.ndarray):
+            flag = xp.to_numpy(flag)
+        self._flag[:] = flag
+
+    def take(self, answer: Array) -> tuple[Array, Array]:
+        """The answer without the flags, and the combined flag of all ranks, float32 (1,)."""
+        length = self._length
+        if isinstance(self.request, AllReduce):
+            return answer[:length], self._inside.astype(answer[length:], "float32")
+        return answer[:, :length], _sum_of(self._inside.bitcast(answer[:, length : length + 4], "float32"))
+
+
 def with_flag(
     xp: AllFunctions, requests: Sequence[Request], flag: Array, like: Array
 ) -> tuple[list[Request], Callable[[list[Any]], Array]]:
-    """Adds the flag to the requests of the first round.
-
-    If the array of a request has room for the flag, the flag is appended to this array. Otherwise, the flag becomes one
-    more request, the last.
+    """Adds the flag to requests without room for it, as one more request, the last.
 
     Args:
         flag: the flag of this rank, as returned by `flag_of`.
@@ -66,15 +108,6 @@ def with_flag(
         The new requests, and a function that gets their answers. It removes the flags from the answers, so that the
         answers are those of the old requests, and returns the combined flag of all ranks, float32 (1,).
     """
-    requests = list(requests)
-    for place, request in enumerate(requests):
-        if _has_room(request):
-            inside = arrays_for(request.with_room)
-            there = inside.from_numpy(flag, like=like) if isinstance(flag, np.ndarray) else flag
-            if inside is numpy_arrays and not isinstance(flag, np.ndarray):
-                there = xp.to_numpy(flag)
-            requests[place], take = _in_room_of(inside, request, place, there)
-            return requests, take
     means = [
         request.array
         for request in requests
@@ -83,46 +116,18 @@ def with_flag(
     if not (means and isinstance(means[0], np.ndarray)):  # fused with a mean in NumPy, the flag must be in NumPy
         flag = of_framework(xp, flag, like)
     if not means:
-        requests.append(AllGather((flag,), in_rows=True))
-        return requests, lambda answers: _sum_of(answers.pop())
+        return [*requests, AllGather((flag,), in_rows=True)], lambda answers: _sum_of(answers.pop())
     inside = arrays_for(flag)
-    requests.append(AllReduce(inside.astype(flag, inside.dtype_name(means[0]))))
-    return requests, lambda answers: inside.astype(answers.pop(), "float32")
+    of_flag = AllReduce(inside.astype(flag, inside.dtype_name(means[0])))
+    return [*requests, of_flag], lambda answers: inside.astype(answers.pop(), "float32")
 
 
-def _has_room(request: Request) -> TypeGuard[AllGather | AllReduce]:
+def has_room(request: Request) -> TypeGuard[AllGather | AllReduce]:
     """Whether the flag can be appended to the array of a request. The flag must reach all ranks, and not as a sum of
     integers."""
     if not isinstance(request, AllGather | AllReduce) or request.with_room is None or request.group != "all":
         return False
     return isinstance(request, AllGather) or request.op == "mean"
-
-
-def _in_room_of(
-    xp: AllFunctions, request: AllGather | AllReduce, place: int, flag: Array
-) -> tuple[Request, Callable[[list[Any]], Array]]:
-    """A request with the flag appended to its vector; and the function of `with_flag`, which removes the flag from the
-    answer at this place."""
-    room: Any = request.with_room
-    if isinstance(request, AllReduce):
-        length = request.array.shape[0]
-        room[length] = flag[0]
-
-        def from_mean(answers: list[Any]) -> Array:
-            mean = answers[place]
-            answers[place] = mean[:length]
-            return xp.astype(mean[length:], "float32")
-
-        return AllReduce(room[: length + 1], with_room=room), from_mean
-    length = request.parts[0].shape[0]
-    room[length : length + 4] = xp.as_bytes(flag)
-
-    def from_parts(answers: list[Any]) -> Array:
-        rows = answers[place]
-        answers[place] = rows[:, :length]
-        return _sum_of(xp.bitcast(rows[:, length : length + 4], "float32"))
-
-    return AllGather((room,), room, in_rows=True), from_parts
 
 
 def _sum_of(flags: Array) -> Array:

@@ -16,8 +16,8 @@ arrays of the framework.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,7 +27,29 @@ from hvdcomp.communicators import Communicator
 from hvdcomp.compressors.bucket import ROW_ALIGNMENT
 from hvdcomp.compressors.packing import cut
 from hvdcomp.compressors.protocol import AllGather, AllReduce, AllToAll, ReduceScatter, Request
+from hvdcomp.exchange.finiteness import InRoom, has_room, with_flag
 from hvdcomp.exchange.ledger import Sent
+
+
+class _Collective(NamedTuple):
+    """A collective that carries requests.
+
+    Attributes:
+        members: the places of the requests in the round.
+        requests: the requests.
+        inside: the array functions that fuse the requests. If all requests are in NumPy, NumPy fuses them: it needs a
+            tenth of the framework's time for a slice.
+        part: the communicator of the ranks that take part.
+        name: the name of the collective.
+        as_it_is: the storage of a single request with room, which is sent without a copy; else None.
+    """
+
+    members: list[int]
+    requests: list[Request]
+    inside: AllFunctions
+    part: Communicator
+    name: str
+    as_it_is: AnyArray
 
 
 class Round:
@@ -39,53 +61,113 @@ class Round:
         requests: the requests of the round. Their arrays belong to the framework or to NumPy.
         name: the name of the round. Two rounds that run at the same time need different names.
         like: an array of the framework, on the device where collectives run.
+        flag: the flag that is sent with the requests, as returned by `flag_of`; None for no flag.
 
     Attributes:
         sent: number of bytes that this rank sent, including padding.
+        is_fixed: whether a later step may call `again`.
+        flag: after `wait`, the combined flag of all ranks, float32 (1,).
     """
 
     def __init__(
-        self, xp: AllFunctions, communicator: Communicator, requests: Sequence[Request], name: str, like: Array
+        self,
+        xp: AllFunctions,
+        communicator: Communicator,
+        requests: Sequence[Request],
+        name: str,
+        like: Array,
+        flag: Array | None = None,
     ) -> None:
         self._xp = xp
-        self._requests = requests
-        self.sent = Sent()
+        self._asked = requests
+        self._in_room: tuple[int, InRoom] | None = None
+        self._take_flag: Callable[[list[Any]], Array] | None = None
+        self.flag = flag
+        self.is_fixed = all(isinstance(one, AllGather | AllReduce) and one.is_fixed for one in requests)
+        if flag is not None:
+            requests = self._with_flag(requests, flag, like)
+        self._count = len(requests)
         by_kind: dict[tuple[str, ...], list[int]] = {}
         for number, request in enumerate(requests):
             by_kind.setdefault(_kind_of(request), []).append(number)
-        self._started = []
+        self._collectives = []
         for position, (kind, members) in enumerate(by_kind.items()):
-            fused: list[Any] = [requests[number] for number in members]
-            # If all requests are in NumPy, NumPy fuses them: it needs a tenth of the framework's time for a slice.
+            fused = [requests[number] for number in members]
             inside = numpy_arrays if all(map(_is_numpy, fused)) else xp
-            if inside is not numpy_arrays:
-                fused = [_of_framework(xp, request, like) for request in fused]
-            buffer: AnyArray
-            buffer, offsets = _together(inside, fused)
-            handed = part_bytes(inside, buffer)
-            if inside is not xp:
-                buffer = xp.from_numpy(buffer, like=like)
-            collective_name = f"{name}.{position}.{'.'.join(kind[:-1])}"
             part = communicator.part(fused[0].group)
-            has_others = part.world_size < communicator.world_size
-            self.sent += Sent(handed, handed if fused[0].group == "node" and has_others else 0)
-            handle = _start(part, fused[0], buffer, collective_name)
-            self._started.append((inside, members, fused, offsets, part, handle))
+            collective_name = f"{name}.{position}.{'.'.join(kind[:-1])}"
+            as_it_is = fused[0].arrays[0] if len(fused) == 1 and fused[0].with_room is not None else None
+            self._collectives.append(_Collective(members, fused, inside, part, collective_name, as_it_is))
+        self._started: list[tuple[_Collective, list[Any], list[list[int]] | None, Any]] = []
+        handed = in_node = 0
+        for collective, buffer in zip(self._collectives, self._start(like), strict=True):
+            nbytes = part_bytes(collective.inside, buffer)
+            has_others = collective.part.world_size < communicator.world_size
+            handed += nbytes
+            in_node += nbytes if collective.requests[0].group == "node" and has_others else 0
+        self.sent = Sent(handed, in_node)
+
+    def again(self, requests: Sequence[Request], like: Array, flag: AnyArray | None = None) -> bool:
+        """Starts the collectives again in a later step, if its requests are the same objects. Returns whether they are.
+        The other arguments are those of the first time."""
+        if requests != self._asked:  # requests are equal only if they are the same objects
+            return False
+        if self._in_room is not None:
+            self._in_room[1].put(self._xp, flag, like)
+        self._start(like)
+        return True
 
     def wait(self) -> list[Any]:
         """Waits for all collectives, and returns the answers in the order of the requests. Call it once."""
         xp = self._xp
-        answers: list[Any] = [None] * len(self._requests)
-        for inside, members, fused, offsets, part, handle in self._started:
+        answers: list[Any] = [None] * self._count
+        started, self._started = self._started, []
+        for (members, requests, inside, part, _, as_it_is), fused, offsets, handle in started:
             result = part.wait(handle)
             if inside is not xp:
                 result = xp.to_numpy(result)
-            split = _apart(inside, result, fused, offsets)
-            for number, answer in zip(members, split, strict=True):
-                wanted = inside is not numpy_arrays and _is_numpy(self._requests[number])
+            if as_it_is is not None:
+                answers[members[0]] = result
+                continue
+            split = _split(inside, result, fused) if offsets is None else _unpack(inside, result, fused, offsets)
+            for number, request, answer in zip(members, requests, split, strict=True):
+                wanted = inside is not numpy_arrays and _is_numpy(request)
                 answers[number] = _in_numpy(xp, answer) if wanted else answer
-        self._started.clear()
+        if self._in_room is not None:
+            place, in_room = self._in_room
+            answers[place], self.flag = in_room.take(answers[place])
+        elif self._take_flag is not None:
+            self.flag = self._take_flag(answers)
         return answers
+
+    def _with_flag(self, requests: Sequence[Request], flag: Array, like: Array) -> list[Request]:
+        """The requests with the flag: appended to the array of a request if one has room for it."""
+        for place, request in enumerate(requests):
+            if has_room(request):
+                in_room = InRoom(request)
+                in_room.put(self._xp, flag, like)
+                self._in_room = place, in_room
+                return [*requests[:place], in_room.request, *requests[place + 1 :]]
+        self.is_fixed = False
+        requests, self._take_flag = with_flag(self._xp, requests, flag, like)
+        return requests
+
+    def _start(self, like: Array) -> list[AnyArray]:
+        """Starts the collectives; returns the buffer of each."""
+        buffers: list[AnyArray] = []
+        self._started = []
+        for collective in self._collectives:
+            _, fused, inside, part, name, buffer = collective
+            offsets = None
+            if buffer is None:
+                if inside is not numpy_arrays:
+                    fused = [_of_framework(self._xp, request, like) for request in fused]
+                buffer, offsets = _together(inside, fused)
+            buffers.append(buffer)
+            if inside is not self._xp:
+                buffer = self._xp.from_numpy(buffer, like=like)
+            self._started.append((collective, fused, offsets, _start(part, fused[0], buffer, name)))
+        return buffers
 
 
 def _start(communicator: Communicator, request: Request, buffer: Array, name: str) -> Any:
@@ -102,24 +184,11 @@ def _start(communicator: Communicator, request: Request, buffer: Array, name: st
 def _together(xp: AllFunctions, fused: Sequence[Any]) -> tuple[Array, list[list[int]] | None]:
     """The buffer of a collective; and for an all-gather or an all-to-all the offsets of each request's parts, in bytes
     from the beginning of a row, else None."""
-    if _travels_as_it_is(fused):
-        return fused[0].arrays[0], None
     if isinstance(fused[0], AllReduce):
         return xp.concatenate([xp.flatten(request.array) for request in fused]), None
     if isinstance(fused[0], ReduceScatter):
         return _joined(xp, [_rows(xp, request.array, request.array.shape[0]) for request in fused]), None
     return _pack(xp, fused)
-
-
-def _apart(xp: AllFunctions, result: Array, fused: Sequence[Any], offsets: list[list[int]] | None) -> list[Any]:
-    """The answer to each request of a collective."""
-    if _travels_as_it_is(fused):
-        return [result]
-    return _split(xp, result, fused) if offsets is None else _unpack(xp, result, fused, offsets)
-
-
-def _travels_as_it_is(fused: Sequence[Request]) -> bool:
-    return len(fused) == 1 and fused[0].with_room is not None
 
 
 def _is_numpy(request: Request) -> bool:

@@ -271,11 +271,11 @@ class Ledger:
             seconds: for each part, the seconds of encoding and of decoding.
             communicate: seconds of waiting for all collectives.
         """
-        times = Cost(
-            encode_seconds=sum(encode for encode, _ in seconds),
-            communicate_seconds=communicate,
-            decode_seconds=sum(decode for _, decode in seconds),
-        )
+        encode = decode = 0.0
+        for of_encoding, of_decoding in seconds:
+            encode += of_encoding
+            decode += of_decoding
+        times = Cost(encode_seconds=encode, communicate_seconds=communicate, decode_seconds=decode)
         step.add(times)
         step.seconds = seconds
         self._timed = step

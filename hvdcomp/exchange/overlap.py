@@ -187,7 +187,7 @@ class Overlap:
     def new_wave(
         self, xp: AllFunctions, buckets: Sequence[BucketOrGroup], number: int | None, alone: bool = False, part: int = 0
     ) -> Wave:
-        """A wave: either of one bucket that may start early, or of the buckets that may not.
+        """A wave of this step: either of one bucket that may start early, or of the buckets that may not.
 
         Args:
             xp: the array functions of the gradients.
@@ -199,9 +199,14 @@ class Overlap:
         name = "round" if number is None else f"order{self.era}.early{number}.round"
         if part:
             name = f"part{part}.{name}"
-        return Wave(xp, self._communicator, self._clock, name, buckets, alone)
+        kept: dict[str, Wave] = self._buckets.waves
+        wave = kept.get(name)
+        if wave is None or wave.buckets != buckets or (wave.xp, wave.alone) != (xp, alone):
+            wave = kept[name] = Wave(xp, self._communicator, self._clock, name, buckets, alone)
+        wave.begin()
+        return wave
 
-    def learn_order(self, gradients: Mapping[str, Array]) -> None:
+    def _learn_order(self, gradients: Mapping[str, Array]) -> None:
         """After the first step: rank 0 broadcasts the order in which its gradients became ready, and all ranks use it.
 
         Nothing is broadcast if all gradients together are too small for one bucket that starts early. If only rank 0
@@ -210,8 +215,7 @@ class Overlap:
         Args:
             gradients: the gradients of this rank by name, in the order in which they became ready.
         """
-        if self.least_bytes is None or self._learnt:
-            return
+        assert self.least_bytes is not None
         everything = sum(tensor.size * dtype_bytes(tensor.dtype) for tensor in self._tensors.values())
         if everything <= (LEAST_BYTES if self.from_rank_0 else self.least_bytes):
             return
@@ -229,8 +233,9 @@ class Overlap:
         if self.era:
             self._follow([[names[number]] for number in order if number >= 0], self.least_bytes)
 
-    def review(self, like: Array) -> None:
-        """After a step: ends overlap if it does not work. All ranks make the same decision.
+    def review(self, gradients: Mapping[str, Array]) -> None:
+        """After a step: learns the order of gradients, or ends overlap if it does not work. All ranks make the same
+        decision.
 
         Overlap does not work if gradients are on several streams, or if ranks learn only after the backward pass that
         all ranks make the step. Then each bucket is a wave of its own at the end of the step. Many waves take longer
@@ -241,13 +246,16 @@ class Overlap:
         than `TRIES / 2` steps, the ranks decide later: when the number of steps has doubled.
 
         Args:
-            like: an array of the step, on the device of the gradients.
+            gradients: the gradients of this rank by name, in the order in which they became ready.
         """
+        if self.least_bytes is not None and not self._learnt:
+            self._learn_order(gradients)
         if not self.era:
             return
         self._steps += 1
         if self._steps != self._due:
             return
+        like = next(iter(gradients.values()))
         xp = arrays_for(like)
         counts = xp.from_numpy(np.array([self._tries, self._starts], np.float32), like=like)
         started = self._communicator.start_allreduce(counts, "sum", "hvdcomp.early")
@@ -268,7 +276,7 @@ class Overlap:
         self.least_bytes = None  # from now on, no bucket starts early any more
 
     def follow(self, batches: Sequence[Sequence[str]], least_bytes: int) -> None:
-        """Uses a given order from the next step on, instead of the order of `learn_order`. Both arguments must be the
+        """Uses a given order from the next step on, instead of the order of rank 0. Both arguments must be the
         same on all ranks.
 
         Args:

@@ -15,8 +15,8 @@ place of x is then freed after each step, on the host too.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
@@ -32,11 +32,20 @@ from hvdcomp.kernels.tables import EVERYTHING, FACTORS, NARROW, NOT_NEGATIVE, NO
 KNOWN_TO_KERNELS = (NoMemory, ErrorFeedback, MomentumCorrection)
 """The classes of memories that kernels support."""
 
-_PLACE = np.dtype([("buffer", "i8"), ("start", "i8"), ("address", "u8")])
-"""A place: the number of its buffer (0 if there is no place), its first element in the buffer, and its address."""
+BUFFER, START, ADDRESS = range(3)
+"""What describes a place: the number of its buffer (0 if there is no place), its first element, and its address."""
 
-_KINDS: dict[str, np.dtype[Any]] = {"x": np.dtype("f4"), "velocity": np.dtype("f4"), "rounded": np.dtype("i2")}
+OLD, NEW = range(2)
+"""The roles of a tensor's two places: one contains the residual, and a step writes x to the other one."""
+
+Numbers: TypeAlias = slice | np.ndarray
+"""The numbers of a bucket's tensors in flat storage. NumPy is faster with a slice, so use `numbers_of`."""
+
+_KINDS = {"x": "float32", "velocity": "float32", "rounded": "int16"}
 """The arrays that may be kept of a tensor, and their element types. A rounded residual is stored as its bits."""
+
+_COLUMNS = ("x", "kept", "x"), ("velocity", "velocity", "next_velocity")
+"""For each kind of arrays, the columns of a table with the addresses of the old and of the new place."""
 
 
 class FlatStorage:
@@ -60,9 +69,8 @@ class FlatStorage:
         self._xp = xp
         self._buffers: dict[int, AnyArray] = {}
         self._numbers = itertools.count(1)  # gives each buffer a number
-        self._places = {kind: np.zeros((2, len(sizes)), _PLACE) for kind in _KINDS}
-        # Which of a tensor's two places contains the residual; it never changes for rounded residuals.
-        self._turn = np.zeros(len(sizes), np.int64)
+        # By role, `BUFFER` to `ADDRESS`, and tensor. A rounded residual has only the place `OLD`.
+        self._places = {kind: np.zeros((2, 3, len(sizes)), np.int64) for kind in _KINDS}
         self.keepers = np.full(len(sizes), NoMemory(), object)
         self.has_residual = np.zeros(len(sizes), bool)
         self.released = self.dropped = 0
@@ -77,13 +85,13 @@ class FlatStorage:
         if not self.has_residual[number]:
             return ()
         if dtype := self.keepers[number].rounds_to:
-            return (_of_bits(self._xp, self._part("rounded", number, self._turn[number]), dtype),)
-        x = self._part("x", number, self._turn[number])
+            return (_of_bits(self._xp, self._part("rounded", number), dtype),)
+        x = self._part("x", number)
         self._subtract_sent(x, number)
         self._clear_sent(number)
         if not self.keepers[number].is_momentum:
             return (x,)
-        return self._part("velocity", number, self._turn[number]), x
+        return self._part("velocity", number), x
 
     def keep(self, number: int, keeper: Memory, arrays: Sequence[AnyArray]) -> None:
         """Replaces the arrays of a tensor.
@@ -98,15 +106,15 @@ class FlatStorage:
         self._clear_sent(number)
         if arrays:
             *velocity, x = arrays
-            turn, x = self._turn[number], x.reshape(-1)
-            for kind in _kinds_of(keeper):
-                self._ensure_places(kind, self._turn[[number]], np.array([number]))
+            x = x.reshape(-1)
+            for kind in kinds_of(keeper):
+                self._ensure_places(kind, OLD, slice(number, number + 1))
             if dtype := keeper.rounds_to:
-                self._part("rounded", number, turn)[:] = _bits_of(self._xp, x, dtype)
+                self._part("rounded", number)[:] = _bits_of(self._xp, x, dtype)
                 return
-            self._part("x", number, turn)[:] = x
+            self._part("x", number)[:] = x
             if velocity:
-                self._part("velocity", number, turn)[:] = velocity[0].reshape(-1)
+                self._part("velocity", number)[:] = velocity[0].reshape(-1)
 
     def scale(self, number: int, factor: float, momentum: bool) -> None:
         """Multiplies the residual, and if `momentum` also the velocity."""
@@ -118,43 +126,44 @@ class FlatStorage:
         if keeper.rounds_to:  # these arrays were copies
             self.keep(number, keeper, arrays)
 
-    def drop(self, numbers: np.ndarray) -> None:
+    def drop(self, numbers: Numbers) -> None:
         """Drops residuals and velocities."""
         self.has_residual[numbers] = False
         self.dropped += 1
 
     # A step.
 
-    def enter(self, bucket: Bucket, numbers: np.ndarray) -> None:
+    def enter(self, bucket: Bucket, numbers: Numbers) -> None:
         """Writes the addresses of residuals and of x to a bucket's table. `numbers` has the numbers of the bucket's
         tensors in this storage."""
-        segments, turn = bucket.segments, self._turn[numbers]
+        segments, has_residual = bucket.segments, self.has_residual[numbers]
         if bucket.memory.rounds_to:
-            self._add_missing_places("rounded", turn, numbers)
-            self._add_missing_places("x", 1 - turn, numbers)
-            rounded = self._places["rounded"]["address"][turn, numbers]
-            segments["rounded"], segments["kept"] = rounded, np.where(self.has_residual[numbers], rounded, 0)
-            segments["x"] = self._places["x"]["address"][1 - turn, numbers]
+            self._add_missing_places("rounded", OLD, numbers)
+            self._add_missing_places("x", NEW, numbers)
+            segments["rounded"] = self._places["rounded"][OLD, ADDRESS, numbers]
+            segments["kept"] = segments["rounded"] * has_residual
+            segments["x"] = self._places["x"][NEW, ADDRESS, numbers]
             return
-        fields = [("x", "kept", "x")] + [("velocity", "velocity", "next_velocity")] * bucket.memory.is_momentum
-        for kind, old, new in fields:
-            self._ensure_places(kind, 1 - turn, numbers)
-            addresses = self._places[kind]["address"]
-            segments[old] = np.where(self.has_residual[numbers], addresses[turn, numbers], 0)
-            segments[new] = addresses[1 - turn, numbers]
+        for kind, old, new in _COLUMNS[: 1 + bucket.memory.is_momentum]:
+            self._ensure_places(kind, NEW, numbers)
+            places = self._places[kind]
+            segments[old] = places[OLD, ADDRESS, numbers] * has_residual
+            segments[new] = places[NEW, ADDRESS, numbers]
 
-    def commit(self, bucket: Bucket, numbers: np.ndarray) -> None:
+    def commit(self, bucket: Bucket, numbers: Numbers) -> None:
         """Makes x the new residual, after a step that counts; on a device after every step."""
         if bucket.memory.rounds_to:
-            self._free_places(1 - self._turn[numbers], numbers)
+            self._free_places(("x",), NEW, numbers)
         else:
-            self._turn[numbers] ^= 1
+            for kind in kinds_of(bucket.memory):
+                places = self._places[kind]
+                places[..., numbers] = places[::-1, :, numbers]
         self.has_residual[numbers] = True
         self.keepers[numbers] = bucket.memory
 
     def x(self, number: int) -> AnyArray:
         """x of the present step, a vector."""
-        return self._part("x", number, 1 - self._turn[number])
+        return self._part("x", number, NEW)
 
     # The part of x that was sent. A device stores its description for both places.
 
@@ -167,46 +176,45 @@ class FlatStorage:
 
     # Places.
 
-    def _part(self, kind: str, number: int, turn: int) -> AnyArray:
-        place = self._places[kind][int(turn), number]
-        start = int(place["start"])
-        return self._buffers[int(place["buffer"])][start : start + self._sizes[number]]
+    def _part(self, kind: str, number: int, role: int = OLD) -> AnyArray:
+        buffer, start, _ = self._places[kind][role, :, number].tolist()
+        return self._buffers[buffer][start : start + self._sizes[number]]
 
-    def _ensure_places(self, kind: str, turn: np.ndarray, numbers: np.ndarray) -> None:
+    def _ensure_places(self, kind: str, role: int, numbers: Numbers) -> None:
         """Makes sure that tensors have places.
 
         Args:
             kind: kind of the arrays, a key of `_KINDS`.
-            turn: for each tensor, which of its two places (0 or 1).
+            role: `OLD` or `NEW`.
             numbers: the numbers of the tensors.
         """
-        self._add_missing_places(kind, turn, numbers)
+        self._add_missing_places(kind, role, numbers)
 
-    def _add_missing_places(self, kind: str, turn: np.ndarray, numbers: np.ndarray) -> None:
+    def _add_missing_places(self, kind: str, role: int, numbers: Numbers) -> None:
         """Gives places to the tensors that lack them; arguments as for `_ensure_places`."""
-        lacking = self._places[kind]["buffer"][turn, numbers] == 0
-        if lacking.any():
-            self._allocate(kind, turn[lacking], numbers[lacking])
+        buffers = self._places[kind][role, BUFFER, numbers]
+        if 0 in buffers:
+            self._allocate(kind, role, np.arange(len(self._sizes))[numbers][buffers == 0])
 
-    def _allocate(self, kind: str, turn: int | np.ndarray, numbers: np.ndarray) -> None:
+    def _allocate(self, kind: str, role: int, numbers: Numbers) -> None:
         """Gives tensors places in a new, uninitialized buffer."""
-        ends = np.cumsum(self._padded[numbers])
-        buffer, number = self._buffer(int(ends[-1]), _KINDS[kind].name), next(self._numbers)
-        starts = ends - self._padded[numbers]
+        padded = self._padded[numbers]
+        ends = padded.cumsum()
+        buffer, number = self._buffer(int(ends[-1]), _KINDS[kind]), next(self._numbers)
         self._buffers[number] = buffer
-        places = self._places[kind]
-        places["buffer"][turn, numbers] = number
-        places["start"][turn, numbers] = starts
-        places["address"][turn, numbers] = self._address(buffer) + _KINDS[kind].itemsize * starts
+        places = self._places[kind][role]
+        places[BUFFER, numbers] = number
+        places[START, numbers] = starts = ends - padded
+        places[ADDRESS, numbers] = self._address(buffer) + np.dtype(_KINDS[kind]).itemsize * starts
 
-    def _free_places(self, turn: np.ndarray, numbers: np.ndarray) -> None:
-        """Takes these places from tensors, and frees the buffers that have no place left."""
-        for places in self._places.values():
-            buffers = places["buffer"]
-            left = set(buffers[turn, numbers].tolist()) - {0}
-            buffers[turn, numbers] = 0
+    def _free_places(self, kinds: Iterable[str], role: int, numbers: Numbers) -> None:
+        """Takes places from tensors, and frees the buffers that have no place left."""
+        for kind in kinds:
+            buffers = self._places[kind][:, BUFFER]
+            left = set(buffers[role, numbers].tolist()) - {0}
+            buffers[role, numbers] = 0
             for number in left:
-                if not (buffers == number).any():
+                if number not in buffers:
                     self._before_free(self._buffers.pop(number))
 
     def _before_free(self, buffer: AnyArray) -> None:
@@ -228,60 +236,55 @@ class Residuals(FlatStorage):
 
     def __init__(self, sizes: Sequence[int]) -> None:
         super().__init__(sizes, numpy_arrays, ALIGNMENT)
-        self._rule = np.zeros(len(sizes), np.int32)
-        self._above = np.zeros(len(sizes), np.float32)
-        self._below = np.zeros(len(sizes), np.float32)
-        self._product = np.zeros(len(sizes), FACTORS)
-        self._factors = np.full(len(sizes), None, object)  # objects that own the storage to which `_product` points
+        # What was sent of x, by column of the table.
+        types = {"rule": np.int32, "above": np.float32, "below": np.float32, "product": FACTORS}
+        self._sent = {name: np.zeros(len(sizes), dtype) for name, dtype in types.items()}
+        self._factors = np.full(len(sizes), None, object)  # objects that own the storage to which products point
         self._dtypes = np.full(len(sizes), "", object)  # the element type of each tensor's result
 
-    def enter(self, bucket: Bucket, numbers: np.ndarray) -> None:
+    def enter(self, bucket: Bucket, numbers: Numbers) -> None:
         super().enter(bucket, numbers)
         segments = bucket.segments
-        segments["rule"] = self._rule[numbers]
-        segments["above"] = self._above[numbers]
-        segments["below"] = self._below[numbers]
-        segments["product"] = self._product[numbers]
+        for name, values in self._sent.items():
+            segments[name] = values[numbers]
         segments["kept_type"] = NARROW.get(bucket.memory.rounds_to or "", 0)
 
-    def commit(self, bucket: Bucket, numbers: np.ndarray) -> None:
+    def commit(self, bucket: Bucket, numbers: Numbers) -> None:
         if bucket.memory.rounds_to:
             bucket.call("round_left")
             super().commit(bucket, numbers)
             return
         super().commit(bucket, numbers)
-        segments = bucket.segments
-        self._rule[numbers] = segments["sent_rule"]
-        self._above[numbers] = segments["sent_above"]
-        self._below[numbers] = segments["sent_below"]
-        self._product[numbers] = segments["sent_product"]
+        for name, values in self._sent.items():
+            values[numbers] = bucket.segments[f"sent_{name}"]
         self._factors[numbers] = bucket.factors
         self._dtypes[numbers] = bucket.dtype
         if bucket.factors is not None:
             bucket.factors.commit()
 
     def _subtract_sent(self, x: np.ndarray, number: int) -> None:
-        if self._rule[number] == PRODUCT:
-            sent, dtype = product(self._product[number], x.size), self._dtypes[number]
+        rule, above, below, factors = (values[number] for values in self._sent.values())
+        if rule == PRODUCT:
+            sent, dtype = product(factors, x.size), self._dtypes[number]
             with np.errstate(over="ignore"):
                 x[:] = without(numpy_arrays, x, sent)
             if dtype != "float32":
                 x += sent - _of_bits(numpy_arrays, _bits_of(numpy_arrays, sent, dtype), dtype)
-        elif self._rule[number] == EVERYTHING:
+        elif rule == EVERYTHING:
             x[:] = 0
-        elif self._rule[number] != NOTHING:
-            upper = x >= 0 if self._rule[number] == NOT_NEGATIVE else x > 0
-            x -= np.where(upper, self._above[number], self._below[number])
+        elif rule != NOTHING:
+            upper = x >= 0 if rule == NOT_NEGATIVE else x > 0
+            x -= np.where(upper, above, below)
 
     def _clear_sent(self, number: int) -> None:
-        self._rule[number] = NOTHING
+        self._sent["rule"][number] = NOTHING
 
-    def _ensure_places(self, kind: str, turn: np.ndarray, numbers: np.ndarray) -> None:
+    def _ensure_places(self, kind: str, role: int, numbers: Numbers) -> None:
         if kind == "rounded":
-            self._add_missing_places(kind, turn, numbers)
-        elif not self._places[kind]["buffer"][turn, numbers].all():
-            for half in range(2):
-                self._allocate(kind, half, np.arange(len(self._sizes)))
+            self._add_missing_places(kind, role, numbers)
+        elif 0 in self._places[kind][role, BUFFER, numbers]:
+            for either in (OLD, NEW):
+                self._allocate(kind, either, slice(None))
 
     def _buffer(self, count: int, dtype: str) -> np.ndarray:
         return empty_aligned(count, dtype)
@@ -290,7 +293,13 @@ class Residuals(FlatStorage):
         return buffer.ctypes.data
 
 
-def _kinds_of(memory: Memory) -> tuple[str, ...]:
+def numbers_of(numbers: Sequence[int]) -> Numbers:
+    """Numbers of tensors as a slice, if they follow each other, else as an array."""
+    first, last = numbers[0], numbers[-1] + 1
+    return slice(first, last) if list(numbers) == list(range(first, last)) else np.array(numbers)
+
+
+def kinds_of(memory: Memory) -> tuple[str, ...]:
     """The keys of `_KINDS` that a memory keeps."""
     return ("rounded",) if memory.rounds_to else ("x", "velocity")[: 1 + memory.is_momentum]
 

@@ -65,13 +65,13 @@ class TensorGroup:
         # Of the step.
         self._xp: AllFunctions
         self._clock: Clock
-        self._spans: Spans
+        self.spans: Spans
         self._tensors: dict[str, _TensorExchange] = {}
         self._asked: dict[str, Request] = {}
         self._in_place = False
         self._sums: Sums | None = None
         self.when_compressed: list[Callable[[], None]] = []
-        self._costs: Part = {}
+        self.costs: Part = {}
         # The tensors whose residuals were sent, each with its new residual.
         self._sent: list[tuple[Member, tuple[Array, ...]]] = []
 
@@ -86,7 +86,7 @@ class TensorGroup:
         self, xp: AllFunctions, gradients: Mapping[str, Array], context: Context, factor: Array | None, clock: Clock
     ) -> None:
         """Begins a step, and computes x; arguments as for `EngineBucket.begin`."""
-        self._xp, self._clock, self._spans = xp, clock, Spans([], [])
+        self._xp, self._clock, self.spans = xp, clock, Spans([], [])
         self._tensors, self._asked, self.when_compressed = {}, {}, []
         clock.enter()
         with numbers_may_overflow():
@@ -94,16 +94,15 @@ class TensorGroup:
                 member.name: _TensorExchange(xp, member, gradients[member.name], context, factor)
                 for member in self.members
             }
-        clock.leave(self._spans.encoding)
+        clock.leave(self.spans.encoding)
 
     def open(self, in_place: bool, sums: Sums | None, sources: Mapping[str, Array] = MappingProxyType({})) -> None:
         """Makes the generators; arguments as for `EngineBucket.open`."""
         self._in_place, self._sums = in_place, sums
-        self._clock.enter()
         with numbers_may_overflow():
             for name, tensor in self._tensors.items():
                 tensor.open(sources.get(name))
-        self._clock.leave(self._spans.encoding)
+        self._clock.leave(self.spans.encoding)
 
     def advance(self, answers: Sequence[Any]) -> list[Request]:
         """Sends the generators the answers to their last requests, and returns their next requests.
@@ -118,7 +117,7 @@ class TensorGroup:
         with numbers_may_overflow():
             asked = {name: self._tensors[name].advance(answer) for name, answer in waiting.items()}
         self._asked = {name: request for name, request in asked.items() if request is not None}
-        self._clock.lap(self._spans.encoding if self._asked else self._spans.decoding)
+        self._clock.lap(self.spans.encoding if self._asked else self.spans.decoding)
         return list(self._asked.values())
 
     @property
@@ -158,20 +157,15 @@ class TensorGroup:
             results = {
                 name: tensor.result(self._in_place, None if counts else found_inf) for name, tensor in tensors.items()
             }
-        self._clock.leave(self._spans.decoding)
+        self._clock.leave(self.spans.decoding)
         if sums is not None and sums.of_results:
             sums.add(results, found_inf)
-        self._costs = {name: tensor.cost for name, tensor in tensors.items()}
+        self.costs = {name: tensor.cost for name, tensor in tensors.items()}
         members = [tensor.member for tensor in tensors.values() if tensor.sends_residual]
         self._sent = [(member, member.state.memory) for member in members]
         # The tensor group is used again in the next step, but should not keep these arrays in memory.
         self._tensors, self._asked, self._sums, self.when_compressed = {}, {}, None, []
         return results
-
-    @property
-    def part(self) -> tuple[Part, Spans]:
-        """The costs of the tensors in the step, as `EngineBucket.part` returns them for a bucket."""
-        return self._costs, self._spans
 
     def forget_sent(self, sends_all: Callable[[str, Compressor], bool]) -> Callable[[], None] | None:
         """Forgets the residuals of tensors that were sent completely, as `EngineBucket.forget_sent` does for a bucket.

@@ -6,21 +6,18 @@ a few collectives, and returns the answers. In this file, "bucket" also means a 
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from hvdcomp.arrays.types import AllFunctions, Array
+from hvdcomp.arrays.types import AllFunctions, AnyArray, Array
 from hvdcomp.communicators import Communicator
 from hvdcomp.compressors.protocol import Request
 from hvdcomp.exchange.buckets import BucketOrGroup
 from hvdcomp.exchange.clock import Clock, Span
-from hvdcomp.exchange.finiteness import flag_of, flag_with, with_flag
+from hvdcomp.exchange.finiteness import flag_of, flag_with
 from hvdcomp.exchange.fusion import Round
 from hvdcomp.exchange.ledger import Sent
-
-_Turn = tuple[BucketOrGroup, list[Request]]  # a bucket, and its requests in this round
 
 
 class Wave:
@@ -38,7 +35,7 @@ class Wave:
     Attributes:
         has_started: whether `start` was called.
         rounds: the times during which this rank worked on collectives or waited for them.
-        sent: number of bytes that this rank sent.
+        sent: the bytes that this rank sent in each round.
     """
 
     def __init__(
@@ -50,80 +47,89 @@ class Wave:
         buckets: Sequence[BucketOrGroup],
         alone: bool = False,
     ) -> None:
-        self._xp = xp
+        self.xp = xp
         self._communicator = communicator
         self._clock = clock
-        self._name = name
+        self.name = name
         self.buckets = buckets
-        self._alone = alone
-        self._waiting: list[_Turn] = []
+        self.alone = alone
+        self._waiting: list[tuple[BucketOrGroup, int]] = []  # buckets, and how many requests each has made
         self._round: Round | None = None
+        self._fixed: dict[int, Round] = {}  # rounds that later steps start again, by their numbers
         self._number = 0  # number of the present round
-        self._flag: Array
+        self._flag: AnyArray = None  # set while the first round runs
         self.has_started = False
-        self._take_flag: Callable[[list[Any]], Array] | None = None
         self.rounds: list[Span] = []
-        self.sent = Sent()
+        self.sent: list[Sent] = []
+
+    def begin(self) -> None:
+        """Begins a step. A wave is used again as long as there are the same buckets."""
+        self.has_started, self._number, self.rounds, self.sent = False, 0, [], []
 
     def start(self) -> None:
         """Starts the collectives of the first round. Waits for none."""
         self.has_started = True
-        self._clock.start()
-        turns = [(bucket, bucket.advance(())) for bucket in self.buckets]
-        self._flag = flag_of([bucket.found_inf for bucket in self.buckets])
-        self._send(turns)
+        if self._clock.marks_only_turns:
+            self._clock.start()
+        self._send([(bucket, ()) for bucket in self.buckets])
 
     def advance(self) -> bool:
         """Waits for the collectives of this round, and starts the next round; returns whether there is a next round."""
         if self._round is None:
             return False
-        if not self._alone:
+        if not self.alone:
             self._clock.start()
         answers = self._round.wait()
-        if self._take_flag is not None:
-            self._flag, self._take_flag = self._take_flag(answers), None
+        if self._number == 0:
+            self._flag = self._round.flag
         self._clock.lap(self.rounds)
         self._number += 1
-        each = iter(answers)
-        self._send(
-            [(bucket, bucket.advance(list(itertools.islice(each, len(asked))))) for bucket, asked in self._waiting]
-        )
+        turns, end = [], 0
+        for bucket, count in self._waiting:
+            turns.append((bucket, answers[end : end + count]))
+            end += count
+        self._send(turns)
         return self._round is not None
 
     def found_inf(self) -> Array:
-        """After the last round: one element, NaN if any rank sent or received an inf or NaN, else 0."""
-        return flag_with(self._xp, self._flag, [bucket.found_inf_after for bucket in self.buckets], self._like)
+        """After the last round: one element, NaN if any rank sent or received an inf or NaN, else 0. Call it once."""
+        flag, self._flag = self._flag, None  # it may be a part of an answer, which should not stay in memory
+        return flag_with(self.xp, flag, [bucket.found_inf_after for bucket in self.buckets], self.buckets[0].like)
 
     @property
     def names(self) -> list[str]:
         """Names of the tensors."""
         return [name for bucket in self.buckets for name in bucket.names]
 
-    @property
-    def _like(self) -> Array:
-        return self.buckets[0].like
-
-    def _send(self, turns: Sequence[_Turn]) -> None:
-        self._round = None
-        self._waiting = [(bucket, asked) for bucket, asked in turns if asked]
-        if not self._waiting:
-            return
-        requests = [request for _, asked in self._waiting for request in asked]
+    def _send(self, turns: Sequence[tuple[BucketOrGroup, Sequence[Any]]]) -> None:
+        """Gives buckets the answers to their requests, and starts the collectives of their next requests."""
+        self._round, self._waiting = None, []
+        requests: list[Request] = []
+        for bucket, answers in turns:
+            if asked := bucket.advance(answers):
+                self._waiting.append((bucket, len(asked)))
+                requests += asked
         if self._number == 0:
-            requests, self._take_flag = with_flag(self._xp, requests, self._flag, self._like)
-        if not self._clock.marks_only_turns:
-            self._clock.start()
-        name = f"hvdcomp.{self._name}{self._number}"
-        self._round = Round(self._xp, self._communicator, requests, name, self._like)
-        self.sent += self._round.sent
-        if not self._alone:
+            self._flag = flag_of([bucket.found_inf for bucket in self.buckets])
+        if not requests:
+            return
+        number, like = self._number, self.buckets[0].like
+        flag = None if number else self._flag
+        made = self._fixed.pop(number, None)
+        if made is None or not made.again(requests, like, flag):
+            made = Round(self.xp, self._communicator, requests, f"hvdcomp.{self.name}{number}", like, flag)
+        if made.is_fixed:
+            self._fixed[number] = made
+        self._round = made
+        self.sent.append(made.sent)
+        if not self.alone:
             self._clock.lap(self.rounds)
 
 
 def run_to_the_end(waves: Sequence[Wave]) -> None:
     """Makes all rounds of several waves: first of the waves that have started, whose collectives run at the same time,
     and then of the other waves, one after the other."""
-    waiting = deque(wave for wave in waves if wave.has_started)
+    waiting = deque([wave for wave in waves if wave.has_started])
     while waiting:
         wave = waiting.popleft()
         if wave.advance():

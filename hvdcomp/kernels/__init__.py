@@ -143,14 +143,22 @@ def threads() -> int:
     Raises:
         ConfigurationError: if `HVDCOMP_THREADS` is not a positive number below 2**31.
     """
+    return chosen_threads() or default_threads()
+
+
+def chosen_threads() -> int | None:
+    """The number of threads in `HVDCOMP_THREADS`; None if it is not set. Raises as `threads`."""
     chosen = os.environ.get("HVDCOMP_THREADS", "")
-    if chosen:
-        if not _is_number_of_threads(chosen):
-            raise ConfigurationError(
-                f"HVDCOMP_THREADS={chosen!r} is not a number of threads; set it to a number from 1 to {_MOST_THREADS}, "
-                "or unset it"
-            )
-        return int(chosen)
+    if chosen and not _is_number_of_threads(chosen):
+        raise ConfigurationError(
+            f"HVDCOMP_THREADS={chosen!r} is not a number of threads; set it to a number from 1 to {_MOST_THREADS}, "
+            "or unset it"
+        )
+    return int(chosen) if chosen else None
+
+
+def default_threads() -> int:
+    """The present result of `threads` if `HVDCOMP_THREADS` is not set."""
     torch: Any = sys.modules.get("torch")
     if hasattr(torch, "get_num_threads"):
         return int(torch.get_num_threads())

@@ -12,7 +12,7 @@ from benchmarks.times.host_times import METHODS, calls_of, without_kernels
 
 # Calls of Python functions in a step of one bucket, before the path of a launch or a collective. Raise a number only
 # with a reason: on a GPU, the host launches a bucket while the backward pass waits.
-MOST = {"host": 280, "device": 390}
+MOST = {"host": 185, "device": 270}
 _LACKING = {"host": kernels.why_not(), "device": cuda.why_not()}
 
 

@@ -66,7 +66,7 @@ class Run:
     @property
     def lazy(self) -> set[str]:
         """The tensors of which a product is still to be taken off."""
-        rules = self.engine.buckets._residuals._rule
+        rules = self.engine.buckets._residuals._sent["rule"]
         return {name for name, rule in zip(self.engine.tensors, rules, strict=True) if rule == PRODUCT}
 
 

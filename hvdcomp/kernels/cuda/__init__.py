@@ -181,7 +181,7 @@ def serving_host() -> Iterator[None]:
         _serves_host = False
 
 
-def placed(arrays: Sequence[Any], dtype: str = "float32") -> tuple[list[Any], list[int]] | None:
+def placed(arrays: Sequence[Any], dtype: str = "float32") -> tuple[Sequence[Any], list[int]] | None:
     """Makes sure that PyTorch tensors are in row-major order, and gets the addresses of their first elements.
 
     Returns:
@@ -191,12 +191,12 @@ def placed(arrays: Sequence[Any], dtype: str = "float32") -> tuple[list[Any], li
     first = arrays[0]
     if not hasattr(first, "is_cuda") or not serves(first) or str(first.dtype) != f"torch.{dtype}":
         return None
-    if len({x.dtype for x in arrays}) > 1 or len({x.device for x in arrays}) > 1:
+    # Methods of the class, for `map`: this takes a third of the time of a loop over the tensors of a step.
+    of = type(first)
+    if len({x.dtype for x in arrays}) > 1 or len(set(map(of.get_device, arrays))) > 1:
         return None
-    # Unbound methods for `map`, which takes a third of the time of a loop over a step's tensors.
-    is_contiguous, address = type(first).is_contiguous, type(first).data_ptr
-    dense = list(arrays) if all(map(is_contiguous, arrays)) else [x.contiguous() for x in arrays]
-    return dense, list(map(address, dense))
+    dense = arrays if all(map(of.is_contiguous, arrays)) else [x.contiguous() for x in arrays]
+    return dense, list(map(of.data_ptr, dense))
 
 
 def split_like(arrays: Sequence[Any], wide: bool = False) -> tuple[list[Any], list[int]]:

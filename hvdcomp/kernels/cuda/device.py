@@ -59,16 +59,15 @@ def brought(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return host.to(device, non_blocking=True)
 
 
-def _fields() -> tuple[list[int], list[int]]:
+def _fields() -> np.ndarray:
     """The 64-bit fields of `SEGMENT`, as columns of the table on the device, and the position of each field in a
-    record, in 64-bit words."""
-    columns, words = [], []
+    record, in 64-bit words; int64 (2, fields)."""
+    places = []
     fields = dict(SEGMENT.fields or {})
     for column, name in enumerate(FIELDS):
         if name in fields and name != "sent_rule":  # `sent_rule` has 32 bits
-            columns.append(column)
-            words.append(fields[name][1] // 8)
-    return columns, words
+            places.append((column, fields[name][1] // 8))
+    return np.array(places).T
 
 
 _FIELDS = _fields()
@@ -140,6 +139,7 @@ class DeviceKernels:
         self.device = device
         self.keeps = keeps
         self.segments, self.tasks = table.segments, len(table.tasks)
+        self._count = len(table.segments)
         self.rows: torch.Tensor
         self._on_device = _DeviceTable(table)
         self.sent = self._on_device.sent
@@ -219,7 +219,7 @@ class DeviceKernels:
 
     def pieces(self, kernel: Any, *arguments: Any, x: bool = False, **constants: Any) -> None:
         """Launches a program for each piece of the tensors. x: whether the kernel computes x."""
-        common: tuple[Any, ...] = (self.rows, len(self.segments), self._pieces, self.flag)
+        common: tuple[Any, ...] = (self.rows, self._count, self._pieces, self.flag)
         if x:
             common += self.arguments_of_x()
             constants |= self.constants_of_x()
@@ -260,7 +260,7 @@ class DeviceKernels:
 
     def tensors(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
         """Launches a program for each tensor."""
-        self.launch(kernel, len(self.segments), self.rows, len(self.segments), *arguments, **constants)
+        self.launch(kernel, self._count, self.rows, self._count, *arguments, **constants)
 
     def launch(self, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
         """Launches `programs` programs. Tensor arguments are passed as addresses.

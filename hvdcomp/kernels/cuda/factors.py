@@ -150,7 +150,9 @@ def lowrank_keep(
 
 def rank_of(on):
     """The highest rank of the bucket, rounded up to a power of two."""
-    return 1 << (int(on.segments["count"].max()) - 1).bit_length()
+    if "rank" not in on.plans:
+        on.plans["rank"] = 1 << (int(on.segments["count"].max()) - 1).bit_length()
+    return on.plans["rank"]
 
 
 def shapes_of(on):

@@ -181,11 +181,10 @@ def multiplied(on, factors, product, makes_x, of_rows):
     rank = rank_of(on)
     name = f"{'rows' if of_rows else 'columns'} of {rank}"
     if name not in on.plans:
-        tiles, strips, on.plans[name] = _tiles(on, of_rows, rank)
-        on.static(f"tiles, {name}", lambda: tiles)
-        on.static(f"strips, {name}", lambda: strips)
-    tiles, strips = (on.static(f"{kind}, {name}", np.array) for kind in ("tiles", "strips"))
-    partial = on.scratch("partial sums", on.plans[name], "float32")
+        tiles, strips, sums = _tiles(on, of_rows, rank)
+        on.plans[name] = on.static(f"tiles, {name}", lambda: tiles), on.static(f"strips, {name}", lambda: strips), sums
+    tiles, strips, sums = on.plans[name]
+    partial = on.scratch("partial sums", sums, "float32")
     rows, columns = _TILE_OF_Q if of_rows else _TILE_OF_P
     wide = columns if of_rows else rows
     across = max(_LEAST_ACROSS[of_rows], _AT_A_TIME // (wide * rank)) * (8 if on.interpreting else 1)

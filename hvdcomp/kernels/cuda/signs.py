@@ -229,7 +229,6 @@ def _encode_two_values(on, rule, payload):
     sums, counts = on.scratch("sums", 2 * on.tasks, "float64"), on.scratch("counts", on.tasks, "int32")
     on.pieces(two_values_encode, payload, sums, counts, x=True, STRICTLY=strictly)
     on.tensors(two_values, payload, sums, counts, STRICTLY=strictly, BLOCK=1024)
-    on.segments["sent_rule"] = rule
 
 
 def _encode_votes(on, zero_is_positive, payload, votes, rows):

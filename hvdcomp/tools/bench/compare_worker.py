@@ -75,8 +75,8 @@ _LONGEST = 3  # the comparison ends at the latest after this many times --second
     "known_network",
     metavar="FILE|PRESET",
     help=(
-        "Calibration file or preset whose network costs are used instead of measured costs. If there is only one rank, pass this "
-        "option."
+        "Calibration file or preset whose network costs are used instead of measured costs. If there is only one "
+        "rank, pass this option."
     ),
 )
 @click.option("--quiet", is_flag=True, help="Do not print the progress.")

@@ -69,7 +69,7 @@ SAVES = (*TRAIN, "--checkpoint-folder", "/checkpoints/mlp")
         ({"checkpoint_path": "/"}, "other than /"),
         ({"home": "/home/../etc"}, "home: '/home/../etc'"),
         ({"home": "/home/$(HOME)"}, "home: "),
-        ({"labels": {"kueue.x-k8s.io/queue name": "a"}}, "labels: 'kueue.x-k8s.io/queue name' is not a valid label name"),
+        ({"labels": {"kueue.x-k8s.io/queue name": "a"}}, "labels: 'kueue.x-k8s.io/queue name' is not a valid label"),
         ({"labels": {"queue": "a b"}}, "labels.queue: 'a b' is not a label's value"),
         ({"annotations": {"a b": "any text"}}, "annotations: 'a b' is not a valid label name"),
         (

@@ -247,7 +247,7 @@ class KubernetesSettings:
             keys += [(name, key) for key in getattr(self, name)]
         for name, key in keys:
             if not _LABEL_KEY.fullmatch(key):
-                raise ConfigurationError(f"{name}: {key!r} is not a valid label name; write a name such as example.org/name")
+                raise ConfigurationError(f"{name}: {key!r} is not a valid label name; write one as example.org/name")
         for name in ("node_selector", "labels", "pod_labels"):
             for key, value in getattr(self, name).items():
                 if not _LABEL_VALUE.fullmatch(value):
