@@ -41,7 +41,7 @@ def why_not(compressor: Compressor, optimizer: str | None = None) -> str | None:
         >>> from hvdcomp.compressors.parsing import parse_compressor
         >>> why_not(parse_compressor("int4"), "Adam")
         >>> why_not(parse_compressor("powersgd:rank=3"))
-        "not included in hvdcomp's own trainings"
+        "not included in hvdcomp's own training runs"
     """
     asked = OPTIMIZERS if optimizer is None else (optimizer,)
     losses = {name: lost for name in asked if (lost := lost_with(compressor, name)) is not None}

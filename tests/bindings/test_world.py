@@ -261,7 +261,7 @@ def test_what_cannot_be_taken_over_is_refused_by_name() -> None:
     other = {**states[1]["shared"]["tensors"], "conv": [4, 3, 5, 5]}
     momentum = kept_of(1, memory="momentum_correction:momentum=0.9")
     for offered, rank, ranks, message in (
-        (states[:2], 0, 2, f"rank 0 of 2 needs the state that rank 2 saved .* 3 ranks., .*{way_out}"),
+        (states[:2], 0, 2, f"rank 0 of 2 needs the state that rank 2 saved .* 3 ranks.. .*{way_out}"),
         (states[1:2], 0, 1, "rank 0 of 1 needs the state that ranks 0, 2 saved .the checkpoint was saved by 3"),
         ([], 0, 1, "no state was given"),
         ([states[0], states[0]], 0, 1, "the state of rank 0 was given twice"),
@@ -272,7 +272,7 @@ def test_what_cannot_be_taken_over_is_refused_by_name() -> None:
         ([states[0], changed(states[1], {"tensors": other})], 0, 1, "differ in the shapes of conv"),
         ([states[0], changed(states[1], size=2)], 0, 1, "number of ranks: 3 and 2"),
         ([states[0], changed(states[1], loss_scale=2.0)], 0, 1, "loss scale: None and 2.0"),
-        ([states[0], changed(states[1], residuals=momentum)], 0, 1, f"of linear comes from .* on rank 1, .*{way_out}"),
+        ([states[0], changed(states[1], residuals=momentum)], 0, 1, f"of linear comes from .* on rank 1. .*{way_out}"),
         (states, 3, 3, "rank 3 of 3 ranks .* below 3"),
         (states, -1, 3, "rank -1 of 3 ranks"),
     ):

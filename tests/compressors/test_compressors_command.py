@@ -52,7 +52,7 @@ def test_json_of_one_with_everything() -> None:
     positive = "it must be positive (1 is usual)"
     assert entry == {
         "name": "powersgd",
-        "summary": "One power iteration per training step, warm-started (Vogels et al. 2019, arXiv:1905.13727, "
+        "summary": "Runs one warm-started power iteration per training step (Vogels et al. 2019, arXiv:1905.13727, "
         "algorithm 1).",
         "example": "powersgd:rank=4",
         "examples": list(COMPRESSORS["powersgd"].examples),

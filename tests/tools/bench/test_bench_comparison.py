@@ -127,7 +127,7 @@ def test_methods_are_not_compared_where_the_machine_was_not_equally_fast(
     if not published:
         said = " ".join(result.stderr.split())
         assert (
-            "10 ms while none was measured, and 11.6 ms while fp16 was measured, which is 16% more; at most 15% is"
+            "10 ms while none was measured, and 11.6 ms while fp16 was measured, which is 16% more; at most 15% more"
             in said
         )
         assert "unusually fast or slow for these methods: fp16. " in said

@@ -91,7 +91,7 @@ def test_flags_win_and_mappings_are_joined(tmp_path: Path) -> None:
         ("hours = 3", 'hours = "3"', "batch.hours: '3' must be a number"),
         ("exclusive = true", "exclusive = 1", "batch.exclusive: 1 must be true or false"),
         ('partition = "gpu"', "partition = 1", "batch.partition: 1 must be text in quotes"),
-        ('partition = "gpu"', "", "partition must be set: give the flag, or set partition in the table [batch] of"),
+        ('partition = "gpu"', "", "partition must be set: give the flag, or set partition in the table [batch] in"),
         ('mode = "slow"', 'mode = "sloww"', "batch.mode: 'sloww' is not one of fast, slow"),
         ('["x", "y"]', '"x y"', "batch.modules: 'x y' must be a list"),
         ('["x", "y"]', '["x", 1]', "batch.modules[1]: 1 must be text"),

@@ -292,7 +292,7 @@ def test_all_ranks_can_go_on_from_what_rank_0_saved_between_two_exchanges() -> N
         assert optimizer.in_sync
         return model.values()["matrix"]
 
-    with pytest.warns(UserWarning, match="residuals start at zero"):
+    with pytest.warns(UserWarning, match="residuals of this rank start at zero"):
         np.testing.assert_array_equal(*SimulatedGroup(2).run(after))
 
 

@@ -686,7 +686,7 @@ def test_an_optimizer_is_judged_by_its_own_trainings_before_those_of_adam(monkey
         assert "with Adam, the accuracy was 20 points lower with efsignsgd in sorting" in str(caught.message)
         assert warnings_of(adafactor, TopK(0.01)) == warnings_of(adafactor, EFSignSGD()) == []
         (caught,) = warnings_of(lion, TopK(0.01))
-        assert "trainings with Lion, the accuracy was 40 points lower with topk:ratio=0.01" in str(caught.message)
+        assert "with Lion, the accuracy was 40 points lower with topk:ratio=0.01" in str(caught.message)
         assert warnings_of(lion, EFSignSGD()) == [], "it was not measured with Lion, which has no second moment"
     finally:
         monkeypatch.undo()
