@@ -190,8 +190,9 @@ def evidence_of(runs: Path) -> dict[str, Any]:
 def _first(runs: Path) -> dict[str, list[str]]:
     found = {}
     for situation in SITUATIONS:
-        choice = chosen(standings_of(situation, runs))
-        if situation.optimizer is not None and BOUNDS[0] in choice:
+        standings = standings_of(situation, runs)
+        choice, is_decided = chosen(standings), not undecided(standings)
+        if situation.optimizer is not None and (BOUNDS[0] in choice or is_decided):
             found[situation.optimizer] = [_spec_of(standing.method) for standing in choice.values()]
     return found
 

@@ -233,7 +233,8 @@ def _in_words(learns: str, harmful: Mapping[str, Mapping[Compressor, Measured]])
         beside = measured_with(parse_compressor(way_out), kind)
         rows = [measured.in_words() for measured in dict.fromkeys((*found.values(), *filter(None, [beside])))]
         results.append(f"with {kind}, {', '.join(rows)}")
-    also = f", or hvdcomp's CompressedAdam with {FIRST['CompressedAdam'][0]}" if first == "Adam" else ""
+    frozen = FIRST["CompressedAdam"] if first == "Adam" else ()
+    also = f", or hvdcomp's CompressedAdam with {frozen[0]}" if frozen else ""
     page = "docs/adam.md" if first in _WAYS_OUT else "docs/optimizers.md"
     return (
         f"{learns} badly with {methods}. In hvdcomp's own training runs, compared with uncompressed gradients: "

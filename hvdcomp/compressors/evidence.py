@@ -187,7 +187,8 @@ _AT_ONE_RATE: dict[str, tuple[str, ...]] = {
 """Specs chosen from training runs at one learning rate, for optimizers for which the rule has no result yet."""
 
 FIRST: dict[str, tuple[str, ...]] = {**_AT_ONE_RATE, **chosen_by_rule()}
-"""Specs by optimizer, as in the README's table. For each optimizer, try the first spec first."""
+"""Specs by optimizer, as in the README's table. For each optimizer, try the first spec first. A tuple is empty if
+no method is good enough with this optimizer on all tasks."""
 
 RECOMMENDED: tuple[str, ...] = tuple(dict.fromkeys(spec for specs in FIRST.values() for spec in specs))
 """All specs in `FIRST`. `hvdcomp calibrate` and `hvdcomp profile` measure these specs, so that any advice can use their
@@ -196,5 +197,5 @@ times."""
 
 def first_to_try() -> str:
     """A sentence that names the methods to try first."""
-    phrases = [f"with {optimizer} {' or '.join(specs)}" for optimizer, specs in FIRST.items()]
+    phrases = [f"with {optimizer} {' or '.join(specs)}" for optimizer, specs in FIRST.items() if specs]
     return f"Methods to try first: {', '.join(phrases[:-1])}, {phrases[-1]} (docs/adam.md)."

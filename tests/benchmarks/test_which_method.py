@@ -240,20 +240,20 @@ def test_long_trainings_are_of_complete_rows_that_readme_names(records: Records)
 
 def test_what_is_left_is_estimated_from_the_records(records: Records) -> None:
     item = plan.Item(0, plan.OWN, "sorting", "none")
-    assert plan.missing_trainings(item, records.runs) == 4 + 5
+    assert plan.missing_trainings(item, records.runs) == 4 + 10
     records.add("sorting", "none", 0.0, seeds=SEEDS[:2])
-    assert plan.missing_trainings(item, records.runs) == 3
+    assert plan.missing_trainings(item, records.runs) == 8
     records.add("sorting", "none", 0.0)
     assert plan.missing_trainings(item, records.runs) == 0
     same = plan.Item(3, plan.SAME, "sorting", "eden")
-    assert plan.missing_trainings(same, records.runs) == 2.5
+    assert plan.missing_trainings(same, records.runs) == 5
     assert plan.seconds_of("sorting", records.runs) == (8, 8)
     assert plan.seconds_of("sorting-muon-long", records.runs) == (24, 24)
     assert plan.seconds_of("gpt-16", records.runs) == (400, 400)
     both = [item, plan.Item(0, plan.OWN, "sorting", "eden")]
     first = plan.estimates(both, records.runs)[0]
-    assert (first.rows, first.trainings) == (1, 9)
-    assert first.least == first.usual == pytest.approx(9 * 8 / 3600)
+    assert (first.rows, first.trainings) == (1, 14)
+    assert first.least == first.usual == pytest.approx(14 * 8 / 3600)
 
 
 def test_a_dry_run_prints_the_next_trainings_and_the_hours(records: Records) -> None:
@@ -265,7 +265,7 @@ def test_a_dry_run_prints_the_next_trainings_and_the_hours(records: Records) -> 
     signs = [line for line in done.output.splitlines() if "--compression efsignsgd" in line]
     assert [line.partition("--lr ")[2].split()[0] for line in signs] == ["0.008", "0.016", "0.032"]
     assert all("--evaluate-every 300" in line and "--local-steps 4" in line for line in signs)
-    assert "1. what README's table needs: 3 rows, about 27 trainings, 0.1 to 0.1 hours of a core" in done.output
+    assert "1. what README's table needs: 3 rows, about 42 trainings, 0.1 to 0.1 hours of a core" in done.output
     assert "All 6 together take" in done.output
 
 

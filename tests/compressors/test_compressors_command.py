@@ -159,7 +159,7 @@ def test_json_and_markdown_exclude_each_other() -> None:
 def test_the_list_says_what_to_try_first() -> None:
     said = " ".join(run().stdout.split()).partition("Methods to try first:")[2]
     for optimizer, specs in FIRST.items():
-        assert optimizer in said
+        assert (f"with {optimizer} " in said) == bool(specs)
         for spec in specs:
             assert spec in said
             compressor = parse_compressor(spec)
