@@ -162,7 +162,7 @@ def test_a_model_is_timed_on_the_shape_of_its_data() -> None:
         assert [next(iter(one.tensors())).shape[1] for one in (digits, images)] == [64, 3 * 32 * 32]
         assert digits.loss().ndim == 0
         for wrong, message in (
-            ("mlp@mnist", "one of cifar10, cifar100, digits"),
+            ("mlp@mnist", "The data sets are: cifar10, cifar100, digits"),
             ("lstm@digits", "an image model"),
             ("cnm@digits", "the model 'cnm' is not known"),
         ):
