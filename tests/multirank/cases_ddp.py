@@ -704,7 +704,7 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
     assert "bucket_cap_mb" in refused(made(bucket_bytes=10**6))
     assert "static_graph" in refused(made(overlap=True), find_unused_parameters=True)
     assert "process_group" in refused(made(process_set=object()))
-    assert "lack 0.weight" in refused(made(named_parameters=list(large_model()[0].named_parameters())))
+    assert "lacks 0.weight" in refused(made(named_parameters=list(large_model()[0].named_parameters())))
     assert "find_unused_parameters=True" in refused(
         made(), skip_all_reduce_unused_params=True, find_unused_parameters=True
     )

@@ -24,7 +24,7 @@ def test_residuals_in_16_bits_are_saved_and_loaded(tmp_path: Path) -> None:
     # An error of our own in loading is not the files' fault, which are to be kept.
     assert "on rank 1: " in done.stdout
     assert "but not loaded: TypeError('our own fault')" in done.stdout
-    assert "Keep it" in done.stdout
+    assert "Keep the checkpoint" in done.stdout
     assert "in broken" in done.stdout, "the traceback"
     assert "remove it" not in done.stdout
 
