@@ -73,7 +73,8 @@ def reduce_scatter(
     other_nodes = [node for node in range(nodes) if node != own]
     given = xp.concatenate([rows[node : node + 1] for node in other_nodes])
     x, kept = memory.compensate(xp, given, memory.prepare(xp, given, state))
-    chunks = [rows[own] if node == own else x[node - (node > own)] for node in range(nodes)]
+    others = [x[place] for place in range(nodes - 1)]
+    chunks = [*others[:own], rows[own], *others[own:]]
     mean, encoded = yield from across(reduce_chunks(method, xp, chunks, shard), nodes)
     if isinstance(memory, NoMemory):
         return mean, ()
