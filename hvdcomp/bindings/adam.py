@@ -44,10 +44,11 @@ _BY_STATE = {
 }
 """The measured kind of an optimizer with a second moment, by a name in its state that other kinds do not have."""
 _LION = "Lion"
-_WAYS_OUT = {"Adam": FIRST["Adam"][0], MUON: FIRST.get(MUON, FIRST["Adam"])[0]}
-"""For each kind of optimizer, the spec of the compressor that the warning recommends instead of a harmful one."""
-_WAY_OUT_OF_OTHERS = "int4"
-"""The compressor with the smallest loss of accuracy across all other measured optimizers (docs/optimizers.md)."""
+_ON_PAGE_OF_ADAM = ("Adam", MUON)
+"""The kinds of optimizers whose results are in docs/adam.md; those of all others are in docs/optimizers.md."""
+_HARMS_LEAST = "int4"
+"""The compressor with the smallest loss of accuracy across the optimizers of docs/optimizers.md. The warning recommends
+it if the README recommends no compressor for an optimizer."""
 
 
 def name_of_adam(optimizer: Any) -> str | None:
@@ -227,7 +228,7 @@ def _in_words(learns: str, harmful: Mapping[str, Mapping[Compressor, Measured]])
     """
     methods = ", ".join(str(method) for found in harmful.values() for method in found)
     first = next(iter(harmful))
-    way_out = _WAYS_OUT.get(first, _WAY_OUT_OF_OTHERS)
+    way_out = next(iter(FIRST.get(first, ())), _HARMS_LEAST)
     results = []
     for kind, found in harmful.items():
         beside = measured_with(parse_compressor(way_out), kind)
@@ -235,7 +236,7 @@ def _in_words(learns: str, harmful: Mapping[str, Mapping[Compressor, Measured]])
         results.append(f"with {kind}, {', '.join(rows)}")
     frozen = FIRST["CompressedAdam"] if first == "Adam" else ()
     also = f", or hvdcomp's CompressedAdam with {frozen[0]}" if frozen else ""
-    page = "docs/adam.md" if first in _WAYS_OUT else "docs/optimizers.md"
+    page = "docs/adam.md" if first in _ON_PAGE_OF_ADAM else "docs/optimizers.md"
     return (
         f"{learns} badly with {methods}. In hvdcomp's own training runs, compared with uncompressed gradients: "
         f"{'; '.join(results)}. Use {way_out}{also} ({page})"

@@ -198,4 +198,4 @@ times."""
 def first_to_try() -> str:
     """A sentence that names the methods to try first."""
     phrases = [f"with {optimizer} {' or '.join(specs)}" for optimizer, specs in FIRST.items() if specs]
-    return f"Methods to try first: {', '.join(phrases[:-1])}, {phrases[-1]} (docs/adam.md)."
+    return f"Methods to try first: {', '.join(phrases)} (docs/adam.md)."

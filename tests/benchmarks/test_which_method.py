@@ -145,6 +145,7 @@ def test_a_situation_in_which_every_method_loses_too_much_says_so(records: Recor
     assert _adam(records) == [
         ("Adam or AdamW", "none", "1", "each method may lose more than 3 % or 3 points on some task")
     ]
+    assert which_method.evidence_of(records.runs)["first"] == {"Adam": []}
 
 
 def test_the_command_writes_the_table_and_the_evidence(records: Records, tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -116,6 +118,25 @@ def test_what_the_readme_tells_to_begin_with_is_measured_and_recommended() -> No
     specs = [spec for spec in named if spec.partition(":")[0] in COMPRESSOR_NAMES]
     assert len(specs) >= 5
     assert set(RECOMMENDED) <= set(specs) <= set(COMPRESSORS)
+
+
+def test_the_rule_may_choose_no_method_for_an_optimizer() -> None:
+    """The rule of the README's table may find every method with Adam or Muon too harmful. What reads `FIRST` must then
+    work, too, above all `import hvdcomp`. The rule's result is read at import, so this is a process of its own."""
+    code = """
+import json
+loads = json.loads
+def without_choice(text):
+    found = loads(text)
+    if "first" in found:
+        found["first"] = {"SGD": ["terngrad"], "Adam": [], "CompressedAdam": [], "Muon": []}
+    return found
+json.loads = without_choice
+from hvdcomp.compressors.evidence import first_to_try
+print(first_to_try())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "Methods to try first: with SGD terngrad (docs/adam.md).\n", done.stderr
 
 
 @pytest.fixture
