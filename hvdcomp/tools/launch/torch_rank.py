@@ -33,8 +33,8 @@ _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID
 def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that torchrun would set, for a rank that mpirun or srun started.
 
-    TORCHELASTIC_RUN_ID is also set. Programs recognize torchrun by this variable, and everything that they then expect
-    is also true here.
+    TORCHELASTIC_RUN_ID is also set. Programs recognize torchrun by this variable, and may then rely on torchrun's other
+    variables, which are set here, too.
 
     Args:
         environment: environment of the rank. mpirun's variables take precedence over srun's, because under Slurm srun's

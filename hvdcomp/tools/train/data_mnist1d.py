@@ -70,7 +70,8 @@ def _draw() -> dict[str, np.ndarray]:
     settings = get_dataset_args()
     settings.num_samples, settings.seed = TRAIN + VALIDATION + TEST, _SEED
     settings.train_split = TRAIN / settings.num_samples
-    before = random.getstate(), np.random.get_state()  # the package uses the global generators
+    # The package uses the global random generators, so their states are restored afterwards.
+    before = random.getstate(), np.random.get_state()
     try:
         drawn = make_dataset(settings)
     finally:

@@ -103,7 +103,8 @@ class Learner(ABC):
 
     @property
     def shard_ledger(self) -> Any:
-        """The ledger of the reduce-scatter within each replica, if it leaves a node; None if there is none."""
+        """The ledger of the reduce-scatter within each replica. It is None if there are no replicas, or if each replica
+        is on a single node."""
         return None
 
     @abstractmethod
@@ -165,8 +166,8 @@ class Learner(ABC):
 
         Args:
             folder: folder of the checkpoint's files.
-            sources: the saved ranks whose files this rank loads. From the first one, the rank loads all state; from the
-                others, only the residuals.
+            sources: the saved ranks whose files this rank loads. From the files of the first saved rank, this rank
+                loads all state. From the files of the other saved ranks, it loads only the residuals.
             ranks: the current number of ranks.
 
         Raises:

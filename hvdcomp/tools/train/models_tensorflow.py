@@ -3,7 +3,7 @@
 The models compute the same functions as the models in PyTorch. Layers have the names of PyTorch's modules, so
 `stem.0/kernel:0` is `stem.0.weight` transposed. The inputs are images of shape (N, channels, size, size). Inside the
 models, the shape is (N, size, size, channels), because TensorFlow's convolutions need this shape on a CPU. Initial
-weights have the same distributions.
+weights have the same distributions as in PyTorch.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ _SSH = """#!/bin/sh
 exec {ssh} -o BatchMode=yes -o ConnectTimeout=10 -o ConnectionAttempts=5 -o ServerAliveInterval=10 \
 -o ServerAliveCountMax=3 -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR "$@"
 """
-"""The `ssh` that horovodrun finds. With its options, a rank on a lost node fails after half a minute. Without them, the
-other ranks would wait for hours."""
+"""A script with the name `ssh`, which horovodrun runs instead of the real ssh. With the options in this script, a rank
+on a lost node fails after half a minute. Without these options, the other ranks would wait for hours."""
 
 _FOR_PYTHON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 """Variables that `python3 -m` may need, and that are not set in sessions of sshd."""

@@ -104,8 +104,9 @@ def submit(script: str) -> int:
         RefusedError: if sbatch refused the script.
         SchedulerUnavailableError: if Slurm does not answer. The job may have been submitted anyway.
     """
-    # SBATCH_ variables would override the options of the script. Variables of a surrounding job (its binding to cores,
-    # its memory) would override those of the ranks, because sbatch passes them on to srun.
+    # SBATCH_ variables would override the options of the script. If this process itself runs in a job, the variables of
+    # this job (its binding to cores, its memory) would override the settings of the ranks, because sbatch passes such
+    # variables to srun.
     variables = {
         name: value
         for name, value in os.environ.items()
