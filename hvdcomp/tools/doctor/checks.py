@@ -53,8 +53,8 @@ def check_horovod(facts: Facts) -> Iterator[Problem]:
         if facts.torch is not None and "gloo" in facts.torch.backends:
             yield Problem(
                 False,
-                "Horovod is not installed. PyTorch trains without it (DistributedDataParallel, FSDP), TensorFlow does "
-                "not.",
+                "Horovod is not installed. PyTorch can train without Horovod (DistributedDataParallel, FSDP), but "
+                "TensorFlow cannot.",
                 "If you train with Horovod: hvdcomp build-horovod",
             )
         else:
@@ -161,7 +161,8 @@ def check_launch(facts: Facts) -> Iterator[Problem]:
     if started.error and facts.by_torch:
         yield Problem(
             True,
-            f"The launcher started {launched} processes, but init_process_group() failed in one: {started.error}",
+            f"The launcher started {launched} processes, but init_process_group() failed in one process: "
+            f"{started.error}",
             "MASTER_ADDR and MASTER_PORT must be the address and port of rank 0, on all hosts. Each host's own name "
             "must resolve to an address that the other hosts can reach; otherwise set GLOO_SOCKET_IFNAME to the "
             "host's network interface.",
@@ -169,7 +170,7 @@ def check_launch(facts: Facts) -> Iterator[Problem]:
     elif started.error:
         yield Problem(
             True,
-            f"The launcher started {launched} processes, but hvd.init() failed in one: {started.error}",
+            f"The launcher started {launched} processes, but hvd.init() failed in one process: {started.error}",
             "Launch with the MPI that Horovod was built for: its mpirun, horovodrun, or srun --mpi=pmix.",
         )
     elif started.size != launched:

@@ -38,7 +38,7 @@ class Mpi:
 
 @dataclass(frozen=True)
 class CudaToolkit:
-    """A CUDA toolkit, with which Horovod can be built for GPUs."""
+    """A CUDA toolkit. Building Horovod for GPUs needs a toolkit."""
 
     nvcc: str  # the compiler's path
     version: str  # the version that the compiler reports, such as "12.6"
@@ -81,7 +81,7 @@ def scripts_first() -> dict[str, str]:
     """The environment variables of this process, with the `bin` folder of the Python environment first in PATH.
 
     A user may run `.venv/bin/hvdcomp` without activating the environment. Even then, the build tools and the MPI of the
-    environment must be found before those of the system.
+    environment must be found before the build tools and the MPI of the system.
     """
     bin_folder = str(Path(sys.prefix) / "bin")
     other_folders = [entry for entry in os.environ.get("PATH", os.defpath).split(os.pathsep) if entry != bin_folder]

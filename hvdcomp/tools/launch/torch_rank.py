@@ -1,9 +1,9 @@
 """Starts a rank of torch.distributed: `python3 -m hvdcomp.tools.launch.torch_rank PROGRAM [ARGUMENT]...`.
 
-srun or mpirun starts the ranks. This program translates the variables of srun or mpirun to those of torchrun, and then
-replaces itself with PROGRAM. Unlike with torchrun, there is no agent process. Ranks therefore receive signals directly,
-and srun or mpirun gets the exit codes of the ranks. The exit code of a run that has saved a checkpoint is preserved,
-whereas torchrun would return 1.
+srun or mpirun starts the ranks. From the variables of srun or mpirun, this program sets the variables that torchrun
+would set, and then replaces itself with PROGRAM. Unlike with torchrun, there is no agent process. Ranks therefore
+receive signals directly, and srun or mpirun gets the exit codes of the ranks. The exit code of a run that has saved a
+checkpoint is preserved, whereas torchrun would return 1.
 """
 
 from __future__ import annotations

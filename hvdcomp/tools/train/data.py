@@ -160,8 +160,8 @@ def evaluation_shard(samples: int, world_size: int, rank: int) -> np.ndarray:
 
 
 def _shuffle(count: int, seed: int, stream: int) -> np.ndarray:
-    """The numbers below `count` in a random order. It is the order of `torch.randperm`, which was used for the
-    published results.
+    """The numbers below `count` in a random order. The order is the same as with `torch.randperm`, which was used for
+    the published results.
 
     References: Durstenfeld, Algorithm 235: Random permutation, 1964, with the 32-bit numbers of a Mersenne twister.
     """

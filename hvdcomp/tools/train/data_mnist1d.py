@@ -30,7 +30,7 @@ _SEED = 42  # the seed of the published set; the split does not depend on the se
 @functools.cache
 def load() -> DataSet:
     """The signals (N, 1, 40) with their labels. The training part consists of the 4,000 published signals. The other
-    parts are larger than the published ones.
+    parts are larger than the published parts.
 
     Generating the signals takes some seconds, so they are kept in the cache folder.
 

@@ -2,7 +2,7 @@
 step.
 
 The loop, the data, the ranks and the files are the same for all frameworks. `torch_learner` and `keras_learner`
-implement the rest. Arguments and results are NumPy arrays.
+implement the parts that differ. Arguments and results are NumPy arrays.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Learner(ABC):
         return
 
     def common_weights(self) -> AbstractContextManager[None]:
-        """A context manager in which the model has weights that are the same on all ranks."""
+        """A context manager. In its block, the weights of the model are the same on all ranks."""
         return nullcontext()
 
     @abstractmethod

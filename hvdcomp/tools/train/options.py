@@ -23,7 +23,8 @@ from hvdcomp.tools.options import at_least, below, between, check, flag_of, opti
 from hvdcomp.tools.train.target import Target
 
 FRAMEWORKS = ("torch", "tensorflow")
-BACKENDS = ("auto", "horovod", "ddp")  # libraries that connect the ranks; auto chooses the one that fits the launcher
+# Libraries that connect the ranks. "auto" chooses the library that fits the launcher.
+BACKENDS = ("auto", "horovod", "ddp")
 SIMULATED = "simulated"  # the backend of simulated ranks
 NO_TIME = "none"  # the name of a link on which an exchange takes no time
 RESIDUALS = ("keep", "drop")  # what happens to the residuals of a checkpoint
@@ -305,7 +306,7 @@ class TrainingOptions:
     )
     samples: int | None = option(None, "Train on the first N samples.", at_least(1), metavar="N", shown="all")
     validation_samples: int = option(
-        0, "Number of training samples to use for validation instead, if the data have no validation part.",
+        0, "Number of training samples to use for validation, if the data have no validation part.",
         at_least(0, "0 or more"), metavar="N",
     )
     label_noise: float = option(

@@ -69,7 +69,7 @@ class Run:
         )
         self._augmenting = np.random.default_rng([options.seed, ranks.rank])
         self._metric = options.metric
-        # This is computed now, because it gathers shards, which is not possible after the run has failed.
+        # Counting the parameters gathers shards. This is done now, because it is not possible after the run has failed.
         self._parameters = sum(parameter.size for parameter in learner.parameters().values())
         self._step = 0
         self._epoch = 1  # the current epoch

@@ -1,7 +1,7 @@
 """The program of the launcher's container in an elastic job.
 
 It is called as `python3 -m hvdcomp.tools.launch.k8s.elastic PORT LIST WORKERS [OPTION]... PROGRAM [ARGUMENT]...`. The
-options are those of horovodrun.
+options are passed to horovodrun.
 
 LIST is a program of the operator that prints the hosts of the running workers. The launcher waits until WORKERS of
 these hosts answer on the port. Then it runs horovodrun, which adapts to changes of the list. The launcher returns the

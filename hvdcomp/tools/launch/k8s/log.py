@@ -11,7 +11,7 @@ from hvdcomp.tools.launch.k8s.errors import KubernetesError
 from hvdcomp.tools.launch.k8s.state import LAUNCHER
 
 PAUSES = (0.5, 1.0, 2.0, 5.0, 10.0)
-"""Seconds before the next request to the API server. They grow while there is no answer."""
+"""Seconds before the next request to the API server. The pauses become longer while the server does not answer."""
 
 
 def pause(failures: int) -> float:

@@ -44,7 +44,7 @@ class SchedulerUnavailableError(SchedulerError):
 
 
 class UnknownJobError(SchedulerError):
-    """Slurm has no record of the job, or no longer has one."""
+    """Slurm never had a record of the job, or has deleted the record."""
 
 
 class RefusedError(SchedulerError):
@@ -128,7 +128,7 @@ def state_of(job_id: int) -> SlurmJobState:
     """The state of a job.
 
     Raises:
-        UnknownJobError: if Slurm has no record of the job, or no longer has one.
+        UnknownJobError: if Slurm never had a record of the job, or has deleted the record.
         SchedulerUnavailableError: if Slurm does not answer.
     """
     try:

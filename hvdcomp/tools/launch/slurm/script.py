@@ -55,7 +55,8 @@ _ALL_GPUS = (
     "# the GPU of its local rank would not find it, and NCCL might not use direct links between GPUs, such as NVLink.",
     "unset SLURM_GPU_BIND SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU SLURM_TRES_BIND SLURM_TRES_PER_TASK",
 )
-# A node may run ranks of several jobs, so the port depends on the job's number. It is below Linux's ephemeral ports.
+# A node may run ranks of several jobs, so the port depends on the job's number. The port is below the range that Linux
+# uses for ephemeral ports.
 _TORCH = (
     "",
     "# The ranks of torch.distributed connect to rank 0, which runs on the first node.",
