@@ -133,7 +133,7 @@ def test_beside_pytorch_alone(tmp_path: Path, wheel: Path) -> None:
     program.write_text(_ON_PROCESSES)
     _trained(_said(python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program))
     said = _said(python, "-m", "hvdcomp", "doctor")
-    assert "Horovod is not installed. PyTorch trains without it" in said
+    assert "Horovod is not installed. PyTorch can train without Horovod" in said
 
 
 def test_beside_tensorflow_alone(tmp_path: Path, wheel: Path) -> None:

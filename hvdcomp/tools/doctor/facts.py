@@ -105,9 +105,10 @@ class Package:
 
     Attributes:
         root: the folder that contains the installed package. For an editable installation, this is the clone.
-        is_empty: whether the import finds, instead of the installed package, a folder with the same name that is not a
-            package.
-        is_on_path: whether `root` is in Python's path. If not, a finder of an editable installation finds it.
+        is_empty: whether the import finds a folder that has the same name but is not a package, instead of the
+            installed package.
+        is_on_path: whether `root` is in Python's path. If it is not, Python imports the package through the import
+            hook of an editable installation.
     """
 
     root: str
@@ -115,7 +116,8 @@ class Package:
     is_on_path: bool = True
 
 
-# For each launcher, the variables for size and rank. A launcher comes before the launchers that may have started it.
+# For each launcher, the variables with the number of ranks and with the rank. If one launcher may start another, the
+# variables of both are set, so the launcher that is started last comes first in this list.
 _LAUNCHERS = (
     ("HOROVOD_SIZE", "HOROVOD_RANK"),
     ("WORLD_SIZE", "RANK"),
@@ -180,8 +182,8 @@ class Facts:
     @property
     def by_torch(self) -> bool:
         """Whether this process was started for torch.distributed. At least two variables of torch.distributed must be
-        set, because a single variable may be set by chance. If another launcher started Horovod's launcher, Horovod's
-        launcher counts."""
+        set, because a single variable may be set by chance. If Horovod's launcher has also set its own variables, the
+        process was started for Horovod."""
         names = self.variables.keys()
         set_by_launcher = len({"RANK", "WORLD_SIZE", "MASTER_ADDR"} & names) >= 2
         return self.torch is not None and set_by_launcher and "HOROVOD_RANK" not in names

@@ -126,8 +126,8 @@ hvd.init()
 found = {{"size": hvd.size(), "rank": hvd.rank()}}
 hvd.shutdown()
 """
-# Gloo is used because every build has it. Its timeout is shorter than that of the process, so that its error can name
-# the missing ranks.
+# Gloo is used because every build has it. The timeout of Gloo is shorter than the time limit of the separate process,
+# so that Gloo's error can name the missing ranks.
 _START_TORCH = """
 import datetime, torch
 from torch import distributed
@@ -173,7 +173,7 @@ from hvdcomp.kernels import cuda
 found = {"why_not": cuda.why_not(), "way_out": cuda.way_out()}
 found["compiler"] = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 """
-# Loads the library in the same way as NCCL.
+# Loads libibverbs, and tries the same file names as NCCL.
 _VERBS = """
 import ctypes
 try:
@@ -246,11 +246,11 @@ def _gpus() -> tuple[Gpu, ...]:
 
 
 def find_infiniband(devices: Path = Path("/sys/class/infiniband")) -> InfiniBand | None:
-    """The cards in the kernel's list; None if no port is active. A container sees this list even if it is not allowed
-    to use the cards.
+    """The network cards for InfiniBand or RoCE that the Linux kernel lists; None if no port is active. A container sees
+    this list even if it is not allowed to use the cards.
 
     Args:
-        devices: the folder in which the kernel lists InfiniBand devices.
+        devices: the folder in which the Linux kernel lists InfiniBand devices.
     """
     states = sorted(devices.glob("*/ports/*/state"))
     cards = dict.fromkeys(state.parts[-4] for state in states if "ACTIVE" in state.read_text())

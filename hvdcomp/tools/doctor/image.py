@@ -1,8 +1,8 @@
 """Runs checks of a container image that do not need a GPU. `python -m hvdcomp.tools.doctor.image` fails if a check
 fails.
 
-docker/Dockerfile runs this program in the finished image, with the toolkit's stub of the driver's library in
-LD_LIBRARY_PATH. If PyTorch is a build for CUDA, the program also checks what GPUs need.
+docker/Dockerfile runs this program in the finished image. LD_LIBRARY_PATH then contains the CUDA toolkit's stub of the
+driver library. If PyTorch is a build for CUDA, the program also checks the files that only training on a GPU uses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hvdcomp.tools.horovod_build.wheel import installed_record
 _TIMEOUT = 300.0  # seconds
 _TRITON = "triton/backends/nvidia/bin"
 # Libraries with code for GPUs, in the folders from which Python imports. If code for a GPU were missing, training would
-# begin and then fail. The last library may be a build for CPU.
+# begin and then fail. Only the last library, which belongs to TensorFlow, may be a build for CPU.
 _LIBRARIES = ("torch/lib/libtorch_cuda.so", "nvidia/nccl/lib/libnccl.so.2", "tensorflow/libtensorflow_cc.so.2")
 
 # RTLD_NOW resolves all symbols when the library is loaded, not when a function is called.
@@ -113,7 +113,7 @@ def look_at_triton(facts: Facts) -> Iterator[str]:
 
 def kernels_in(folder: Path) -> Counter[str]:
     """The number of kernels in a folder of compiled kernels, by compute capability, such as "7.0"."""
-    # the records of kernels, and of groups of files
+    # Some of these files describe a kernel, and others describe a group of files. Only a kernel has a target.
     records = (json.loads(file.read_text()) for file in folder.glob("*/*.json"))
     return Counter(_capability(record["target"]["arch"]) for record in records if "target" in record)
 

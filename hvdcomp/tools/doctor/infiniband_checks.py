@@ -1,5 +1,5 @@
-"""The check of `hvdcomp doctor` for InfiniBand and RoCE. It is needed because NCCL uses TCP without a warning if it
-cannot use these networks."""
+"""The check of `hvdcomp doctor` for InfiniBand and RoCE. If NCCL cannot use these networks, it uses TCP and gives no
+warning."""
 
 from __future__ import annotations
 

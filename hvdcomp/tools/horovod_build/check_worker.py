@@ -1,5 +1,5 @@
 """The program that each rank runs to check a newly built Horovod. It runs an allreduce and an all-gather, and compares
-the results with the expected ones.
+the results with the expected results.
 
 `hvdcomp.tools.horovod_build.check` starts it with horovodrun and the argument `torch` or `tensorflow`.
 """

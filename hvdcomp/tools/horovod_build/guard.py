@@ -1,8 +1,8 @@
-"""Runs a command, and kills the command and all its children when the process that started it ends.
+"""Runs a command. When the process that started this program ends, the command and all its children are killed.
 
 A long build runs in its own session, so that all its processes can be killed together. If the parent process itself is
-killed, it can no longer do this. However, its end of a pipe then closes. This program holds the other end of the pipe,
-notices that the pipe is closed, and kills the build.
+killed, it can no longer kill the build. Therefore the parent process and this program are connected by a pipe. The pipe
+closes when the parent process ends. This program notices that the pipe is closed, and kills the build.
 """
 
 from __future__ import annotations

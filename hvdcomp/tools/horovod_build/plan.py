@@ -113,7 +113,7 @@ def check_environment(environment: Environment, options: Options, environ: Mappi
     """
     if environment.torch is None and environment.tensorflow is None:
         raise BuildError(
-            "Neither PyTorch nor TensorFlow is installed here, and Horovod is built against them.\n"
+            "Neither PyTorch nor TensorFlow is installed here, but building Horovod needs at least one of them.\n"
             "Install one first: pip install 'hvdcomp[torch]', or pip install 'hvdcomp[tensorflow]'"
         )
     if environment.compiler is None:

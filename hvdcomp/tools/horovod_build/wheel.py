@@ -130,7 +130,7 @@ def _run_pip_wheel(
                 if progress:
                     report(progress)
             code = process.wait()
-        except BaseException:  # also for Ctrl-C, because the compilers must not continue
+        except BaseException:  # After Ctrl-C, the compilers must end, too.
             os.killpg(process.pid, signal.SIGTERM)
             process.wait()
             raise
@@ -161,7 +161,8 @@ def installed_record() -> dict[str, object] | None:
 
 
 def install_wheel(wheel: Path) -> None:
-    """Installs the wheel, which replaces any other Horovod. The `build` extra contains the wheel's requirements."""
+    """Installs the wheel, which replaces any other Horovod. pip installs no requirements of the wheel here, because the
+    `build` extra contains them."""
     command = [sys.executable, "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--quiet"]
     command += ["--no-index", "--no-deps", "--force-reinstall", str(wheel)]
     process = run_logged(command)

@@ -1,7 +1,7 @@
 """The settings of a job that all schedulers share, and the TOML file that contains settings.
 
 A settings file has a table `[job]` and a table for each scheduler. Flags of the command line override the file. All
-settings are checked before anything is submitted. An error message names the setting and how to fix it.
+settings are checked before anything is submitted. An error message names the setting, and explains how to fix it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ NAME_LENGTH = 40
 at most 63 characters."""
 
 HOROVOD_ON_GPUS = {"HOROVOD_ENABLE_ASYNC_COMPLETION": "1"}
-"""Variables for Horovod's ranks with GPUs. A job's environment overrides them. Without this variable, Horovod's thread
-waits on the host for the GPU in each of its rounds."""
+"""Variables for Horovod's ranks with GPUs. A job's environment overrides them. Without this variable, Horovod's
+background thread waits in each of its cycles until the GPU has finished."""
 
 _NAME = re.compile(r"[A-Za-z0-9_]([-.A-Za-z0-9_]*[A-Za-z0-9_])?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -1,8 +1,9 @@
 """The agreement between a launcher and a training program about the number of ranks and the exit code of a saved run.
 
-A launcher may not fit the library that connects the ranks: for example, srun may not fit an MPI, and torchrun does not
-fit Horovod. Each of the N processes then trains alone, as the only rank, without any warning. Therefore `hvdcomp
-launch` sets HVDCOMP_EXPECTED_SIZE to the number of ranks. Other launchers set their own variables.
+A launcher may be incompatible with the library that connects the ranks: for example, torchrun does not work with
+Horovod, and srun does not work with every MPI. Each of the N processes then trains alone, as the only rank, without any
+warning. Therefore `hvdcomp launch` sets HVDCOMP_EXPECTED_SIZE to the number of ranks. Other launchers set their own
+variables.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from hvdcomp.errors import ConfigurationError
 EXPECTED_SIZE = "HVDCOMP_EXPECTED_SIZE"
 
 LAUNCHERS = ("HOROVOD_SIZE", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
-"""Variables of horovodrun (Gloo), torchrun, Open MPI's mpirun, and srun. A launcher comes before the launchers that may
-have started it, because their variables remain set. SLURM_NTASKS is not in the list, because it is the size of the
-allocation, not of the step."""
+"""Variables of horovodrun (Gloo), torchrun, Open MPI's mpirun, and srun. One launcher may start another launcher, and
+the variables of both are then set. Therefore the launcher that is started last comes first in this list. SLURM_NTASKS
+is not in the list, because it is the size of the allocation, not of the step."""
 
 EXIT_SAVED = 213
-"""The exit code of a rank that was told to stop, saved a checkpoint and stopped. Programs return it in no other case.
+"""The exit code of a rank that was told to stop, saved a checkpoint and stopped. Programs must not use this code in any
+other case.
 
 A launcher may kill the last ranks while they end, and srun returns the largest code of all ranks. This code is
 therefore larger than the codes of signals, which are 128 plus the signal's number.
@@ -39,8 +41,9 @@ def check_size(size: int, environment: Mapping[str, str] = os.environ) -> None:
     Call this function after `hvd.init()` with `hvd.size()`, or after `init_process_group()` with
     `dist.get_world_size()`.
 
-    If HVDCOMP_EXPECTED_SIZE is set, the size must be equal to it. With variables of other launchers, only a size of 1
-    is refused, because a program may train with only some of its ranks.
+    If HVDCOMP_EXPECTED_SIZE is set, the size must be equal to it. Otherwise, a variable of another launcher gives the
+    number of processes. In this case, only a size of 1 is refused, because a program may train with only some of its
+    processes.
 
     Raises:
         ConfigurationError: if the size differs. All ranks of the job see the same numbers, so all of them raise the

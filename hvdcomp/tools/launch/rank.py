@@ -56,8 +56,8 @@ def _check_started() -> None:
 def become(choose: Callable[[], list[str]]) -> NoReturn:
     """Replaces this process with the command that `choose` returns.
 
-    If `choose` raises ConfigurationError, the exit status is 125. If the program cannot be run, it is 126 or 127, as in
-    a shell.
+    If `choose` raises ConfigurationError, the exit status is 125. If the program cannot be run, the exit status is 126
+    or 127, as in a shell.
     """
     try:
         command = choose()

@@ -1,9 +1,9 @@
 """Starts a rank of torch.distributed: `python3 -m hvdcomp.tools.launch.torch_rank PROGRAM [ARGUMENT]...`.
 
-srun or mpirun starts the ranks. This program translates the variables of srun or mpirun to those of torchrun, and then
-replaces itself with PROGRAM. Unlike with torchrun, there is no agent process. Ranks therefore receive signals directly,
-and srun or mpirun gets the exit codes of the ranks. The exit code of a run that has saved a checkpoint is preserved,
-whereas torchrun would return 1.
+srun or mpirun starts the ranks. From the variables of srun or mpirun, this program sets the variables that torchrun
+would set, and then replaces itself with PROGRAM. Unlike with torchrun, there is no agent process. Ranks therefore
+receive signals directly, and srun or mpirun gets the exit codes of the ranks. The exit code of a run that has saved a
+checkpoint is preserved, whereas torchrun would return 1.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID
 def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that torchrun would set, for a rank that mpirun or srun started.
 
-    TORCHELASTIC_RUN_ID is also set. Programs recognize torchrun by this variable, and everything that they then expect
-    is also true here.
+    TORCHELASTIC_RUN_ID is also set. Programs recognize torchrun by this variable, and may then rely on torchrun's other
+    variables, which are set here, too.
 
     Args:
         environment: environment of the rank. mpirun's variables take precedence over srun's, because under Slurm srun's

@@ -1,7 +1,8 @@
 """Checks a run before its framework is imported and its ranks are connected, because both take long.
 
-An error that does not depend on the rank is raised on each rank. Only rank 0 uses files. It checks them here only if
-the launcher ends the other ranks after an error. Otherwise, the files are checked after the ranks are connected.
+An error that does not depend on the rank is raised on each rank. Only rank 0 uses files. Rank 0 checks its files here
+only if the launcher ends the other ranks after an error. Otherwise, the files are checked after the ranks are
+connected.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from hvdcomp.tools.train.options import TrainingOptions
 _ELASTIC = "HOROVOD_ELASTIC"
 # Variables of horovodrun, torchrun and mpirun. These launchers end all ranks when one rank fails.
 _END_ALL = ("HOROVOD_RANK", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK")
-_STEPS = 2**31 - 1  # stands for the unknown number of steps of an epoch; more than any policy needs
+# The number of steps of an epoch is still unknown. This number is larger than any number of steps that a policy needs.
+_STEPS = 2**31 - 1
 _SECONDS = 10.0  # how long other ranks wait for rank 0 to start
 
 
@@ -45,7 +47,8 @@ def check(options: TrainingOptions) -> None:
 
 
 def uses_files() -> bool:
-    """Whether this is rank 0 and, if there are other ranks, the launcher ends them when rank 0 ends."""
+    """Whether this rank checks files here. Only rank 0 does so, and only if it is the only rank, or if the launcher
+    ends the other ranks when rank 0 ends."""
     ended_by_launcher = any(name in os.environ for name in _END_ALL) and _ELASTIC not in os.environ
     return rank_so_far() == 0 and (ended_by_launcher or not environment.launched())
 

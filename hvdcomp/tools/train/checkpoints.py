@@ -2,9 +2,10 @@
 
 A checkpoint is a folder `step-N` with files from all ranks. The files contain the model, the optimizer, the
 compression, and the position of the run. The folder is first written under a different name. It is renamed when all
-ranks have written their parts, so a folder `step-N` is always complete. Only after that are older checkpoints removed,
-except for the previous one. The file SHA256SUMS, in the format of `sha256sum`, contains the digests of all other files.
-The digests are checked before a run resumes. If the newest checkpoint is damaged, all ranks use the previous one.
+ranks have written their parts, so a folder `step-N` is always complete. Older checkpoints are removed afterwards,
+except for the previous checkpoint. The file SHA256SUMS, in the format of `sha256sum`, contains the digests of all other
+files. The digests are checked before a run resumes. If the newest checkpoint is damaged, all ranks use the previous
+one.
 
 A run may resume with a different number of ranks. Each rank then uses the files of several old ranks (`sources`).
 """
@@ -37,7 +38,7 @@ _FORMATS = (1, _FORMAT)  # format 1 had no digests
 _COMPLETE = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
 _PART = ".part"  # the suffix of an incomplete checkpoint
 _DIGESTS = "SHA256SUMS"
-_RANKS = "ranks"  # one of the facts; a resumed run may also change it
+_RANKS = "ranks"  # the name of a fact: the number of ranks, which a resumed run may change
 
 KEPT = ("step", "epoch", "taken", "losses", "times", "epochs")
 """The fields of a run that a checkpoint stores unchanged."""
@@ -89,7 +90,8 @@ class Checkpoints:
         ranks: the ranks of the run.
 
     Attributes:
-        damaged: the errors of the checkpoints that are newer than the checkpoint that was found, the same on all ranks.
+        damaged: the errors of damaged checkpoints. These checkpoints are newer than the checkpoint that was found. The
+            list is the same on all ranks.
         old_ranks: the number of ranks that saved the checkpoint that was found.
     """
 
@@ -194,7 +196,7 @@ class Checkpoints:
         return None
 
     def _record(self, place: Path) -> dict[str, Any]:
-        """The record that `save` wrote for this rank, or for rank 0 if the run had fewer ranks.
+        """The record that `save` wrote for this rank, or for rank 0 if the saved run did not have this rank.
 
         Raises:
             OSError, ValueError: if the file cannot be read, or has a different format.
@@ -281,7 +283,7 @@ class Checkpoints:
                 raise SetupError(f"{place} cannot be read: {error}; remove it, or name another folder") from None
             except (SetupError, SpecError, ConfigurationError):
                 raise
-            except Exception as error:  # any error, because a single rank must not end here alone
+            except Exception as error:  # Every error is caught, because no rank may end here alone.
                 traceback.print_exc()
                 raise SetupError(
                     f"{place} could be read, but not loaded: {error!r} (see the traceback above). Keep the checkpoint, "

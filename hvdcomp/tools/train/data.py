@@ -102,8 +102,8 @@ def synthetic(size: int, seed: int, train: int = 2000, test: int = 500, classes:
 
 
 def _interpolation(coarse: int, fine: int) -> np.ndarray:
-    """Weights (fine, coarse) that interpolate between the centers of pixels. They are constant beyond the outer
-    centers."""
+    """Weights (fine, coarse) that interpolate between the centers of pixels. Beyond the outer centers, the interpolated
+    values are constant."""
     centres = (np.arange(fine) + 0.5) * coarse / fine - 0.5
     distances = np.abs(np.clip(centres, 0, coarse - 1)[:, None] - np.arange(coarse))
     return np.maximum(0, 1 - distances)
@@ -160,8 +160,8 @@ def evaluation_shard(samples: int, world_size: int, rank: int) -> np.ndarray:
 
 
 def _shuffle(count: int, seed: int, stream: int) -> np.ndarray:
-    """The numbers below `count` in a random order. It is the order of `torch.randperm`, which was used for the
-    published results.
+    """The numbers below `count` in a random order. The order is the same as with `torch.randperm`, which was used for
+    the published results.
 
     References: Durstenfeld, Algorithm 235: Random permutation, 1964, with the 32-bit numbers of a Mersenne twister.
     """

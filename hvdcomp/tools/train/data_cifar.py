@@ -29,7 +29,7 @@ except ImportError:  # NumPy 1
 
 @dataclass(frozen=True)
 class _Archive:
-    """The files of an archive. In the binary form, each image is preceded by `label_bytes` bytes, of which the last is
+    """The files of an archive. In the binary form, `label_bytes` bytes precede each image. The last of these bytes is
     the label."""
 
     title: str

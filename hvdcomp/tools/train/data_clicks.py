@@ -1,8 +1,8 @@
 """Clicks: synthetic samples with dense features and with ids of rows in tables. Only a few ids are frequent.
 
 As in Criteo's data, a sample has 13 numbers and an id for each table. There are 8 tables. Ids follow Zipf's law: 1 % of
-the rows get about 90 % of the accesses. Each row has a score. The probability of a click grows with the sum of the
-scores and of the weighted numbers of a sample. The data are the same for every seed of a run.
+the rows get about 90 % of the accesses. Each row has a score. The probability of a click grows with the scores of the
+sample's rows, and with a weighted sum of its 13 numbers. The data are the same for every seed of a run.
 
 References: Naumov et al., Deep Learning Recommendation Model for Personalization and Recommendation Systems, 2019.
 """
@@ -27,8 +27,8 @@ def zipf(draws: np.ndarray, rows: int) -> np.ndarray:
 
 
 def load(rows: int) -> DataSet:
-    """Creates samples (N, 13 + 8), float32. The numbers come before the ids, which floats represent exactly. Labels are
-    0 or 1.
+    """Creates samples of shape (N, 13 + 8) in float32. The numbers come before the ids. The ids are small enough to be
+    exact in float32. Labels are 0 or 1.
 
     Args:
         rows: number of rows of each embedding table.

@@ -26,7 +26,7 @@ _FIELDS = [rb"[01]", *[rb"(?:-?[0-9]{1,18})?"] * 13, *[rb"(?:[0-9a-f]{1,8})?"] *
 _LINE = re.compile(rb"\t".join(_FIELDS))
 _EXPECTED = "a label of 0 or 1, then 13 integers and 26 hexadecimal numbers, each after a tab; a number may be missing"
 _CHUNK = 2**14  # number of lines that are parsed at a time
-_HELD_BACK = 7  # the file has seven days
+_HELD_BACK = 7  # One seventh of the lines is held out, because the file covers seven days.
 
 
 def load(folder: Path | None, rows: int, samples: int | None) -> DataSet:

@@ -1,9 +1,9 @@
 """Heavy tails: a regression on rows of 16 features. Eight of the features, and the noise in the target, have outliers.
 
 Each feature is computed from a normally distributed number z. Eight features are z itself. The other eight are sign(z)
-(exp(1.2 |z|) - 1). In the training part, the largest values of these eight features are 25 to 67 standard deviations.
-The target is a smooth random function of all z, plus noise from Student's t distribution with 3 degrees of freedom. The
-rows are the same for every seed of a run.
+(exp(1.2 |z|) - 1). In the training part, the largest values of these eight features are 25 to 67 times their standard
+deviation. The target is a smooth random function of all z, plus noise from Student's t distribution with 3 degrees of
+freedom. The rows are the same for every seed of a run.
 """
 
 from __future__ import annotations

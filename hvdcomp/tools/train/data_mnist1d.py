@@ -30,7 +30,7 @@ _SEED = 42  # the seed of the published set; the split does not depend on the se
 @functools.cache
 def load() -> DataSet:
     """The signals (N, 1, 40) with their labels. The training part consists of the 4,000 published signals. The other
-    parts are larger than the published ones.
+    parts are larger than the published parts.
 
     Generating the signals takes some seconds, so they are kept in the cache folder.
 
@@ -70,7 +70,8 @@ def _draw() -> dict[str, np.ndarray]:
     settings = get_dataset_args()
     settings.num_samples, settings.seed = TRAIN + VALIDATION + TEST, _SEED
     settings.train_split = TRAIN / settings.num_samples
-    before = random.getstate(), np.random.get_state()  # the package uses the global generators
+    # The package uses the global random generators, so their states are restored afterwards.
+    before = random.getstate(), np.random.get_state()
     try:
         drawn = make_dataset(settings)
     finally:

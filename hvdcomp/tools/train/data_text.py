@@ -30,7 +30,8 @@ _TEXTS = {
     "wikitext2": ("WikiText-2", "wikitext-2", "wiki.train.tokens", "wiki.test.tokens", "wiki.valid.tokens"),
     "ptb": ("the Penn Treebank", "simple-examples/data", "ptb.train.txt", "ptb.test.txt", "ptb.valid.txt"),
 }
-# Of every group of this number of standard-library files, one file is for validation and one for testing.
+# The files of the standard library are divided into groups of this number of files. In each group, one file is for
+# validation, and one file is for testing.
 _FILES_PER_PART = 16
 _HELD_OUT_BYTES = 65_536  # the largest size of each part, so that evaluations are short
 _HELD_OUT_BYTES_OF_A_FILE = 8_192
@@ -117,9 +118,10 @@ def standard_library(size: int | None, unit: str, length: int | None) -> DataSet
 def bytes_of_standard_library(size: int | None, length: int | None) -> DataSet:
     """The bytes of the source code of the running Python's standard library, with validation and test parts.
 
-    Files are used in the order of their names. Of every 16 files, one is for validation and one for testing. Each of
-    these two parts has 64 KiB. At most 8 KiB are used from a file, from its middle, so that no file dominates. No file
-    is in two parts. The text, and therefore every result, depends on the version of Python.
+    Files are used in the order of their names. In each group of 16 files, one file is for validation, and one file is
+    for testing. Each of these two parts has 64 KiB. At most 8 KiB are used from each file in these parts, from the
+    middle of the file, so that no file dominates. No file is in two parts. The text, and therefore every result,
+    depends on the version of Python.
 
     Args:
         size: the number of bytes to train on.

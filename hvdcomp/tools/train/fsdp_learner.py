@@ -38,7 +38,7 @@ class FSDPLearner(TorchLearner):
     def __init__(self, options: TrainingOptions, data: DataSet, ranks: Ranks) -> None:
         super().__init__(options, data, ranks)
         self._size = ranks.size
-        self._within: Compression | None = None  # for the reduce-scatter within each replica
+        self._within: Compression | None = None  # the compression of the reduce-scatter within each replica
         self._spans_nodes = False  # whether a replica is on several nodes
         if options.shard_ranks is not None:
             self._check_replicas(options.shard_ranks, asked_ranks_per_node() or ranks.local_size)
@@ -74,7 +74,7 @@ class FSDPLearner(TorchLearner):
     def compression(self, spec: str, **options: Any) -> Compression:
         own = self._options
         self._weights = None if own.fsdp_weights is None else parse_compressor(own.fsdp_weights)
-        if self._spans_nodes:  # the method "none" also counts the bytes between nodes
+        if self._spans_nodes:  # Even with the method "none", this object counts the bytes between nodes.
             self._within = Compression.from_spec(own.shard_compression, seed=own.seed)
         return Compression.from_spec(spec, **options)
 
@@ -119,7 +119,7 @@ class FSDPLearner(TorchLearner):
             dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
         try:
             hvdcomp.dcp.load(self._compression, folder, residuals=self._options.residuals)
-            # A run in which each replica was on a single node has not saved this.
+            # The checkpoint lacks this state if each replica of the saved run was on a single node.
             names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
             if self._within is not None and any(name.startswith(f"{_SHARDS}.") for name in names):
                 hvdcomp.dcp.load(self._within, folder, _SHARDS, residuals=self._options.residuals)

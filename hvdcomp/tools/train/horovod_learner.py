@@ -42,7 +42,7 @@ class HorovodLearner(TorchLearner):
         if self._steps_alone:
             super()._update()
         elif self._clips:
-            self._optimizer.synchronize()  # the averaged gradient exists only after this
+            self._optimizer.synchronize()  # The averaged gradients exist only after this call.
             self._clip()
             with self._optimizer.skip_synchronize():
                 self._optimizer.step()

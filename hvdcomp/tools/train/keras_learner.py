@@ -73,7 +73,8 @@ class KerasLearner(Learner):
         """Creates the optimizer. Call this at the end of `broadcast`."""
         self._optimizer = self._new_optimizer()
         self._optimizer.build(self._model.trainable_variables)
-        tf.random.set_seed(self._options.seed + self._rank * 2**31)  # applies to all functions traced after this
+        # This seed applies to all functions that are traced from now on.
+        tf.random.set_seed(self._options.seed + self._rank * 2**31)
 
     def _new_optimizer(self) -> Any:
         options = self._options
@@ -135,7 +136,7 @@ class KerasLearner(Learner):
         with reading(tf.errors.OpError, AssertionError):
             read = self._checkpoint().read(paths[0])
             read.assert_existing_objects_matched()
-            read.expect_partial()  # the compression's state is read below
+            read.expect_partial()  # The state of the compression is read below.
         states = map(_read_state, paths)
         state = hvdcomp.state_for(states, self._rank, ranks, self._options.residuals)
         self._compression.load_state_dict(state)

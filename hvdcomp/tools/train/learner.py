@@ -2,7 +2,7 @@
 step.
 
 The loop, the data, the ranks and the files are the same for all frameworks. `torch_learner` and `keras_learner`
-implement the rest. Arguments and results are NumPy arrays.
+implement the parts that differ. Arguments and results are NumPy arrays.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ class Learner(ABC):
 
     @property
     def shard_ledger(self) -> Any:
-        """The ledger of the reduce-scatter within each replica, if it leaves a node; None if there is none."""
+        """The ledger of the reduce-scatter within each replica. It is None if there are no replicas, or if each replica
+        is on a single node."""
         return None
 
     @abstractmethod
@@ -125,7 +126,7 @@ class Learner(ABC):
         return
 
     def common_weights(self) -> AbstractContextManager[None]:
-        """A context manager in which the model has weights that are the same on all ranks."""
+        """A context manager. In its block, the weights of the model are the same on all ranks."""
         return nullcontext()
 
     @abstractmethod
@@ -165,8 +166,8 @@ class Learner(ABC):
 
         Args:
             folder: folder of the checkpoint's files.
-            sources: the saved ranks whose files this rank loads. From the first one, the rank loads all state; from the
-                others, only the residuals.
+            sources: the saved ranks whose files this rank loads. From the files of the first saved rank, this rank
+                loads all state. From the files of the other saved ranks, it loads only the residuals.
             ranks: the current number of ranks.
 
         Raises:

@@ -65,7 +65,7 @@ ENCODER_SIZE = TransformerSize(2, 64, 4)
 
 class DLRMSize(NamedTuple):
     """The size of a click model: dense features of a sample, tables, their rows and columns, and the width of hidden
-    layers. Tables and rows depend on the data. The defaults are those of the synthetic clicks."""
+    layers. Tables and rows depend on the data. The defaults are for the synthetic clicks."""
 
     dense: int
     tables: int

@@ -3,7 +3,7 @@
 The models compute the same functions as the models in PyTorch. Layers have the names of PyTorch's modules, so
 `stem.0/kernel:0` is `stem.0.weight` transposed. The inputs are images of shape (N, channels, size, size). Inside the
 models, the shape is (N, size, size, channels), because TensorFlow's convolutions need this shape on a CPU. Initial
-weights have the same distributions.
+weights have the same distributions as in PyTorch.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def cnn(images: Any, classes: int) -> Any:
 
 
 def cnn1d(signals: Any, classes: int) -> Any:
-    """Three convolutions over a signal, two of which halve its length, and two linear layers."""
+    """Three convolutions over a signal, and two linear layers. Two of the convolutions halve the length of the
+    signal."""
     x = layers.Permute((2, 1))(signals)
     for name, size, stride in (("0", 5, 1), ("2", 3, 2), ("4", 3, 2)):
         initializers = _default_initializers(size * x.shape[-1])

@@ -85,7 +85,8 @@ def cnn(channels: int, size: int, classes: int) -> nn.Sequential:
 
 
 def cnn1d(channels: int, size: int, classes: int) -> nn.Sequential:
-    """Three convolutions over a signal, two of which halve its length, and two linear layers."""
+    """Three convolutions over a signal, and two linear layers. Two of the convolutions halve the length of the
+    signal."""
     side = -(-size // 4)
     return nn.Sequential(
         nn.Conv1d(channels, 64, 5, padding=2),

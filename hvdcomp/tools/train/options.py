@@ -23,18 +23,20 @@ from hvdcomp.tools.options import at_least, below, between, check, flag_of, opti
 from hvdcomp.tools.train.target import Target
 
 FRAMEWORKS = ("torch", "tensorflow")
-BACKENDS = ("auto", "horovod", "ddp")  # libraries that connect the ranks; auto chooses the one that fits the launcher
+# Libraries that connect the ranks. "auto" chooses the library that fits the launcher.
+BACKENDS = ("auto", "horovod", "ddp")
 SIMULATED = "simulated"  # the backend of simulated ranks
 NO_TIME = "none"  # the name of a link on which an exchange takes no time
 RESIDUALS = ("keep", "drop")  # what happens to the residuals of a checkpoint
-OVERLAP: dict[str, bool | str] = {"auto": "auto", "on": True, "off": False}  # --overlap, for `Compression`
+# The values of --overlap, with the arguments that `Compression` gets.
+OVERLAP: dict[str, bool | str] = {"auto": "auto", "on": True, "off": False}
 
 DECISIONS = "decisions.jsonl"  # file in --output that the compression writes; a new file is started when it is full
 
 IMAGE_MODELS = ("mlp", "cnn", "resnet8", "resnet20", "resnet18", "vgg16", "vgg19_bn", "vit")
 SIGNAL_MODELS = ("cnn1d",)
 CLICK_MODELS = ("dlrm",)
-TABULAR_MODELS = ("mlp",)  # it is also an image model
+TABULAR_MODELS = ("mlp",)  # mlp is also an image model
 SORTING_MODELS = ("encoder",)
 GPT_MODELS = ("gpt", "gpt-mini", "gpt-small")
 TEXT_MODELS = ("lstm", *GPT_MODELS)
@@ -66,7 +68,7 @@ OPTIMIZERS = ("sgd", "adamw", "compressed-adam", "muon")
 
 
 def is_dotted(optimizer: str) -> bool:
-    """Whether the name is that of a class or a function in a module, such as torch.optim.Adafactor."""
+    """Whether the name refers to a class or a function in a module, such as torch.optim.Adafactor."""
     return all(part.isidentifier() for part in optimizer.split(".")) and "." in optimizer
 
 
@@ -99,9 +101,11 @@ _BATCH_SIZES = {
     **{"shapes": 16, "sorting": 16},
     **dict.fromkeys(CLICK_DATA, 128),
 }
-_SEQUENCES = {"text": 128, "stdlib-text": 64}  # default numbers of tokens of a sequence; otherwise 35
-_TEXT_SIZES = {"text": 2_000_000}  # default sizes; otherwise 400_000
-_CLIP_NORMS = {"lstm": 0.25, **dict.fromkeys(TRANSFORMERS, 1.0)}  # defaults; otherwise no clipping
+# Default numbers of tokens of a sequence. All other data sets have 35 tokens.
+_SEQUENCES = {"text": 128, "stdlib-text": 64}
+_TEXT_SIZES = {"text": 2_000_000}  # Default sizes of the training text. All others have the size 400_000.
+# Default limits for the norm of the gradient, by model. All others have no limit.
+_CLIP_NORMS = {"lstm": 0.25, **dict.fromkeys(TRANSFORMERS, 1.0)}
 
 
 _POSITIVE = Rule(lambda rate: math.isfinite(rate) and rate > 0, "a positive number")
@@ -136,7 +140,7 @@ class TrainingOptions:
     )
     fsdp: bool = option(False, "With torchrun: shard a transformer over all ranks with FSDP's fully_shard.")
     fsdp_weights: str | None = option(
-        None, "With --fsdp: compressor of the changes of the weights that ranks send, int8 or int4.",
+        None, "With --fsdp: ranks send compressed changes of the weights. Compressor of these changes: int8 or int4.",
         metavar="SPEC", shown="the weights are sent uncompressed",
     )
     shard_ranks: int | None = option(
@@ -302,7 +306,7 @@ class TrainingOptions:
     )
     samples: int | None = option(None, "Train on the first N samples.", at_least(1), metavar="N", shown="all")
     validation_samples: int = option(
-        0, "Number of training samples to use for validation instead, if the data have no validation part.",
+        0, "Number of training samples to use for validation, if the data have no validation part.",
         at_least(0, "0 or more"), metavar="N",
     )
     label_noise: float = option(
@@ -562,8 +566,8 @@ class TrainingOptions:
             ),
             (
                 refreshes is None or not self.steps_alone,
-                f"{shown} does not work with --local-steps {self.local_steps}, because local steps exchange no "
-                "gradient of all ranks; leave one of the two out",
+                f"{shown} does not work with --local-steps {self.local_steps}, because ranks do not average gradients "
+                "in local steps; leave out one of these two options",
             ),
         ]
 

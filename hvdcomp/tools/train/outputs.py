@@ -24,7 +24,9 @@ from hvdcomp.tools.train.options import DECISIONS, SetupError
 STEPS, EPOCHS, SUMMARY, TENSORBOARD = "steps.jsonl", "epochs.jsonl", "summary.json", "tensorboard"
 EVALUATIONS = "evaluations.jsonl"
 RECORDS = (STEPS, EVALUATIONS, EPOCHS)
-_ASIDE = f"{DECISIONS} put aside"  # a key of `sizes`: the number of the last older part
+# The key in `sizes` for the number of the newest full file of decisions. When a file of decisions is full, it is
+# renamed and gets a number, and a new file is started.
+_ASIDE = f"{DECISIONS} put aside"
 
 
 def check_output(folder: Path, overwrite: bool, sizes: Mapping[str, int] | None = None) -> None:
@@ -169,7 +171,8 @@ class RunWriter:
             self.problem = f"{self._folder / name} cannot be written: {error.strerror or error}"
 
     def sizes(self) -> dict[str, int]:
-        """Flushes the files to the disk. Returns the sizes of the files in bytes, and the number of older parts.
+        """Flushes the files to the disk. Returns the sizes of the files in bytes, and the number of the newest full
+        file of decisions (0 if there is none).
 
         Raises:
             OSError: if the files cannot be written to the disk.

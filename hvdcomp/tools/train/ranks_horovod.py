@@ -22,7 +22,7 @@ class Changes(State):
 
     Attributes:
         due: whether Horovod has announced another change since the last change.
-        met: the number of changes.
+        met: the number of changes so far.
     """
 
     def __init__(self, hvd: Any) -> None:

@@ -23,7 +23,7 @@ class TorchRanks(Ranks):
     unless several ranks share a device.
 
     Args:
-        timeout: seconds that a rank waits for another; None for PyTorch's default.
+        timeout: seconds that a rank waits for another rank; None for PyTorch's default.
 
     Raises:
         SetupError: if a variable of the launcher is missing, or the job would hang after a restart.
@@ -68,7 +68,8 @@ def _libraries(store: dist.Store, size: int) -> str:
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if torch.cuda.is_available() and torch.cuda.device_count() >= local_size:
         store.add("hvdcomp/ranks with their own device", 1)
-    if store.add("hvdcomp/ranks that were asked", 1) == size:  # the last rank to arrive has the answers of all ranks
+    # The last rank that calls this function sees the answers of all ranks.
+    if store.add("hvdcomp/ranks that were asked", 1) == size:
         have_own_devices = store.add("hvdcomp/ranks with their own device", 0) == size
         store.set("hvdcomp/libraries", "cpu:gloo,cuda:nccl" if have_own_devices else "gloo")
     return store.get("hvdcomp/libraries").decode()

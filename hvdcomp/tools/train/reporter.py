@@ -159,7 +159,7 @@ def _part(summary: dict[str, Any], key: str, what: str) -> list[tuple[str, str]]
 
 
 def _factor(summary: dict[str, Any]) -> str:
-    """The compression factor, without the bytes of `_within_nodes`."""
+    """The compression factor. It does not count bytes that stay within a node."""
     counted = " (without bytes that stay within a node)" if summary["bytes_in_node_per_step"] else ""
     return _or_none(summary["compression_factor"], "{:.1f}") + counted
 

@@ -30,7 +30,7 @@ from hvdcomp.tools.train.target import Target
 _STEPS_BETWEEN_CHECKS = 20
 _SECONDS_BETWEEN_CHECKS = 2.0  # seconds between these checks if steps are slow and there are checkpoints
 _MOST_TIMES = 10_000  # largest number of step times that are kept, and saved in checkpoints
-_FIRST_STEPS = 5  # number of first steps that do not count for the time per step in a run of one epoch
+_FIRST_STEPS = 5  # In a run of one epoch, the time per step leaves out this number of first steps.
 _EVALUATION_BATCH = 256
 
 
@@ -69,7 +69,7 @@ class Run:
         )
         self._augmenting = np.random.default_rng([options.seed, ranks.rank])
         self._metric = options.metric
-        # This is computed now, because it gathers shards, which is not possible after the run has failed.
+        # Counting the parameters gathers shards. This is done now, because it is not possible after the run has failed.
         self._parameters = sum(parameter.size for parameter in learner.parameters().values())
         self._step = 0
         self._epoch = 1  # the current epoch
@@ -80,7 +80,7 @@ class Run:
         self._times: list[float] = []  # the milliseconds of each of the latest steps
         self._epochs: list[dict[str, Any]] = []
         self._trained_seconds = 0.0  # the seconds of all steps, without evaluations
-        self._trained_on_links = np.zeros(len(ranks.links))  # the same for each link
+        self._trained_on_links = np.zeros(len(ranks.links))  # the seconds of all steps on each simulated link
         self._reached: dict[str, Any] | None = None  # the evaluation that reached the target
         self._evaluated_at = 0  # the step of the latest evaluation
         self._quality: dict[str, float] = {}  # the quality at the latest evaluation
@@ -265,7 +265,7 @@ class Run:
     def _next_accumulation(self) -> int:
         """The number of batches in the next step. It is above 1 only if a policy has increased it.
 
-        This also sets the learning rate first, as a scheduler would do, because policies use the rate.
+        Policies use the learning rate, so this method first sets the learning rate, as a scheduler would do.
         """
         self._rate = self._options.learning_rate(self._batches / self._steps_per_epoch, self._epochs_in_all)
         self._learner.set_learning_rate(self._rate)

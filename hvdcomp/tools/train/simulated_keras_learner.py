@@ -28,7 +28,8 @@ class SimulatedKerasLearner(KerasLearner):
 
     @staticmethod
     def prepare(local_rank: int, local_size: int) -> None:
-        KerasLearner.prepare(local_rank, os.cpu_count() or 1)  # this results in one thread, as for real ranks
+        # With one rank for each core, each rank gets one thread, as for real ranks.
+        KerasLearner.prepare(local_rank, os.cpu_count() or 1)
 
     def broadcast(self) -> None:
         self._begin()  # all ranks have the same initial weights

@@ -25,7 +25,8 @@ class SimulatedLearner(TorchLearner):
 
     @staticmethod
     def prepare(local_rank: int, local_size: int) -> None:
-        torch.set_num_threads(1)  # as for real ranks, and because the clock of a rank does not count other threads
+        # The clock of a rank does not count other threads, so each rank uses one thread, as for real ranks.
+        torch.set_num_threads(1)
 
     def broadcast(self) -> None:
         self._begin()  # all ranks have the same initial weights

@@ -73,9 +73,10 @@ def on_simulated_ranks(options: TrainingOptions, run: Callable[[Ranks], Any]) ->
 
 
 def _clock(framework: str) -> tuple[Callable[[], float], Callable[[], None]]:
-    """The clock of the ranks, which compute one after the other, and a function that waits for their device."""
+    """The clock that measures the computation of ranks, and a function that waits for their device. Ranks compute one
+    after the other."""
     if framework != "torch":
-        # not the time of this thread, because TensorFlow computes in its own threads
+        # The time of this thread would be too short, because TensorFlow computes in its own threads.
         return time.perf_counter, lambda: None
     import torch
 

@@ -74,7 +74,8 @@ class TorchLearner(Learner):
         return Compression.from_spec(spec, named_parameters=layers, **options)
 
     def _serve_tables(self, **options: Any) -> None:
-        """Sets up the exchange of the rows of the model's tables, if it has any. options: as in `RowExchange`."""
+        """Sets up the exchange of the rows of embedding tables, if the model has such tables. options: options of
+        `RowExchange`."""
         if self._tables:
             self._rows = RowExchange(self._model, self._tables, **options)
 
@@ -111,7 +112,7 @@ class TorchLearner(Learner):
         if self._rows is not None:
             self._rows.exchange()
         self._update()
-        return total.item()  # on an accelerator, this waits for the step
+        return total.item()  # On an accelerator, `item` waits until the step has finished.
 
     @abstractmethod
     def _backward(self, inputs: Tensor, targets: Tensor, passes: int, last: bool) -> Tensor:
@@ -135,7 +136,7 @@ class TorchLearner(Learner):
         return self._options.steps_alone and self._options.optimizer != "compressed-adam"
 
     def _distribute_steps(self, compression: Compression, **options: Any) -> None:
-        """Does the work of `distribute` for local steps. options: as in `LocalSteps`."""
+        """Does the work of `distribute` for local steps. options: options of `LocalSteps`."""
         self._compression = compression
         own = self._options
         for name in ("outer_lr", "outer_momentum"):
@@ -153,8 +154,8 @@ class TorchLearner(Learner):
 
     @property
     def _clips(self) -> bool:
-        """Whether the norm of the averaged gradient is limited. The norm is not limited if compressed momenta have
-        added noise."""
+        """Whether the norm of the averaged gradient is limited. It is not limited while the ranks send compressed
+        momenta, because the norm of these momenta is mostly noise."""
         optimizer = self._optimizer
         noisy = isinstance(optimizer, CompressedAdam) and optimizer.frozen and not optimizer.refreshes
         return bool(self._options.clip_norm) and not noisy

@@ -1,4 +1,5 @@
-"""Sets up a run on all ranks. If an error occurs on one rank, all ranks raise it before any rank waits for another."""
+"""Sets up a run on all ranks. If an error occurs on one rank, all ranks raise this error, so that no rank waits forever
+for another rank."""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ def train(options: TrainingOptions, ranks: Ranks | None = None, warnings: Warnin
 
     Args:
         options: the options of the run.
-        ranks: the ranks from `backends.reach`; None to connect here.
-        warnings: the object that records signals to stop; None to record signals here if the options name a folder for
-            checkpoints.
+        ranks: the ranks from `backends.reach`. If this is None, the function connects the ranks itself.
+        warnings: the object that records signals to stop. If this is None, and the options name a folder for
+            checkpoints, the function records the signals itself.
 
     Returns:
         The summary, as in summary.json. It is the same on every rank, except for the loss and the times of the rank.
@@ -51,7 +52,8 @@ def _set_up(options: TrainingOptions, ranks: Ranks | None, warnings: Warnings | 
     make_learner = learner_class(options.framework, ranks.backend, options.fsdp)
     make_learner.prepare(ranks.local_rank, ranks.local_size)
     options = ranks.together(lambda: _checked(options, ranks))
-    # This is checked now, because otherwise only some ranks might look for a checkpoint.
+    # If only some ranks had a folder for checkpoints, these ranks would wait for the others when they look for a
+    # checkpoint. This is therefore checked first.
     folder = None if options.checkpoint_folder is None else "given"
     facts = _comparable(options)
     ranks.check_same({**facts, "checkpoint_folder": folder})
@@ -78,7 +80,7 @@ def _set_up(options: TrainingOptions, ranks: Ranks | None, warnings: Warnings | 
 
 
 def _checked(options: TrainingOptions, ranks: Ranks) -> TrainingOptions:
-    if not ranks.elastic:  # the variables of an elastic launcher describe the ranks at the start
+    if not ranks.elastic:  # In an elastic job, the launcher's variables give only the number of ranks at the start.
         environment.check_world_size(ranks.size)
     return options.resolved()
 
@@ -103,8 +105,8 @@ def _data(options: TrainingOptions, ranks: Ranks) -> tuple[DataSet, int]:
     data = load_data(options)
     if data.validation is None and not (options.until is None and options.evaluate_every is None):
         raise SetupError(
-            f"--data-dir {options.data_dir} has no file of the validation part of --data {options.data}, which --until "
-            "and --evaluate-every need: add the published file"
+            "--until and --evaluate-every need the validation part of the data, but the file of this part of --data "
+            f"{options.data} is missing in --data-dir {options.data_dir}: add the published file"
         )
     return data, steps_per_epoch(len(data.train_x), ranks.size, options.batch_size, options.backward_passes_per_step)
 

@@ -98,7 +98,7 @@ def test_a_healthy_environment_has_no_problem() -> None:
         (changed(torch=Torch("2.13.0", error="libcudart.so: cannot open")), "libcudart.so", "Reinstall PyTorch", True),
         (
             changed(**NO_HOROVOD),
-            "PyTorch trains without it (DistributedDataParallel, FSDP), TensorFlow does not",
+            "PyTorch can train without Horovod (DistributedDataParallel, FSDP), but TensorFlow cannot",
             "If you train with Horovod: hvdcomp build-horovod",
             False,
         ),
@@ -140,7 +140,7 @@ def test_a_healthy_environment_has_no_problem() -> None:
         (changed(variables=LAUNCHED, started=Started(error="no answer within 60 s")), "no answer", "mpirun", True),
         (
             changed(variables=TORCHRUN, started=Started(error="DistStoreError: 3/4 clients joined")),
-            "started 4 processes, but init_process_group() failed in one: DistStoreError: 3/4 clients joined",
+            "started 4 processes, but init_process_group() failed in one process: DistStoreError: 3/4 clients joined",
             "GLOO_SOCKET_IFNAME",
             True,
         ),

@@ -28,7 +28,7 @@ LOG_SILENCE = 60.0
 program."""
 
 OPENED = "OPENED"
-"""The first event of a watch, with an empty object: the server has accepted the watch."""
+"""The first event of a watch. It means that the server has accepted the watch. The object of this event is empty."""
 
 Call = Callable[..., Any]
 
@@ -92,21 +92,22 @@ class Cluster:
         self._connections.end(threads)
 
     def list_jobs(self, name: str | None = None) -> tuple[str, list[dict[str, Any]]]:
-        """The version from which to watch, and the MPIJob with this name, if it exists. Without a name, the list has
-        all MPIJobs."""
+        """The resource version from which a watch must start, and the MPIJob with this name, if it exists. Without a
+        name, the list has all MPIJobs."""
         return self._list("MPIJobs cannot be listed", *self._named(name))
 
     def list_pods(self, name: str | None = None) -> tuple[str, list[dict[str, Any]]]:
-        """The version from which to watch, and the pods of the MPIJob, or of all MPIJobs."""
+        """The resource version from which a watch must start, and the pods of the MPIJob, or of all MPIJobs."""
         return self._list("pods cannot be listed", *self._labelled(name))
 
     def list_events(self, name: str) -> tuple[str, list[dict[str, Any]]]:
-        """The version from which to watch, and the operator's events about the MPIJob in the last hour or so."""
+        """The resource version from which a watch must start, and the operator's events about the MPIJob in the last
+        hour or so."""
         return self._list("events cannot be listed", *self._about(name))
 
     def watch_jobs(self, name: str, version: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yields OPENED, and then the changes of the MPIJob since `version`, until the server ends the watch. A change
-        is a pair ("ADDED" etc., object)."""
+        """Yields OPENED, and then the changes of the MPIJob since `version`, until the server ends the watch. Each
+        change is a pair of a type, such as "ADDED", and the changed object."""
         return self._watch("MPIJobs cannot be watched", version, *self._named(name))
 
     def watch_pods(self, name: str, version: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -29,13 +29,13 @@ class Connections:
     def end(self, threads: Iterable[threading.Thread]) -> None:
         """Closes all connections, and returns when their threads have ended.
 
-        In the waiting threads, an error is raised. They must not retry without limit. A thread that is just connecting
-        may continue until its timeout.
+        An error is raised in the threads that wait for an answer. These threads must not retry without limit. A thread
+        that is just connecting may continue until its timeout.
         """
         with self._lock:
             self._refusing = True
             for connection in self._sockets:
-                with contextlib.suppress(OSError):  # it was closed in the meantime
+                with contextlib.suppress(OSError):  # The connection may already be closed.
                     # SSLSocket's own method is not used, because it changes attributes that the reading thread uses.
                     socket.socket.shutdown(connection, socket.SHUT_RDWR)
         try:

@@ -1,7 +1,7 @@
 """The program of the launcher's container in an elastic job.
 
 It is called as `python3 -m hvdcomp.tools.launch.k8s.elastic PORT LIST WORKERS [OPTION]... PROGRAM [ARGUMENT]...`. The
-options are those of horovodrun.
+options are passed to horovodrun.
 
 LIST is a program of the operator that prints the hosts of the running workers. The launcher waits until WORKERS of
 these hosts answer on the port. Then it runs horovodrun, which adapts to changes of the list. The launcher returns the
@@ -31,8 +31,8 @@ _SSH = """#!/bin/sh
 exec {ssh} -o BatchMode=yes -o ConnectTimeout=10 -o ConnectionAttempts=5 -o ServerAliveInterval=10 \
 -o ServerAliveCountMax=3 -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR "$@"
 """
-"""The `ssh` that horovodrun finds. With its options, a rank on a lost node fails after half a minute. Without them, the
-other ranks would wait for hours."""
+"""A script with the name `ssh`, which horovodrun runs instead of the real ssh. With the options in this script, a rank
+on a lost node fails after half a minute. Without these options, the other ranks would wait for hours."""
 
 _FOR_PYTHON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 """Variables that `python3 -m` may need, and that are not set in sessions of sshd."""

@@ -14,8 +14,8 @@ from hvdcomp.tools.launch.scheduler import SchedulerError
 
 _TRANSIENT = {408, 410, 429, 500, 502, 503, 504}
 _NO_RIGHT = re.compile(r'User "[^"]*" cannot ')
-"""The API server's text for a missing permission. The text is needed because the answer to failed quotas and admission
-checks is also 403."""
+"""The API server's text for a missing permission. The HTTP status is not enough, because the server also answers 403 if
+a quota is exceeded or an admission check fails."""
 
 
 class KubernetesError(SchedulerError):
@@ -38,7 +38,7 @@ class KubernetesError(SchedulerError):
     @property
     def denied(self) -> bool:
         """Whether the server did not accept the user or the user's permissions. A server that has just started may not
-        know these yet."""
+        know the users and their permissions yet."""
         return self.status in (401, 403)
 
 
@@ -63,7 +63,8 @@ def explained(failed: str, server: str, namespace: str, creating: str | None = N
     try:
         yield
     except kubernetes.client.ApiException as error:
-        if isinstance(error.__context__, urllib3.exceptions.SSLError):  # the client wraps this error in its own
+        # The client replaces an SSLError by its own exception.
+        if isinstance(error.__context__, urllib3.exceptions.SSLError):
             raise unanswered(error.__context__) from None
         message = _message(error)
         if error.status == 409:
@@ -125,6 +126,6 @@ def _message(error: Any) -> str:
 
 
 def _innermost(error: BaseException) -> str:
-    """The innermost cause of an error, which urllib3 wraps in others."""
+    """The innermost cause of an error. urllib3 wraps this cause in other errors."""
     reason = getattr(error, "reason", None)
     return _innermost(reason) if isinstance(reason, BaseException) else str(error)

@@ -19,8 +19,8 @@ from hvdcomp.tools.launch.k8s.log import Log, pause
 from hvdcomp.tools.launch.k8s.state import MPIJobState, attempt, is_active, newest_launcher, read_state, remaining
 
 PATIENCE = 300.0
-"""The API server may be silent, or may deny a request that it granted before, for this number of seconds, because it
-does so while it starts. After that time, following ends; the job itself continues."""
+"""The number of seconds for which the API server may be silent, or may deny a request that it granted before. Both may
+happen while the server starts. After this time, `follow` raises an error; the job itself continues."""
 
 STILL_WRITING = 10.0
 """If the launcher still runs although its job has failed, its log is read for this number of seconds."""
@@ -46,7 +46,8 @@ def follow(
         uid: uid of the MPIJob, with which the function notices if a different job with the same name has replaced the
             job.
         report: function that is called with each new state.
-        lost: a function that is called with the reason when the server no longer answers, perhaps in another thread.
+        lost: a function that is called with the reason when the server no longer answers. It may be called in another
+            thread.
         write: function that is called with each line of the launcher's log, in another thread.
         remain: function that is called with the names of the running pods if the job has failed.
         patience: the longest time without an answer from the server, in seconds.
@@ -73,7 +74,9 @@ def follow(
         while True:
             kind, objects = updates.get()
             if isinstance(objects, KubernetesError):
-                if kind == "events":  # events are optional: they only explain, and reading them needs a permission
+                # Errors are ignored here, because events only explain the state, and a user may lack the permission to
+                # read them.
+                if kind == "events":
                     continue
                 if not objects.transient or time.monotonic() - answered[kind] > patience:
                     raise objects
@@ -132,8 +135,7 @@ class _Watch(threading.Thread):
     queue.
 
     A request that is denied, although it was granted before, is repeated. The first watch is also repeated if the
-    server refuses it with 401 although it accepted the user for the list, because the server may have restarted in
-    between.
+    server granted the list but answers the watch with 401. The server may have restarted between these two requests.
     """
 
     def __init__(
@@ -182,7 +184,7 @@ class _Watch(threading.Thread):
                     return
                 failures += 1
             except Exception as error:
-                # Without this thread, the end of the job would go unnoticed.
+                # This thread ends here. Without an error, the caller would wait forever for the end of the job.
                 self._updates.put((self.kind, KubernetesError(f"{self.kind} cannot be watched: {error!r}")))
                 return
             # Wait even after a watch that ended normally, because a server may end every watch immediately.

@@ -13,7 +13,7 @@ _CODE = re.compile(r"^Exit code: (-?\d+)$", re.MULTILINE)
 
 
 def exit_code(message: str) -> int:
-    """The exit code in Horovod's message, as a shell would report it; 1 if the message has none."""
+    """The exit code in Horovod's message, as a shell would report this code; 1 if the message contains no code."""
     match = _CODE.search(message)
     code = 1 if match is None else int(match[1])
     return code if code > 0 else 128 - code
@@ -22,8 +22,8 @@ def exit_code(message: str) -> int:
 def _main() -> None:
     from horovod.runner import launch
 
-    # To find this out, Horovod would import the frameworks, but the launcher has too little memory for them. The ranks
-    # check it instead.
+    # Horovod would import the frameworks to find out whether it was built with Gloo. The launcher has too little memory
+    # for the frameworks, so the ranks check this instead.
     launch.gloo_built = lambda verbose=False: True
     try:
         launch.run_commandline()

@@ -24,7 +24,7 @@ def connect(kubernetes: Any, context: str | None) -> tuple[Any, str]:
     """
     import yaml
 
-    # The client reads KUBECONFIG only when it is imported, so it is read here again.
+    # The client reads the variable KUBECONFIG only when it is imported, so the variable is read here again.
     named = os.environ.get("KUBECONFIG")
     in_cluster = context is None and named is None and (_IN_CLUSTER / "token").exists()
     place = str(_IN_CLUSTER) if in_cluster else named or str(Path.home() / ".kube" / "config")

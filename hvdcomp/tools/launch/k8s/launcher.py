@@ -29,7 +29,8 @@ WORKERS_WITHIN = 1800.0
 """Seconds to wait for a worker. The time is limited because a worker that its node evicted is never replaced."""
 
 WARN_EVERY = 15
-"""Seconds between two warnings. They are repeated because a program that is still starting ignores them."""
+"""Seconds between two signals that warn the ranks. The signal is repeated because a program that is still starting
+ignores it."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM)
 
@@ -45,7 +46,7 @@ def answers(host: str, port: int) -> bool:
     try:
         with socket.create_connection((host, port), timeout=5):
             return True
-    except OSError:  # also if the name cannot be resolved yet
+    except OSError:  # This error also occurs while the host's name cannot be resolved yet.
         return False
 
 
@@ -61,7 +62,7 @@ def wait_for(host: str, port: int, seconds: float = WORKERS_WITHIN) -> None:
         try:
             with socket.create_connection((host, port), timeout=5):
                 return
-        except OSError as error:  # also if the name cannot be resolved yet
+        except OSError as error:  # This error also occurs while the host's name cannot be resolved yet.
             if time.monotonic() > until:
                 raise TimeoutError(f"no answer from worker {host} in {seconds:g} seconds ({error})") from None
             if not announced:
@@ -71,7 +72,7 @@ def wait_for(host: str, port: int, seconds: float = WORKERS_WITHIN) -> None:
 
 
 def _pass_on(process: subprocess.Popen[bytes]) -> None:
-    process.send_signal(signal.SIGUSR1)  # mpirun passes it to all ranks
+    process.send_signal(signal.SIGUSR1)  # mpirun passes this signal to all ranks
 
 
 class Ranks:

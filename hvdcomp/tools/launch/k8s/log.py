@@ -11,7 +11,7 @@ from hvdcomp.tools.launch.k8s.errors import KubernetesError
 from hvdcomp.tools.launch.k8s.state import LAUNCHER
 
 PAUSES = (0.5, 1.0, 2.0, 5.0, 10.0)
-"""Seconds before the next request to the API server. They grow while there is no answer."""
+"""Seconds before the next request to the API server. The pauses become longer while the server does not answer."""
 
 
 def pause(failures: int) -> float:
@@ -49,7 +49,8 @@ class Log:
             return
         self.finish()
         if self._attempt is None or self._attempt[0] != attempt[0]:
-            self._lines = NewLines()  # if a container restarts in its pod, its clock continues
+            # Only a new pod needs new counters. A container that restarts in its pod continues with later times.
+            self._lines = NewLines()
         self._attempt, self._ended = attempt, threading.Event()
         self.thread = threading.Thread(target=self._run, args=(attempt[0], self._ended), daemon=True, name="log")
         self.thread.start()
@@ -140,6 +141,7 @@ class NewLines:
 
 
 def _sortable(stamp: str) -> str:
-    """A time as Kubernetes writes it, "2026-01-02T03:04:05.12Z", with all nine digits."""
+    """Extends a time that Kubernetes wrote, such as "2026-01-02T03:04:05.12Z", to nine digits after the point, so that
+    times can be compared as text."""
     seconds, _, fraction = stamp.rstrip("Z").partition(".")
     return f"{seconds}.{fraction:0<9}"

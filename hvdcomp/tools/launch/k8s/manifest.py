@@ -31,24 +31,28 @@ _COMMUNICATION = {
     # Ranks in one pod are not allowed to read each other's memory (no CAP_SYS_PTRACE), so messages use /dev/shm.
     "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
 }
-"""Variables for Horovod's data exchange, or only for its coordination if NCCL carries the data."""
+"""Variables for Open MPI, which Horovod uses to exchange data. If NCCL exchanges the data, Horovod uses Open MPI only
+to coordinate the ranks."""
 _RANK = ("sh", "-c", "trap '' USR1; exec python3 -m hvdcomp.tools.launch.rank")
-"""The beginning of each rank's command. The warning does not end a program that ignores it."""
+"""The beginning of each rank's command. The shell makes the rank ignore SIGUSR1, the launcher's warning. Without this,
+the signal would end a program that has no handler for it."""
 _ELASTIC_RANK = ("sh", "-c", "trap '' USR1 USR2; exec python3 -m hvdcomp.tools.launch.rank")
 
 WORKERS = "/etc/mpi/discover_hosts.sh"
-"""The operator's program in the launcher's container. It prints the hosts of the running workers, one per line. A
-change appears there after a minute or two."""
+"""The operator's program in the launcher's container. It prints the hosts of the running workers, one per line. If a
+worker is added or lost, this list changes after a minute or two."""
 _WORKERS_WITHIN = 1800
 """Seconds that the ranks of an elastic job wait for new ranks when there are too few."""
 _USED_AGAIN = (60, 600)
-"""Seconds after which a worker is used again if one of its ranks failed or left. The first time, it is two or three
-times the first number; after that, the time grows up to the second number. The worker's pod may be created again under
-the same name. Until then, the list of workers may still contain it."""
+"""Two limits, in seconds, of the time for which Horovod does not use a worker after one of its ranks failed or left.
+After the first failure, this time is two or three times the first limit. It then grows up to the second limit.
+
+Horovod must wait because the list of workers may still contain a lost worker. Horovod must use the worker again later
+because the worker's pod may be created again under the same name."""
 
 _ELASTIC_COMMUNICATION = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "60"}
-"""The default of 30 is too short for a new rank to start in a new pod. All ranks would fail together with the new
-rank."""
+"""The default of 30 seconds is too short for a new rank to start in a new pod. All ranks would fail together with the
+new rank."""
 _GPU_COMMUNICATION = {"NCCL_DEBUG": "WARN"}
 
 
@@ -163,8 +167,8 @@ def _launcher(settings: KubernetesSettings) -> dict[str, Any]:
 
 
 def _variables(settings: KubernetesSettings) -> dict[str, str]:
-    """The variables of the launcher's container. mpirun or horovodrun passes them to the ranks. The variables of the
-    job come first."""
+    """The variables of the launcher's container. mpirun or horovodrun passes them to the ranks. The job's own variables
+    override the other variables."""
     if settings.elastic is not None:
         needed = _ELASTIC_COMMUNICATION
     else:

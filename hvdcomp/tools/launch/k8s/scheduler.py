@@ -52,7 +52,8 @@ class Kubernetes(Scheduler[KubernetesSettings, MPIJob]):
                 f"there is no MPIJob {place}: see `hvdcomp launch k8s list --namespace {self.namespace}`", 404
             )
         events: list[dict[str, Any]] = []
-        # Events are optional: they only explain, and reading them requires a permission.
+        # Errors are ignored here, because events only explain the state, and a user may lack the permission to read
+        # them.
         with contextlib.suppress(KubernetesError):
             _, events = self._cluster.list_events(job.name)
         return read_state(jobs[0], pods, events), pods

@@ -61,8 +61,8 @@ class KubernetesSettings:
             kubeconfig.
         gpu_resource: an extended resource such as "nvidia.com/gpu". Every rank gets one unit of it. None for training
             on CPUs.
-        worker_cpu, worker_memory: the CPU and the memory that each worker pod requests. The memory is also the limit;
-            the CPU is the limit only with cpu_limit.
+        worker_cpu, worker_memory: the CPU and the memory that each worker pod requests. The pod cannot use more memory
+            than it requests. It can use more CPU, unless cpu_limit is set.
         cpu_limit: whether workers are limited to the cores that they requested.
         shared_memory: the size of /dev/shm, through which the ranks of a pod exchange data. This memory counts as
             memory of the pod.

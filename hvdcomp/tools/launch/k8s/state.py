@@ -120,7 +120,8 @@ def remaining(pods: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def attempt(launcher: Mapping[str, Any] | None) -> tuple[str, int] | None:
-    """The pod, and the number of its restart, whose log can be read; None before the container has started."""
+    """The pod whose log can be read, and the number of times that its container has restarted; None before the
+    container has started."""
     if launcher is None:
         return None
     status = _container(launcher)

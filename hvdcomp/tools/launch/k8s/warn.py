@@ -21,7 +21,8 @@ from hvdcomp.tools.launch.k8s.launcher import WARN_EVERY
 
 _LOOK_EVERY = 0.5
 _HOROVODRUN = b"HOROVOD_RANK="
-"""A variable that horovodrun sets for ranks, which ssh starts in a shell."""
+"""The beginning of a variable that horovodrun sets for each rank. A rank is recognized by this variable, because its
+parent process is only a shell that ssh has started."""
 
 
 def ranks(processes: Path = Path("/proc")) -> list[int]:
@@ -31,7 +32,7 @@ def ranks(processes: Path = Path("/proc")) -> list[int]:
     started: set[int] = set()
     for folder in processes.glob("[0-9]*"):
         with contextlib.suppress(OSError):  # the process has just ended, or belongs to sshd
-            # "12 (the name) S 1 ...", where the name may contain anything
+            # The file has the form "12 (the name) S 1 ...". The name may contain any characters, even parentheses.
             before, _, after = (folder / "stat").read_text(errors="replace").rpartition(")")
             state, parent = after.split()[:2]
             if state != "Z":
@@ -39,7 +40,8 @@ def ranks(processes: Path = Path("/proc")) -> list[int]:
                 names[number], parents[number] = before.partition("(")[2], int(parent)
                 if any(variable.startswith(_HOROVODRUN) for variable in (folder / "environ").read_bytes().split(b"\0")):
                     started.add(number)
-    first = {number for number in started if parents[number] not in started}  # the others are children of ranks
+    # Children of a rank inherit the variable, so they are left out.
+    first = {number for number in started if parents[number] not in started}
     return sorted(first | {number for number, parent in parents.items() if names.get(parent) == "orted"})
 
 

@@ -44,7 +44,7 @@ class SchedulerUnavailableError(SchedulerError):
 
 
 class UnknownJobError(SchedulerError):
-    """Slurm has no record of the job, or no longer has one."""
+    """Slurm never had a record of the job, or has deleted the record."""
 
 
 class RefusedError(SchedulerError):
@@ -104,8 +104,9 @@ def submit(script: str) -> int:
         RefusedError: if sbatch refused the script.
         SchedulerUnavailableError: if Slurm does not answer. The job may have been submitted anyway.
     """
-    # SBATCH_ variables would override the options of the script. Variables of a surrounding job (its binding to cores,
-    # its memory) would override those of the ranks, because sbatch passes them on to srun.
+    # SBATCH_ variables would override the options of the script. If this process itself runs in a job, the variables of
+    # this job (its binding to cores, its memory) would override the settings of the ranks, because sbatch passes such
+    # variables to srun.
     variables = {
         name: value
         for name, value in os.environ.items()
@@ -127,7 +128,7 @@ def state_of(job_id: int) -> SlurmJobState:
     """The state of a job.
 
     Raises:
-        UnknownJobError: if Slurm has no record of the job, or no longer has one.
+        UnknownJobError: if Slurm never had a record of the job, or has deleted the record.
         SchedulerUnavailableError: if Slurm does not answer.
     """
     try:

@@ -1,4 +1,5 @@
-"""Explains why Slurm refuses a job, and why a job waits. An explanation names the settings, and how to fix the problem.
+"""Explains why Slurm refuses a job, and why a job waits. An explanation names the settings, and tells how to fix the
+problem.
 
 Refusals are recognized by the texts of Slurm's errors (src/common/slurm_errno.c), which are the same in many versions.
 """

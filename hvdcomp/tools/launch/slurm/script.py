@@ -1,8 +1,8 @@
 """Makes the batch script of a job by inserting the job's lines into the template `job.sh`.
 
-A line of the template that is a mark, such as `#@options`, is replaced with lines from this module. The user's text is
-inserted only through `quoted`, and only after the first line that is not a comment, because sbatch no longer reads
-options there. All values that are inserted before this line have been checked by `SlurmJob`.
+A line of the template that is a mark, such as `#@options`, is replaced with lines from this module. sbatch reads
+options only before the first line that is not a comment. The user's text is inserted only after this line, and only
+through `quoted`. All values that are inserted before this line have been checked by `SlurmJob`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from hvdcomp.tools.launch.promise import EXIT_SAVED
 from hvdcomp.tools.launch.slurm.settings import SlurmJob
 
 _TEMPLATE = Path(__file__).with_name("job.sh")
-# srun returns the largest exit code of all ranks. Ranks that it kills after a failure have large codes, so the first
+# srun returns the largest exit code of all ranks. Ranks that srun kills after a failure have large codes, so the first
 # rank that fails writes its code to a file. If srun cannot start a rank, it may return 0, so a rank that succeeds also
-# writes a file. srun's signals reach the program itself.
+# writes a file. srun sends signals to the program, too, not only to the shell that runs these commands.
 _SRUN_RANK: tuple[str, ...] = (
     'notes="$PWD/.job-$SLURM_JOB_ID"',
     'rm -rf "$notes"',
@@ -51,14 +51,15 @@ _MPIRUN_RANK: tuple[str, ...] = ("rank=\"trap '' USR1; exec $program\"",)
 # might see the GPUs of other jobs.
 _ALL_GPUS = (
     "# Each rank sees all GPUs of its job on its node, which is Slurm's default, and uses the GPU of its local rank.",
-    "# With --gpus-per-task or --gpu-bind, it would see one GPU, as number 0: a program that uses the GPU of its local",
-    "# rank would find none, and NCCL might not reach the neighbors' GPUs directly, as over NVLink.",
+    "# With --gpus-per-task or --gpu-bind, each rank would see only one GPU, with the number 0. A program that uses",
+    "# the GPU of its local rank would not find it, and NCCL might not use direct links between GPUs, such as NVLink.",
     "unset SLURM_GPU_BIND SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU SLURM_TRES_BIND SLURM_TRES_PER_TASK",
 )
-# A node may run ranks of several jobs, so the port depends on the job's number. It is below Linux's ephemeral ports.
+# A node may run ranks of several jobs, so the port depends on the job's number. The port is below the range that Linux
+# uses for ephemeral ports.
 _TORCH = (
     "",
-    "# torch.distributed's ranks meet at rank 0, which runs on the first node.",
+    "# The ranks of torch.distributed connect to rank 0, which runs on the first node.",
     'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
     "MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))",
     'export MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID="$SLURM_JOB_ID"',
@@ -153,7 +154,7 @@ def _launch(settings: SlurmJob) -> list[str]:
 
 
 def _apptainer(settings: SlurmJob) -> str:
-    """The words before the program; "" if Apptainer is not used."""
+    """The command that starts the program in a container of Apptainer; "" if Apptainer is not used."""
     if settings.container != "apptainer":
         return ""
     assert settings.image is not None
@@ -166,7 +167,7 @@ def _pyxis(settings: SlurmJob) -> list[str]:
     if settings.container != "enroot":
         return []
     assert settings.image is not None
-    # Apptainer mounts the folder from which the job was submitted by itself. enroot needs an option for this.
+    # enroot needs an option to mount the folder from which the job was submitted. Apptainer needs no option for this.
     mounts = "".join(f",{mount if ':' in mount else f'{mount}:{mount}'}" for mount in settings.mounts)
     return [
         f"--container-image={quoted(settings.image)}",

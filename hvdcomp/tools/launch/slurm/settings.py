@@ -33,7 +33,7 @@ class SlurmJob:
     (`ranks_of`).
 
     Raises:
-        ConfigurationError: if a field has a wrong value. The message names the field and how to fix it.
+        ConfigurationError: if a field has a wrong value. The message names the field, and explains how to fix it.
     """
 
     # fmt: off
@@ -107,10 +107,10 @@ class SlurmJob:
         return nodes, self.tasks_per_node
 
     def flags(self, names: Iterable[str]) -> str:
-        """Writes fields, or "ranks", as flags with the values that Slurm gets. Defaults and computed values are
-        included.
+        """Writes the fields `names`, which may also contain "ranks", as flags with the values that Slurm gets. Defaults
+        and computed values are included.
 
-        A field that is not set is left out, unless it is the first.
+        A field that is not set is left out. If the first field is not set, the text says so, such as "no --account".
         """
         nodes, tasks = self.shape
         values: dict[str, Any] = {**vars(self), "ranks": self.job.ranks, "nodes": nodes, "tasks_per_node": tasks}
