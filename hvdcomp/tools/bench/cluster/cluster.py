@@ -32,8 +32,8 @@ class Cluster:
     Args:
         hosts: number of emulated hosts, 2 to 64.
         rate: the rate of each host's link in each direction, in the notation of `tc`, such as "100mbit" or "1gbit".
-        standing: whether the hosts continue to exist after the block, until `remove` is called. `Cluster.standing()`
-            finds this cluster. A machine can have only one such cluster.
+        standing: whether the hosts continue to exist after the block, until `remove` is called. If True,
+            `Cluster.standing()` finds the cluster later. A machine can have only one standing cluster.
 
     Raises:
         ClusterError: if a value is wrong, the user is not root, or a required program is missing. When the block
@@ -188,7 +188,7 @@ class Cluster:
     def _catch_signals(self) -> None:
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                if signal.getsignal(number) is not signal.SIG_IGN:  # it is ignored under nohup
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, for example, ignores SIGHUP
                     self._handlers[number] = signal.signal(number, self._interrupted)
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
