@@ -1,5 +1,5 @@
-"""A carrier for measuring steps in which `DistributedDataParallel` exchanges the gradients, during
-`loss.backward()`."""
+"""The `Carrier` for DistributedDataParallel, which exchanges gradients during `loss.backward()`. Measurements use the
+library through this class."""
 
 from __future__ import annotations
 

@@ -223,7 +223,8 @@ def able_to_take_turns(specs: Sequence[str]) -> list[str]:
 
 
 def _rivals(trainings: Sequence[Training]) -> list[str]:
-    """The methods with which to compare `auto`: the fastest static choice, and dense if it is not much slower."""
+    """The methods with which to compare `auto`: the fastest fixed method, and dense gradients if dense steps are not
+    much slower."""
     medians = _medians(trainings)
     best = min(medians, key=lambda method: medians[method])
     return [best, *(["none"] if best != "none" and medians["none"] < _FAR * medians[best] else [])]

@@ -246,7 +246,7 @@ def _is_there(framework: str) -> bool:
 
 
 def _check(framework: str, device: str, memory: str | None, methods: Sequence[str], output: Path | None) -> None:
-    """Before anything is measured, raises an error for options that cannot work."""
+    """Raises an error if an option cannot work. Call this function before the measurements."""
     if not _is_there(framework):
         raise click.ClickException(
             f"--framework {framework} needs {_EXTRAS[framework]}: pip install 'hvdcomp[{framework}]'"

@@ -3,8 +3,8 @@
 Horovod can use Gloo or MPI between hosts. This module uses Gloo for two reasons. First, Gloo's allreduce is the usual
 ring, in which each host sends 2(n-1)/n times the gradient. Second, a waiting rank sleeps instead of spinning, which is
 important if all ranks share a few cores. Neither horovodrun nor torchrun starts the ranks: horovodrun would need an ssh
-server on every host, and torchrun a process of its own on every host. Instead, the program `ranks` runs on host0 and
-starts the ranks.
+server on every host, and torchrun itself would have to run on every host. Instead, the program `ranks` runs on host0
+and starts the ranks.
 """
 
 from __future__ import annotations
