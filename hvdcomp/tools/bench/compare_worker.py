@@ -59,7 +59,7 @@ _LONGEST = 3  # the comparison lasts at most this factor times --seconds
     "--seconds",
     type=float,
     required=True,
-    help="Approximate time of the calibration. The measurement of the steps then takes the same time again.",
+    help="Approximate time of the calibration. Measuring the steps takes about the same time in addition.",
 )
 @click.option(
     "--attempts",

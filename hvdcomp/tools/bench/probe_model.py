@@ -1,6 +1,6 @@
 """Measures the time of a training step of one model, on all ranks together. This module needs PyTorch.
 
-The model is trained in several ways, whose steps alternate:
+The model is trained in several ways. The steps of the different ways alternate:
 
 - without an exchange
 - with the library's own exchange, which overlaps with the backward pass: once with dense gradients, and once with each

@@ -39,8 +39,8 @@ IN_LEVELS: tuple[Kind, ...] = (
     *((kind, "node") for kind in ("allreduce", "allgather", "reducescatter")),
     *((kind, "across") for kind in ("allreduce", "allgather", "alltoall")),
 )
-"""The collectives that are measured for two-level exchanges. The costs of other collectives are predicted from
-these."""
+"""The collectives that are measured for two-level exchanges. The costs of other collectives are predicted from the
+costs of these collectives."""
 
 _PASSES = 2
 _TINY = 64  # bytes

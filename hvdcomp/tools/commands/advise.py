@@ -643,8 +643,8 @@ def _print(report: dict[str, Any], shows_all: bool, answers: Sequence[str]) -> N
 
 
 def _print_few(console: Console, report: dict[str, Any]) -> None:
-    """Prints three lines each for dense gradients, for fp16, and for the methods that the advice names. Then describes
-    what --all would add."""
+    """Prints three lines each for dense gradients, for fp16, and for the methods that the advice names. Then says which
+    further output the option --all would add."""
     methods = report["methods"]
     named = dict.fromkeys([report["winner"], report["take"], *FREE])
     for spec in named:

@@ -1,4 +1,5 @@
-"""`hvdcomp build-horovod` builds Horovod for the frameworks of this environment, and keeps it in a cache."""
+"""`hvdcomp build-horovod` builds a wheel of Horovod for the frameworks of this environment, and keeps the wheel in a
+cache."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ class _BeforeImport(MetaPathFinder):
 
 
 def _run(program: str, arguments: tuple[str, ...], as_module: bool) -> None:
-    """Runs the program in this process, in the same way as Python."""
+    """Runs the program in this process, in the same way as the command `python` would run it."""
     sys.argv = [program, *arguments]
     if as_module:
         sys.path.insert(0, os.getcwd())

@@ -1,7 +1,7 @@
 """Reads the folders that `hvdcomp train` writes: steps.jsonl, evaluations.jsonl, epochs.jsonl, decisions.jsonl if there
 is a policy, and summary.json after the end of a run.
 
-An unfinished or killed run has no summary, and its last line may be incomplete. Everything else is read.
+An unfinished or killed run has no summary, and the last line of a file may be incomplete. All complete lines are read.
 """
 
 from __future__ import annotations

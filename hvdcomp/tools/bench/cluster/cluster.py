@@ -1,5 +1,5 @@
-"""`Cluster`, a context manager for the emulated cluster. At the end of the block, it removes the cluster, even after an
-error."""
+"""`Cluster`, a context manager for the emulated cluster. At the end of its `with` block, `Cluster` removes the cluster,
+even after an error."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Cluster:
     """Emulated hosts, which exist from the start to the end of a `with` block.
 
     At the end of the block, the processes of the hosts are ended, and the hosts are removed. The hosts are also removed
-    after an exception, Ctrl-C, SIGTERM or SIGHUP, because these signals raise SystemExit in the block (in the main
-    thread of a program). If the process is killed, the next cluster removes the remains.
+    after an exception. In the main thread of a program, Ctrl-C, SIGTERM and SIGHUP raise an exception in the block, so
+    the hosts are removed after these signals, too. If the process is killed, the next cluster removes the remains.
 
     Args:
         hosts: number of emulated hosts, 2 to 64.

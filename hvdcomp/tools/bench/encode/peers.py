@@ -41,7 +41,7 @@ def peer(name: str, gradients: TorchGradients, device: str) -> Callable[[], Any]
 
     Args:
         name: name of a method of PyTorch, one of `PEERS`.
-        gradients: the gradients of the measurement. They become parts of one bucket.
+        gradients: the gradients of the measurement. The function moves these gradients into one bucket.
     """
     import torch.distributed as dist
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
