@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 
-_FEWEST = 150  # `auto` trains for this many steps before the comparison, to try its best candidates
+_FEWEST = 150  # `auto` trains for at least this many steps before the comparison, to try its best candidates
 _BLOCK = 5
 
 

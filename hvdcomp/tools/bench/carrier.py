@@ -18,7 +18,7 @@ from hvdcomp.tools.train.ranks import Ranks
 from hvdcomp.torch import all_ranks
 
 Ready = tuple[tuple[float, float], ...]
-"""The times at which gradients are ready, as pairs like those of `hvdcomp.perfmodel.Compute.ready`."""
+"""The times at which gradients are ready, as pairs in the format of `hvdcomp.perfmodel.Compute.ready`."""
 
 _LEARNING_RATE = 1e-4
 

@@ -192,7 +192,7 @@ def _measure_auto(
 
 def _candidates(specs: Sequence[str], trainings: Sequence[Training], ranks: Ranks) -> list[str]:
     """The compressors that `auto` may choose: the fastest compressor, and each slower compressor that can be combined
-    with all faster ones in the list. The result is the same on all ranks."""
+    with all faster compressors that `auto` may choose. The result is the same on all ranks."""
     trained = [(training.times.method, training.times.as_json()["median_ms"]) for training in trainings]
     times = {spec: [median for method, median in trained if method == spec] for spec in specs}
     fastest_first = sorted(specs, key=lambda spec: min(times[spec]))

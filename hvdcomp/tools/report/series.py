@@ -103,8 +103,8 @@ def _speed(group: Group, spec: str, groups: Iterable[Group]) -> dict[str, Any]:
     """Computes how many times faster this series reaches the target than the series of `spec` with the same work. The
     second entry of the result says from which runs this speedup is computed.
 
-    If there are several such series, the series whose runs all reached the target are preferred, and of these the
-    fastest series is used.
+    If there are several such series, the series whose runs all reached the target are preferred. If several such series
+    remain, the fastest series is used.
     """
     own_seconds = mean_to_target(group, "trained_seconds")
     rivals = [other for other in groups if other.spec == spec and other.is_plain and other.work == group.work]

@@ -101,8 +101,8 @@ class Section:
 
     @property
     def on_links(self) -> dict[str, list[str]]:
-        """The keys of RATES in two groups: "measured" if steps were measured at this rate, and "predicted" if there are
-        only reliable predictions. Other keys are left out."""
+        """The keys of RATES for the columns of the table: under "measured", the keys of links on which steps were
+        measured, and under "predicted", all other keys, if there are reliable predictions."""
         if self.turns is None:
             return {}
         measured = [rate for rate in RATES if rate in self.turns.measured_ms]

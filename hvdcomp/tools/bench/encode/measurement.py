@@ -166,8 +166,8 @@ def _variables(values: dict[str, str]) -> Iterator[None]:
 def measure_here(request: Request) -> Measurement:
     """Measures one method in this process.
 
-    The function does not change the number of threads of OpenMP, OpenBLAS and MKL. On a CPU, the peak memory is the
-    peak since the start of the process.
+    Unlike `measure`, this function does not set the environment variables for the number of threads. On a CPU, the peak
+    memory is the peak since the start of the process.
     """
     tensors = [dataclasses.replace(tensor, dtype=request.dtype) for tensor in tensors_of(request.model)]
     gradients = FRAMEWORKS[request.framework](tensors, request.threads, request.device)
