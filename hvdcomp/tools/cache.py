@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """$HVDCOMP_CACHE if it is set, otherwise `hvdcomp` in the user's cache folder."""
+    """The folder $HVDCOMP_CACHE if this variable is set, otherwise the folder `hvdcomp` in the user's cache folder."""
     folder = environ.get("HVDCOMP_CACHE")
     if folder:
         return Path(folder).expanduser().absolute()

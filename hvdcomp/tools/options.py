@@ -40,8 +40,8 @@ class Option:
         flags: names on the command line, if they differ from the field's name.
         items: for a list of numbers, a text that explains the meaning of the numbers, with an example.
         may_change: whether a resumed run may have a different value.
-        before: the value that gives the behavior of versions that did not have the option; `...` if the default gives
-            it.
+        before: the value with which a run behaves as in earlier versions, which did not have the option; `...` if this
+            value is the default.
     """
 
     help: str
@@ -66,7 +66,7 @@ def required(help: str, **attributes: Any) -> Any:
 
 
 def options_of(kind: Any) -> dict[str, Option]:
-    """The options that a dataclass declares, by field."""
+    """The options that a dataclass declares, by the name of the field."""
     return {field.name: field.metadata[_KEY] for field in dataclasses.fields(kind) if _KEY in field.metadata}
 
 
@@ -99,7 +99,7 @@ def may_change(kind: Any) -> set[str]:
 
 
 def of_older_runs(kind: Any) -> dict[str, Any]:
-    """For each option, the value that gives the behavior of versions that did not have the option."""
+    """For each option, the value with which a run behaves as in earlier versions, which did not have the option."""
     defaults = {name: getattr(kind, name) for name in options_of(kind)}
     return {name: defaults[name] if one.before is ... else one.before for name, one in options_of(kind).items()}
 

@@ -66,7 +66,7 @@ def print_table(console: Console, table: Table, title: str | None = None) -> Non
 
 
 def fits(console: Console, table: Table) -> bool:
-    """Whether the console is wide enough for a table, so that no number and no short word is broken."""
+    """Whether the console is wide enough to show a table without breaking a number or a short word."""
     width = 0
     for column in table.columns:
         sizes = [Measurement.get(console, console.options, cell) for cell in (column.header, *column.cells)]
@@ -95,9 +95,10 @@ class LazyGroup(Group):
     dependencies.
 
     Args:
-        lazy: for each command, by name: its module, its name in that module, and a line of help.
-        moved: for each command that is no longer in the package, by name: the command to use instead in a clone of the
-            repository.
+        lazy: a mapping from the name of each command to the command's module, its name in that module, and a line of
+            help.
+        moved: a mapping from the name of each command that is no longer in the package to the command that replaces it
+            in a clone of the repository.
     """
 
     def __init__(

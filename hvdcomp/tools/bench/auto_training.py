@@ -1,4 +1,5 @@
-"""Training with the policy `auto`. Its steps alternate with the steps of training runs with fixed methods."""
+"""A training run with the policy `auto`. The steps of this run alternate with the steps of training runs with fixed
+methods."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 
-_FEWEST = 150  # steps before the comparison, in which `auto` tries its best candidates
+_FEWEST = 150  # `auto` trains for at least this many steps before the comparison, to try its best candidates
 _BLOCK = 5
 
 
 class AutoTraining(Training):
-    """A training run with `auto`. The policy's clock stops while other training runs have their turns.
+    """A training run with the policy `auto`. The policy's clock stops while other training runs run their steps.
 
     Args:
         carrier: the library that exchanges the gradients.
@@ -29,7 +30,7 @@ class AutoTraining(Training):
         calibration: a file that rank 0 can read.
         log: the file to which rank 0 writes its decisions.
         model_name, batch_size, seed: the arguments of `Training`.
-        more_compressors: specs of further compressors.
+        more_compressors: specs of further compressors that the policy may choose.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class AutoTraining(Training):
             "decision_log": log,
         }
         self._compressor = compressor
-        self._pause = ExitStack()  # while it is entered, the policy's clock is stopped
+        self._pause = ExitStack()  # contains a context while the policy's clock is stopped
         super().__init__(carrier, AUTO, model_name, batch_size, seed)
 
     def begin(self, seconds: float) -> None:
@@ -65,12 +66,13 @@ class AutoTraining(Training):
         self.forget()
 
     def choice(self) -> dict[str, Any]:
-        """The final choice, the candidates, and all changes. Call it on rank 0."""
+        """The method that the policy chose last, all candidates, and all changes of the method. Call this method on
+        rank 0."""
         from hvdcomp.adaptation.decision_log import Decided, read_decisions
 
         decided = [line for line in read_decisions(self._settings["decision_log"]) if isinstance(line, Decided)]
         last = decided[-1].state
-        chosen = last["rival"] or last["chosen"]  # a trial that the end interrupted does not count
+        chosen = last["rival"] or last["chosen"]  # if training ended during a trial, the method before the trial counts
         stretches = groupby(decided, key=lambda line: line.state["chosen"])
         changes = [(next(lines).from_step, name) for name, lines in stretches]
         return {

@@ -33,7 +33,7 @@ Show = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Calibrated:
-    """A calibration, and the measurements that are too noisy, by name."""
+    """A calibration, and a dictionary of the measurements that are too noisy, by name."""
 
     calibration: Calibration
     noisy: dict[str, Reading]
@@ -53,7 +53,7 @@ def calibrate(
     show: Show = lambda _: None,
     beside: Callable[[], None] = lambda: None,
 ) -> Calibrated:
-    """Measures the network and the models. Every rank must call it with the same arguments.
+    """Measures the network and the models. Every rank must call this function with the same arguments.
 
     Args:
         carrier: the library that exchanges the gradients.
@@ -64,12 +64,12 @@ def calibrate(
         seed: seed of the weights and the data.
         seconds: approximate duration of the measurements.
         device: device of the model and of the sent tensors.
-        known_network: a calibration whose network is used instead of measuring the network. It is required if there is
-            only one rank.
+        known_network: a calibration whose network is used instead of measuring the network. This argument is required
+            if there is only one rank.
         show: a function that is called with the name of each measurement before it starts.
-        beside: a function that is called on every rank after each round of steps. It can make measurements to compare
-            with the calibration. They must be made at the same time, because the speed of the machine changes. The time
-            that this function takes is not part of `seconds`.
+        beside: a function that is called on every rank after each round of steps. The function can make measurements to
+            compare with the calibration. The measurements and the calibration must be made at the same time, because
+            the speed of the machine changes. The time that the function takes is not part of `seconds`.
 
     Raises:
         SpecError: if a compressor is two-level but the run does not have two levels.
@@ -97,12 +97,13 @@ def calibrate(
         )
         facts[model] = probe.facts
         readings |= {f"{model}, {part}": reading for part, reading in probe.readings.items()}
-        gc.collect()  # frees optimizers and hooks, which refer to each other
+        gc.collect()  # optimizers and hooks refer to each other, so only the collector frees them
     return put_together(name, "hvdcomp calibrate", network, facts, readings, carrier, device)
 
 
 def levels_for(compressors: Sequence[Compressor], carrier: Carrier) -> Levels:
-    """Finds the levels of the run, and checks that these compressors can use them. Every rank must call it.
+    """Finds the levels of the run, and checks that these compressors can use the levels. Every rank must call this
+    function.
 
     Raises:
         SpecError: if a compressor is two-level but the run does not have two levels.
@@ -152,7 +153,7 @@ def put_together(
         name: name of the calibration.
         source: the command that made the measurements.
         network, models: the measured network, and the measured models by name.
-        readings: for each model, by name, its measurements and their spread.
+        readings: the measured times of all models, with their spread. A name begins with the name of the model.
         carrier, device: the library and the device of the measurements.
     """
     all_readings = {f"network, {part}": reading for part, reading in network.readings.items()} | dict(readings)
@@ -204,8 +205,8 @@ def machine_facts(carrier: Carrier, device: torch.device) -> dict[str, str]:
 def largest_collectives(
     models: Sequence[Sequence[TensorInfo]], compressors: Sequence[Compressor], ranks: int, ranks_per_node: int | None
 ) -> dict[Kind, int]:
-    """For each kind of collective and group of ranks, the bytes that a rank sends in the largest collective in a step
-    of any model. All kinds of exchange are considered, because `advise` shows all of them.
+    """For each kind of collective and each group of ranks, the most bytes that a rank sends in one collective, over the
+    steps of all models. The function considers all kinds of exchange, because `advise` shows all kinds.
 
     Args:
         models: the tensors of each model, by name.

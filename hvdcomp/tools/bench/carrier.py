@@ -18,7 +18,7 @@ from hvdcomp.tools.train.ranks import Ranks
 from hvdcomp.torch import all_ranks
 
 Ready = tuple[tuple[float, float], ...]
-"""When gradients are ready: pairs as in `hvdcomp.perfmodel.Compute.ready`."""
+"""The times at which gradients are ready, as pairs in the format of `hvdcomp.perfmodel.Compute.ready`."""
 
 _LEARNING_RATE = 1e-4
 
@@ -63,9 +63,10 @@ class Carrier(ABC):
 
     Attributes:
         start_s: seconds that the idle library takes to start a collective, whatever the number of ranks.
-        bucket_bytes: the largest buffer that the library sends at a time. Only a single larger gradient may exceed it.
+        bucket_bytes: the largest buffer that the library sends at a time. A buffer may be larger only if it contains a
+            single gradient.
         early_bytes: the smallest bucket of gradients that hvdcomp sends during the backward pass.
-        shares_buckets: whether hvdcomp uses the library's buckets. The size of the buckets is then an option of the
+        shares_buckets: whether hvdcomp uses the library's buckets. If so, the size of the buckets is an option of the
             library.
     """
 
@@ -82,11 +83,12 @@ class Carrier(ABC):
 
     @property
     def stock(self) -> tuple[str, ...]:
-        """The names of the library's own methods: dense, and its cast to float16."""
+        """The names of the library's two own methods: one sends dense gradients, and the other casts gradients to
+        float16."""
         return STOCK[self.ranks.backend]
 
     def communicator(self) -> Communicator:
-        """The communicator of all ranks. Every rank must call it at the same point."""
+        """The communicator of all ranks. Every rank must call this method at the same point of the program."""
         return all_ranks(self.ranks.backend)
 
     def early_bytes_of(self, workload: Workload) -> int | None:
@@ -110,8 +112,8 @@ class Carrier(ABC):
 
     @abstractmethod
     def with_one_number(self, workload: Workload, name: str) -> Distributed:
-        """Creates a training run that exchanges only the numbers with which hvdcomp controls a step. It does not use
-        the engine, and does not send gradients."""
+        """Creates a training run that exchanges only the small control numbers that hvdcomp exchanges in each step. The
+        run does not use hvdcomp's engine, and does not send gradients."""
 
     @abstractmethod
     def with_cast(self, workload: Workload, compressor: Compressor, name: str) -> Distributed:
@@ -148,6 +150,6 @@ class Carrier(ABC):
 
 
 def named_parameters(workload: Workload, name: str) -> list[tuple[str, torch.nn.Parameter]]:
-    """The parameters, with names that differ between training runs. If two training runs shared a name, Horovod would
-    negotiate it again whenever the shape changes."""
+    """The parameters, with names that differ between training runs. If two training runs used the same name for tensors
+    of different shapes, Horovod would negotiate the tensor again after every change of shape."""
     return [(f"{name}.{key}", parameter) for key, parameter in workload.model.named_parameters()]

@@ -1,5 +1,5 @@
-"""A carrier for measuring steps in which `DistributedDataParallel` exchanges the gradients, during
-`loss.backward()`."""
+"""The `Carrier` for DistributedDataParallel, which exchanges gradients during `loss.backward()`. Measurements use the
+library through this class."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DDPCarrier(Carrier):
     warm_up = 4  # DDP rebuilds its buckets after the first step, and hvdcomp does not overlap in the first three steps
     start_s = 0.0
     bucket_bytes = float(BUCKET_BYTES)
-    early_bytes = LEAST_BYTES  # smaller buckets wait for the next bucket
+    early_bytes = LEAST_BYTES  # a smaller bucket waits, and is sent with the next bucket
     shares_buckets = True
 
     def facts(self) -> dict[str, str]:
@@ -109,8 +109,8 @@ class _OneNumber:
 
 
 def _hooked(state, bucket):
-    """The hook. It has no annotations, because DistributedDataParallel compares annotations with types, and in this
-    module they would be strings."""
+    """The hook for DistributedDataParallel. This function has no annotations, because DistributedDataParallel compares
+    annotations with types. In this module, annotations are strings."""
     return state.reduce(bucket)
 
 

@@ -1,4 +1,5 @@
-"""A carrier for measuring steps in which Horovod's `DistributedOptimizer` exchanges the gradients."""
+"""The `Carrier` for Horovod, whose `DistributedOptimizer` exchanges gradients. Measurements use the library through
+this class."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ class HorovodCarrier(Carrier):
 
 
 class _OneNumber:
-    """Sends one number for each gradient, like hvdcomp's engine, but does not send the gradients."""
+    """Sends one number for each gradient, as hvdcomp's engine does, but does not send the gradients."""
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Called by Horovod for each gradient."""

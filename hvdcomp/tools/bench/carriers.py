@@ -7,7 +7,7 @@ from hvdcomp.tools.train.ranks import Ranks
 
 
 def carrier_on(ranks: Ranks) -> Carrier:
-    """The carrier of the library that connects these ranks."""
+    """Creates the `Carrier` of the library that connects these ranks."""
     if ranks.backend == "ddp":
         from hvdcomp.tools.bench.carrier_ddp import DDPCarrier
 

@@ -5,8 +5,8 @@ The measured steps alternate with the steps of the calibration, because the spee
 minute.
 
 Rank 0 writes a JSON file with the calibration and the measured steps. Without --quiet, rank 0 also prints lines that
-begin with "PROGRESS ". If all calibrations were too noisy, the file has all of them, because the spread of their
-predictions is more informative than their noise.
+begin with "PROGRESS ". If all calibrations were too noisy, the file contains all of them. The spread between the
+predictions of several calibrations shows better than the noise of one calibration how wrong a prediction may be.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from hvdcomp.tools.bench.carrier import Carrier
 
 PROGRESS = "PROGRESS "
-_FAR = 1.3  # dense is compared with `auto` if its steps take at most this many times as long as the best method's
-_SURE = 0.005  # the comparison ends when the ratio to the best static choice has at most this standard error
+_FAR = 1.3  # `auto` is also compared with dense if dense takes less than this factor times the best method
+_SURE = 0.005  # the comparison ends when the standard error of the ratio `auto` / best method is at most this
 _FEWEST_ROUNDS = 20
-_ALONE = 0.5  # `auto` first trains alone for this many times --seconds
-_LONGEST = 3  # the comparison ends at the latest after this many times --seconds
+_ALONE = 0.5  # before the comparison, `auto` trains alone for this factor times --seconds
+_LONGEST = 3  # the comparison lasts at most this factor times --seconds
 
 
 @click.command()
@@ -59,7 +59,7 @@ _LONGEST = 3  # the comparison ends at the latest after this many times --second
     "--seconds",
     type=float,
     required=True,
-    help="Approximate time of the calibration. The measurement of the steps then takes the same time again.",
+    help="Approximate time of the calibration. Measuring the steps takes about the same time in addition.",
 )
 @click.option(
     "--attempts",
@@ -170,8 +170,8 @@ def main(
 def _measure_auto(
     carrier: Carrier, auto: AutoTraining, trainings: Sequence[Training], seconds: float, show: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Measures the step times of `auto`, whose steps alternate with those of its rivals. On rank 0, the result also has
-    the choice of `auto`."""
+    """Measures the step times of `auto`. The steps of `auto` alternate with the steps of the methods with which `auto`
+    is compared. On rank 0, the result also contains the choices of `auto`."""
     ranks = carrier.ranks
     best, *slower = ranks.broadcast(_rivals(trainings), "rivals")
     show("begins")
@@ -191,8 +191,8 @@ def _measure_auto(
 
 
 def _candidates(specs: Sequence[str], trainings: Sequence[Training], ranks: Ranks) -> list[str]:
-    """The compressors that `auto` may choose: those that can be combined with faster compressors. The result is the
-    same on all ranks."""
+    """The compressors that `auto` may choose: the fastest compressor, and each slower compressor that can be combined
+    with all faster compressors that `auto` may choose. The result is the same on all ranks."""
     trained = [(training.times.method, training.times.as_json()["median_ms"]) for training in trainings]
     times = {spec: [median for method, median in trained if method == spec] for spec in specs}
     fastest_first = sorted(specs, key=lambda spec: min(times[spec]))
@@ -223,7 +223,8 @@ def able_to_take_turns(specs: Sequence[str]) -> list[str]:
 
 
 def _rivals(trainings: Sequence[Training]) -> list[str]:
-    """The methods with which to compare `auto`: the fastest static choice, and dense if it is not much slower."""
+    """The methods with which to compare `auto`: the fastest fixed method, and dense gradients if dense steps are not
+    much slower."""
     medians = _medians(trainings)
     best = min(medians, key=lambda method: medians[method])
     return [best, *(["none"] if best != "none" and medians["none"] < _FAR * medians[best] else [])]

@@ -56,13 +56,13 @@ def fit_collective(
     """Computes the cost of a collective from its times for several sizes.
 
     The time of the smallest size is the latency. The latency consists of Horovod's cycle, which does not depend on the
-    number of ranks, and of the latency of the algorithm's messages. The other times, minus this latency, are the table
-    of transfer times. These times are adjusted so that they increase with size (least squares, pool adjacent
-    violators). The bandwidth is the median slope between all pairs of larger sizes (Theil and Sen), so a few outliers
-    do not change it.
+    number of ranks, and of the latency of the algorithm's messages. The times of the other sizes, minus this latency,
+    form the table of transfer times. These times are adjusted so that they increase with size (least squares, pool
+    adjacent violators). The bandwidth is the median slope between all pairs of larger sizes (Theil and Sen), so a few
+    outliers do not change it.
 
     Args:
-        kind, algorithm: kind of collective, a key of `ALGORITHMS`, and name of its algorithm.
+        kind, algorithm: the kind of collective (a key of `ALGORITHMS`), and the name of its algorithm.
         ranks: the number of ranks, 2 or more.
         sizes: the bytes that each rank sends, in ascending order. The first size must be so small that its transfer
             takes no time.

@@ -1,9 +1,9 @@
 """Compiles the kernels for CUDA devices before their first use: `python -m hvdcomp.tools.bench.kernels_ahead 70`.
 
-If you give no compute capability, it compiles for the capabilities for which Horovod was compiled. No device is needed.
-The module runs steps on the CPU. Each kernel launch in these steps compiles the kernel into Triton's cache, but does
-not run it. Training later finds the kernels in the cache, under names that depend on their sources, on Triton and on
-the compute capability.
+If you give no compute capability, the module uses the compute capabilities for which Horovod was compiled. No device is
+needed. The module runs steps on the CPU. Each kernel launch in these steps compiles the kernel into Triton's cache, but
+does not run it. Training later finds the kernels in the cache, under names that depend on their sources, on Triton and
+on the compute capability.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hvdcomp.tools.train.options import IMAGE_MODELS, TEXT_MODELS, SetupError
 
 TIMED = IMAGE_MODELS + TEXT_MODELS
-"""The models of `hvdcomp train` whose inputs are images or text. There are no random data for signals, clicks and
-numbers to sort."""
+"""The models of `hvdcomp train` whose inputs are images or text. Models whose inputs are signals, clicks or numbers to
+sort are left out, because there are no random data for such inputs."""
 
 IMAGES = {"cifar10": (3, 32, 10), "cifar100": (3, 32, 100), "digits": (1, 8, 10)}
 """For each data set, the number of channels, the size in pixels, and the number of classes of its images."""

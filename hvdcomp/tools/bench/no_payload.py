@@ -1,5 +1,5 @@
-"""A communicator for steps without a payload. Such steps do all the work of a real step, but do not move its bytes.
-This module needs PyTorch."""
+"""A communicator for steps without a payload. Such a step does all the work of a real step, but does not send the
+payload. This module needs PyTorch."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def gradients(workload: Workload) -> dict[str, torch.Tensor]:
 
 
 def latency_s(exchange: Exchange, network: Network, ranks: int) -> float:
-    """The seconds of the collectives of a step if they have no payload."""
+    """The seconds that the collectives of a step take if they have no payload."""
 
     def cost_of(kind: str, size: float, **options: Any) -> Any:
         return network.seconds(kind, size, ranks, **options)
@@ -48,12 +48,12 @@ def encode_time(
     of decoded payloads.
 
     The result is never below the time of encoding and decoding without an exchange. The time to decode a payload is
-    measured with exchange "gather", in which the number of payloads grows with the number of ranks. With "scatter", the
-    same code decodes the payloads.
+    measured with exchange "gather", in which the number of payloads grows with the number of ranks. The result also
+    applies to exchange "scatter", because the same code decodes its payloads.
 
     Args:
-        measured: the measured seconds of encoding and of decoding in a step. They include the time in which ranks wait
-            for each other.
+        measured: the measured seconds of encoding and of decoding in a step, including the time in which ranks wait for
+            each other.
     """
     ranks, inside = all_ranks.size, exchange.ranks_per_node
     first, then = _alone(compressor, workload, all_ranks, ranks, inside)
@@ -72,14 +72,15 @@ def encode_time(
 
 
 def _gathered(compressor: Compressor) -> Compressor:
-    """The same method with exchange "gather", if the method has this exchange."""
+    """The compressor with the same settings but exchange "gather", if the compressor supports this exchange."""
     if isinstance(compressor, TwoLevel):
         return TwoLevel(_gathered(compressor.compressor))
     return in_each_way(compressor)[0]
 
 
 def _decoding(compressor: Compressor, workload: Workload, all_ranks: Ranks, ranks: int, ranks_per_node: int) -> float:
-    """The seconds of decoding this number of payloads, including work that does not grow with the number."""
+    """The seconds of decoding the payloads of `ranks` ranks, including work that does not grow with the number of
+    payloads."""
     first, then = _alone(compressor, workload, all_ranks, ranks, ranks_per_node)
     # In a two-level exchange, payloads from other nodes are decoded before the last collective, which is within the
     # node.
@@ -101,7 +102,7 @@ def _alone(
         engine.begin()
         engine.step(copies, in_place=True)
         wait_for(workload.device)
-        engine.ledger.settle()  # waits for the times of the device
+        engine.ledger.settle()  # waits until the times on the device are known
         cost = engine.ledger.last
         assert cost is not None
         times.append([cost.encode_seconds or 0.0, cost.decode_seconds or 0.0])

@@ -1,12 +1,14 @@
 """Measures the time of a training step of one model, on all ranks together. This module needs PyTorch.
 
-The model is trained in several ways, whose steps alternate:
+The model is trained in several ways. The steps of the different ways alternate:
 
-- alone
-- with the library's own exchange, overlapped with the backward pass, once with dense gradients and once with each cast
-- with a stand-in that sends one number instead of the gradients
-- with this stand-in and each compressor, in collectives without a payload: a real step that does not move its bytes
-- with a real exchange of one compressor, with and without overlap
+- without an exchange
+- with the library's own exchange, which overlaps with the backward pass: once with dense gradients, and once with each
+  cast
+- with an exchange of one number instead of the gradients
+- with an exchange of this number and, for each compressor, with collectives that have no payload. Such a step does all
+  the work of a real step, but does not send the payload.
+- with the real exchange of one compressor, once with overlap and once without overlap
 
 The parts of each step are timed.
 """
@@ -48,7 +50,8 @@ from hvdcomp.tools.bench.workload import Workload, build
 
 @dataclass(frozen=True)
 class ModelProbe:
-    """The results for one model. `readings` has the times, by name, from which `facts` was computed."""
+    """The results for one model. `facts` was computed from the measured times in `readings`, which has a key for each
+    measurement."""
 
     facts: ModelFacts
     readings: dict[str, Reading]
@@ -68,8 +71,8 @@ def probe_model(
     show: Show,
     beside: Callable[[], None] = lambda: None,
 ) -> ModelProbe:
-    """Measures the forward and backward pass, the optimizer, gamma, the overhead of the library and of hvdcomp, encode
-    times and overlap.
+    """Measures the forward and backward pass, the optimizer, gamma (how much slower the backward pass is during an
+    exchange), the overhead of the library and of hvdcomp, encode times and overlap.
 
     Every rank must call this function with the same arguments.
 
@@ -104,8 +107,8 @@ def probe_model(
     forward, backward, optimizer = (whole * part / sum(parts) for part in parts)
     gamma = max(1.0, float(np.median(mean(dense, BACKWARD))) / parts[1])
     engine = max(0.0, readings["step without payload"].seconds - whole)
-    # This step has hooks in the backward pass, and one small collective after it. The rest of its time is Horovod's
-    # overhead.
+    # The step without payload runs hooks during the backward pass, and one small collective after the backward pass.
+    # The rest of its additional time is Horovod's overhead.
     hooks = float(np.median(mean(numbers, BACKWARD))) / parts[1] - 1
     small = float(network.seconds("allreduce", 8.0, ranks).total)
     compute = Compute(
@@ -136,7 +139,7 @@ def probe_model(
             continue
         show(f"decoding of {spec}")
         readings[f"step without payload of {spec}"] = step = halves(slowest(times[spec]))
-        # This includes the time that ranks wait for each other between the rounds.
+        # This time includes the time in which ranks wait for each other between the rounds of an exchange.
         encoding_s = step.seconds - whole - engine - latency_s(exchange, network, ranks)
         encode[spec] = encode_time(compressor, plain, exchange, encoding_s, carrier.ranks)
     compute = replace(compute, encode=encode)
@@ -163,11 +166,12 @@ def probe_model(
 def unpredicted_time(
     network: Network, compute: Compute, exchange: Exchange, bucket_bytes: float, ranks: int, step_s: float
 ) -> EncodeTime:
-    """The part of a measured step that the model does not predict, if the library itself exchanges gradients or casts.
+    """Computes the part of a measured step time that the model does not predict, for steps in which the library itself
+    exchanges or casts the gradients.
 
-    Dense gradients and each cast have their own time. Computation and exchange slow each other down if they run at the
-    same time, and the effect grows with the number of bytes. If the time of dense gradients were used for a cast, the
-    cast would seem too slow.
+    This time is measured separately for dense gradients and for each cast. Computation and exchange slow each other
+    down if they run at the same time, and the effect grows with the number of bytes. If the time of dense gradients
+    were used for a cast, the cast would seem too slow.
 
     Args:
         exchange: the collectives of the library's own exchange.

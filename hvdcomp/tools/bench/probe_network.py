@@ -4,8 +4,8 @@ PyTorch.
 In a two-level exchange, all groups of ranks on a level exchange at the same time and share links, as they do in
 training.
 
-Two passes measure all sizes. If something disturbs a measurement, the two passes differ. Sizes that differ are measured
-in two more passes, so that the disturbance hardly affects the median.
+Two passes measure all sizes. If something disturbs a measurement, the two passes differ. Sizes whose times differ are
+measured in two more passes, so that the disturbance hardly affects the median.
 """
 
 from __future__ import annotations
@@ -39,24 +39,25 @@ IN_LEVELS: tuple[Kind, ...] = (
     *((kind, "node") for kind in ("allreduce", "allgather", "reducescatter")),
     *((kind, "across") for kind in ("allreduce", "allgather", "alltoall")),
 )
-"""The collectives that are measured for two-level exchanges. The costs of other collectives are predicted from
-these."""
+"""The collectives that are measured for two-level exchanges. The costs of other collectives are predicted from the
+costs of these collectives."""
 
 _PASSES = 2
 _TINY = 64  # bytes
 _SMALLEST = 1 << 12
 _LEAST = 1 << 18  # every calibration measures sizes up to this number of bytes
 _GROWTH = 4
-_COMPARED = 2  # number of largest sizes at which element types and fusion are compared
+_COMPARED = 2  # element types and fusion are compared at this number of the largest sizes
 _FUSED_PARTS = 16
-_SMALL_SHARE = 0.5  # the share of sizes that are too small to need transfer time
+_SMALL_SHARE = 0.5  # about this share of the sizes is so small that the transfer takes no time
 _IN_WORDS = {"all": "", "node": " within nodes", "across": " between nodes"}
 _FITTED = {"allreduce": "ring", "allgather": "ring", "alltoall": "pairwise", "reducescatter": "ring"}
-_FEWEST, _MOST = 3, 20  # the fewest and the most samples of a size in a pass
-# Bounds of the time for one size. The times for larger sizes are computed from the bandwidth.
+_FEWEST, _MOST = 3, 20  # minimum and maximum number of samples for each size in a pass
+# Collectives that take longer than a limit between these two numbers are not measured. Their times are computed from
+# the bandwidth.
 _SHORTEST_S, _LONGEST_S = 0.05, 1.5
-# For one kind of collective, the smallest number of samples of all sizes takes as long as this number of collectives of
-# the largest size.
+# If every size of one kind of collective is measured with the minimum number of samples, all sizes together take as
+# long as this number of collectives of the largest size.
 _RUNS = (2 + _FEWEST) * _PASSES * _GROWTH / (_GROWTH - 1)
 
 
@@ -67,7 +68,7 @@ class NetworkProbe:
     Attributes:
         network: the costs of collectives, for the performance model.
         readings: all measured times, by name. The costs were computed from these times.
-        source: the source of the numbers if they were not measured; empty if they were measured.
+        source: a text that names the source of the costs, if the network was not measured; empty if it was measured.
     """
 
     network: Network
@@ -84,8 +85,8 @@ def probe_network(
 
     Args:
         largest: for each kind of collective, in the order of measurement, the bytes that a rank sends in the largest
-            collective that is needed. The mapping has each kind among all ranks and, if a two-level exchange is
-            possible, the kinds `IN_LEVELS`.
+            collective that is needed. The keys are all kinds of collectives among all ranks and, if a two-level
+            exchange is possible, the kinds in `IN_LEVELS`.
         carrier: the library that exchanges the gradients.
         levels: how the ranks are distributed over nodes.
         device: device of the arrays that the collectives send.
@@ -107,7 +108,7 @@ def probe_network(
         payloads = [_handed(kind, size, ranks) for size in times]
         cost = fit_collective(kind, _FITTED[kind], ranks, payloads, list(times.values()), carrier.start_s)
         costs[kind, among] = cost
-    # These measurements alternate, because the differences between them are used.
+    # The measurements of these kinds alternate, because only the differences between their times are used.
     plain, half, *fused = (list(times.values()) for times in measuring.by_size(alike, compared).values())
     traffic = [float(ALGORITHMS["allreduce"]["ring"](size, float(carrier.ranks.size)).bytes) for size in compared]
     float16 = extra_per_byte(traffic, half, plain)
@@ -167,8 +168,8 @@ class _Measuring:
     def by_size(
         self, kinds: Sequence[str], sizes: list[int], among: str = "all"
     ) -> dict[str, dict[int, float]]:
-        """For each kind, the seconds for each size in bytes. After a size that takes too long, larger sizes are left
-        out."""
+        """Measures each kind of collective for each size. Returns, for each kind, the seconds for each size in bytes.
+        After a size that takes too long, larger sizes are left out."""
 
         def words(kind: str, size: int) -> str:
             return f"{kind} of {_in_words(size)}{_IN_WORDS[among]}"
@@ -200,8 +201,8 @@ class _Measuring:
         return times
 
     def _sample(self, kind: str, size: int, among: str) -> tuple[list[float], float]:
-        """The seconds of several collectives, each as a mean over the ranks, and the seconds of one collective before
-        these."""
+        """Runs the same collective several times. Returns the seconds of each run, and the seconds of one earlier run.
+        All times are means over the ranks."""
         carry_out = self._collective(self._ranks.part(among), kind, size)
         carry_out()  # here Horovod negotiates the new name
         first = self._agreed([self._timed(carry_out)])[0]
@@ -241,13 +242,14 @@ class _Measuring:
         return time.perf_counter() - begin
 
     def _agreed(self, seconds: list[float]) -> list[float]:
-        """The means over the ranks. They are equal on all ranks, so that all ranks make the same decisions."""
+        """Returns the means of these times over the ranks. All ranks get the same means, so all ranks make the same
+        decisions."""
         return (self._carrier.ranks.sum(np.array(seconds), "agreed") / self._carrier.ranks.size).tolist()
 
 
 def _handed(kind: str, size: int, ranks: int) -> int:
-    """The exact number of bytes that a rank sends, because an alltoall and a reduce-scatter need the same number of
-    float32 values for each rank."""
+    """The number of bytes, near `size`, that a rank actually sends. An alltoall and a reduce-scatter need the same
+    number of float32 values for each rank."""
     rows = 4 * ranks if kind in ("alltoall", "reducescatter") else 1
     return max(1, size // rows) * rows
 

@@ -18,7 +18,7 @@ from hvdcomp.tools.bench.fit import Reading
 from hvdcomp.tools.bench.workload import Workload
 
 EARLY, AT_END = "sent in the backward pass", "sent at its end"
-_FEWEST_BUCKETS = 3  # a model has at least this number, so that buckets of small models also start early
+_FEWEST_BUCKETS = 3  # small models also have at least this number of buckets, so that some are sent early
 # The smallest saving that can be measured, as a share of a step. A saving within the noise cannot be measured either.
 _LEAST_SAVED = 0.02
 
@@ -38,7 +38,7 @@ class OverlapTrial:
     ranks: int
 
     def distributed(self, way: str, workload: Workload, carrier: Carrier, seed: int) -> Distributed:
-        """The training run with overlap (if `way` is `EARLY`) or without (`AT_END`).
+        """Creates the training run with overlap (if `way` is `EARLY`) or without overlap (if `way` is `AT_END`).
 
         Args:
             seed: seed of the compressor.
@@ -54,11 +54,12 @@ class OverlapTrial:
         at_end: Reading,
         early: Reading,
     ) -> tuple[float | None, str]:
-        """Computes `Compute.hides`; None if it cannot be measured here. The second result is a text with the reason.
+        """Computes `Compute.hides`, the share of the possible overlap that training achieves; None if this share cannot
+        be measured here. The second result is a text that says where the share comes from.
 
         Args:
-            network, compute: the measured costs of collectives, and the measured times of the model. They include the
-                encode time of the compressor, and the time at which each gradient is ready.
+            network, compute: the measured costs of collectives, and the measured times of the model. The times of the
+                model include the encode time of the compressor, and the time at which each gradient is ready.
             tensors: the tensors of the model.
             at_end, early: the measured steps without overlap and with overlap.
         """

@@ -1,4 +1,4 @@
-"""Times the parts of the steps of several training runs, whose steps alternate. This module needs PyTorch."""
+"""Times the parts of training steps. The steps of several training runs alternate. This module needs PyTorch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORWARD, BACKWARD, EXCHANGE, OPTIMIZER = range(4)
 
 Show = Callable[[str], None]
 
-_FEWEST_ROUNDS, _MOST_ROUNDS = 5, 20  # fewest and most rounds
+_FEWEST_ROUNDS, _MOST_ROUNDS = 5, 20  # minimum and maximum number of rounds
 _READY_STEPS = 5
 
 
@@ -68,7 +68,8 @@ def parts_of(marks: Sequence[Any]) -> list[float]:
 
 
 def _when_computed(loss: torch.Tensor, device: torch.device) -> list[Any]:
-    """Returns a list. The mark at the end of the computation of the backward pass is appended to it later.
+    """Returns an empty list. As soon as the backward pass has computed all gradients, a callback appends a time mark to
+    the list.
 
     PyTorch calls callbacks in the order of their registration. DistributedDataParallel waits for its exchange in a
     callback that it registers later, so the mark does not include this wait.
@@ -82,8 +83,8 @@ def _when_computed(loss: torch.Tensor, device: torch.device) -> list[Any]:
 def take_turns(
     ways: dict[str, Training], carrier: Carrier, seconds: float, show: Show, beside: Callable[[], None]
 ) -> dict[str, np.ndarray]:
-    """Runs steps of all training runs, which alternate. For each way, returns the seconds of the four parts of its
-    steps, (ranks, steps, 4)."""
+    """Runs steps of all training runs alternately. Returns, for each training run, the seconds of the four parts of
+    each step, an array of shape (ranks, steps, 4)."""
     ranks = carrier.ranks
     step_s: dict[str, float] = {}
     for name, training in ways.items():
@@ -151,9 +152,10 @@ def ready_of(shares: np.ndarray, parameters: Sequence[torch.Tensor], ranks: Rank
     """When each share of the gradients is computed, as a mean over all ranks (`Compute.ready`).
 
     Args:
-        shares: for each gradient, the share of the backward pass after which it is computed, (steps, parameters).
+        shares: for each step and each gradient, the share of the backward pass after which the gradient is computed.
+            The array has the shape (steps, parameters).
     """
-    # First the median of the steps on each rank, and then the mean over the ranks.
+    # Take the median over the steps on each rank, and then the mean of these medians over the ranks.
     times = np.median(everywhere(shares, ranks), axis=1).mean(axis=0)
     sizes = np.array([parameter.numel() * parameter.element_size() for parameter in parameters], float)
     order = [place for place in np.argsort(times, kind="stable") if sizes[place]]

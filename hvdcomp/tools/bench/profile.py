@@ -38,7 +38,7 @@ MODEL = "training"
 """The name of the user's model in the calibration."""
 SOURCE = "hvdcomp profile"
 _NETWORK_SHARE = 0.5  # the share of a profile's time for measuring the network
-_FEWEST, _MOST = 5, 20  # fewest and most exchanges of a method
+_FEWEST, _MOST = 5, 20  # minimum and maximum number of timed exchanges for each method
 _TRIED = 3  # number of methods whose exchanges are actually run
 
 
@@ -78,8 +78,8 @@ def profile(
         compressors: specs of the compressors to measure.
         name: name of the calibration.
         seconds: approximate duration of the measurements.
-        known_network: a calibration whose network is used instead of measuring the network. It is required if there is
-            only one rank.
+        known_network: a calibration whose network is used instead of measuring the network. This argument is required
+            if there is only one rank.
         show: function that is called with the name of the next measurement.
 
     Raises:
@@ -115,7 +115,8 @@ def profile(
         spec = str(compressor)
         engine = Engine(NoPayload(spec, levels.ranks), tensors, compressor)
         if engine.passthrough:
-            # The library itself casts and sends. The time of the cast can be measured only in a separate training run.
+            # The library itself casts and sends the gradients. The time of the cast can be measured only in a separate
+            # training run.
             continue
         show(f"encoding and decoding of {spec}")
         reading = _exchanges(engine, workload, carrier, seconds_each)
@@ -148,7 +149,8 @@ def profile(
 
 
 def _exchanges(engine: Engine, workload: Workload, carrier: Carrier, seconds: float) -> Reading:
-    """The seconds that the slowest rank needs for a step of an engine with copies of the program's gradients."""
+    """Runs steps of an engine on copies of the program's gradients. Returns the seconds that the slowest rank needs for
+    a step."""
     originals = gradients(workload)
     copies = {name: gradient.clone() for name, gradient in originals.items()}
 

@@ -1,4 +1,4 @@
-"""Training runs whose steps are compared. Each run has one method and a separate model."""
+"""Training runs whose steps are compared. Each run uses one method, and has its own model."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 COMPUTE = "compute"  # training without communication
 OVERLAPS: dict[str, tuple[int | None, ...]] = {"on": (None,), "off": (0,), "both": (None, 0)}
-"""The `overlap_bytes` of `Times` with which compressors are compared, by the value of the option `overlap`."""
+"""For each value of the option `overlap`, the values of `Times.overlap_bytes` with which compressors are compared."""
 
-# The number of steps at the beginning of a turn that are not measured. Collectives have the same names in all methods,
-# and Horovod must negotiate again if the size of a collective has changed.
+# The number of steps at the beginning of a turn that are not measured. These steps are slower: collectives have the
+# same names in all methods, so Horovod must negotiate again if the size of a collective has changed.
 _SETTLING_STEPS = 2
 
 
@@ -30,8 +30,8 @@ class Times:
     """The measured times of one method.
 
     Attributes:
-        overlap_bytes: the size of the smallest bucket of gradients that is sent during the backward pass; 0 if no
-            bucket is sent then; None for hvdcomp's default.
+        overlap_bytes: the size of the smallest bucket of gradients that is sent during the backward pass; 0 if all
+            gradients are sent after the backward pass; None for hvdcomp's default.
         step_ms: for each round, the milliseconds that the slowest rank needed for each step.
         bytes_per_step: the bytes that one rank passes to the collectives in a step.
         encode_ms, communicate_ms, decode_ms: mean milliseconds per step on rank 0 of encoding, of waiting for
@@ -157,7 +157,7 @@ class Training:
         return {} if self.compression is None else dict(vars(self.compression.ledger.totals))
 
     def _add_costs(self, before: dict[str, Any], after: dict[str, Any], steps: int) -> None:
-        """Updates the means per step of all measured rounds."""
+        """Adds the costs of the latest block to the means per step over all measured blocks."""
         total = self._counted + steps
         for key, name, unit in (
             ("bytes_sent", "bytes_per_step", 1),
@@ -178,7 +178,7 @@ class Turns:
 
     Args:
         carrier: the library that exchanges the gradients.
-        trainings: the training runs that take turns. Their earlier results are dropped.
+        trainings: the training runs that take turns. Earlier results of these runs are dropped.
         show: a function that is called on every rank with the name of the next measurement.
 
     Attributes:
@@ -222,10 +222,11 @@ def trainings_of(
 
     Args:
         carrier: the library that exchanges the gradients.
-        overlaps: values of `overlap_bytes` (`Times`). There is one training run for each compressor and each value;
-            without values, one for each compressor with hvdcomp's default. If the model is so small that hvdcomp sends
-            all gradients at the end by default, there is only one training run for each compressor. There is also one
-            training run without communication, and one for each of the library's own methods.
+        overlaps: values of `overlap_bytes` (`Times`). There is one training run for each compressor and each value. If
+            there are no values, there is one training run for each compressor, with hvdcomp's default. If the model is
+            so small that hvdcomp sends all gradients at the end by default, there is only one training run for each
+            compressor. There is also one training run without communication, and one for each of the library's own
+            methods.
         device: name of the models' device.
     """
     compute = Training(carrier, COMPUTE, model, batch_size, seed, device=device)
@@ -248,6 +249,7 @@ def _may_overlap(method: str) -> bool:
 
 
 def ratio(steps: Sequence[Sequence[float]], reference: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """The ratio between the median steps of a round: its median over all rounds, and its standard error."""
+    """Compares the step times of two training runs. For each round, the ratio of their median step times is computed.
+    Returns the median of this ratio over all rounds, and its standard error."""
     medians, reference_medians = (map(statistics.median, rounds) for rounds in (steps, reference))
     return median_with_error([median / other for median, other in zip(medians, reference_medians, strict=True)])

@@ -34,11 +34,12 @@ class Watched:
         workload: the model, with the gradients of the last step.
         optimizer: kind of the optimizer, as in `hvdcomp.compressors.evidence`; None if hvdcomp's own training runs do
             not include this kind.
-        parts: the seconds of the four parts of each step, (steps, 4).
-        ready: the time at which the gradient of each parameter was computed, as a share of the backward pass, (steps,
-            parameters).
+        parts: the seconds of the four parts of each step, an array of shape (steps, 4).
+        ready: for each step, the time at which the gradient of each parameter was computed, as a share of the backward
+            pass. The array has the shape (steps, parameters).
         backward_passes: the number of backward passes in a step. All passes except the last count as FORWARD.
-        more_optimizers: the names of further optimizers that were used. Their parameters were not watched.
+        more_optimizers: the names of further optimizers that were used. The parameters of these optimizers were not
+            watched.
     """
 
     workload: Workload
@@ -53,7 +54,7 @@ class Watch:
     """Times the steps of the first optimizer that takes a step after a backward pass.
 
     A step without a backward pass is not a training step. `hvd.broadcast_optimizer_state` takes such a step, with zero
-    gradients, to create the state of an optimizer. This optimizer may not be the one that trains the model.
+    gradients, to create the state of an optimizer. That optimizer need not be the optimizer that trains the model.
 
     Args:
         steps: the number of timed steps, after `warm_up` steps.
@@ -82,7 +83,7 @@ class Watch:
         self._handles: list[Any] = []
         self._optimizer: Any = None
         self._other_optimizers: set[str] = set()
-        self._depth = 0  # Horovod's optimizer calls `step` of the optimizer that it wraps
+        self._depth = 0  # nested calls of `step`: Horovod's optimizer calls `step` of the wrapped optimizer
         self._models: list[torch.nn.Module] = []
         self._last: Any = None
         self._marks: dict[str, Any] = {}
@@ -114,7 +115,7 @@ class Watch:
         torch.autograd.backward = self._backward
 
     def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
-        """Stores top-level modules. The names of parameters are later looked up in them."""
+        """Stores the top-level modules of the program, which later give the names of the parameters."""
         if self._optimizer is None and not any(module is part for model in self._models for part in model.modules()):
             self._models.append(module)
 
@@ -132,7 +133,7 @@ class Watch:
             self._marks["computed"] = mark(first.device)
 
         # PyTorch calls callbacks in the order of their registration. DistributedDataParallel waits in a callback that
-        # it registers later.
+        # it registers later, so this mark does not include the wait.
         handle = first.register_hook(lambda _: engine.queue_callback(computed))
         self._handles.append(handle)
 
@@ -237,5 +238,5 @@ class Named(torch.nn.Module):
 
 
 def no_loss() -> torch.Tensor:
-    """Stands for the loss, which only the user's program can compute."""
-    raise NotImplementedError("the training makes its own steps")
+    """A placeholder for the loss, which only the user's program can compute."""
+    raise NotImplementedError("only the user's program can compute the loss")

@@ -1,10 +1,10 @@
 """Times the parts of the steps of a user's training program in TensorFlow.
 
-Gradients are the results of `tf.GradientTape.gradient` and the arguments of an optimizer's `apply_gradients`. This also
-finds the gradients in Keras's `fit`, and with Horovod's tape and optimizer. TensorFlow traces both functions once, and
-then runs a graph. This module therefore adds operations to the graph. Some of these operations read the clock as soon
-as certain tensors are computed. One operation at the end of a step passes the times to Python. The training results do
-not change.
+The module finds gradients in the results of `tf.GradientTape.gradient` and in the arguments of an optimizer's
+`apply_gradients`. Keras's `fit`, and Horovod's tape and optimizer, also call these two functions. TensorFlow traces
+both functions once, and then runs a graph. This module therefore adds operations to the graph. Some of these operations
+read the clock as soon as certain tensors are computed. One operation at the end of a step passes the times to Python.
+The training results do not change.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hvdcomp.tools.bench.watched import Named, Watched, no_loss
 from hvdcomp.tools.bench.workload import Workload
 from hvdcomp.tools.train.options import SetupError
 
-_KEPT = 8  # number of backward passes to keep; the last ones may belong to another model
+_KEPT = 8  # number of recent backward passes to keep, because the latest pass may belong to another model
 
 
 @dataclass
@@ -58,8 +58,8 @@ class KerasWatch:
 
     Attributes:
         seen, done: attributes that `hvdcomp.tools.bench.watched.Watch` describes.
-        ended: the exception that a step raised; None if no step did. It is stored because TensorFlow turns it into an
-            error of its own.
+        ended: the exception that a step raised; None if no step raised one. The exception is stored because TensorFlow
+            replaces it with an error of its own.
     """
 
     def __init__(self, steps: int, warm_up: int, then: Callable[[Watched], None]) -> None:
@@ -133,8 +133,8 @@ class KerasWatch:
         return result
 
     def _end_step(self, read: np.ndarray, *gradients: np.ndarray) -> list[np.ndarray]:
-        """Receives the times of a step: its start, the time at which means are ready, its end, and the time of each
-        gradient."""
+        """Receives the times of a step: the start of the backward pass, the time at which the averaged gradients are
+        ready, the end of the step, and the time at which each gradient was computed."""
         if self.done:
             return []
         self.seen += 1
@@ -225,7 +225,8 @@ def _end_program() -> None:
 
 
 def _parameter(gradient: np.ndarray) -> torch.nn.Parameter:
-    """A parameter of PyTorch with a copy of a gradient. The copy has the shape that compressors get."""
+    """A parameter of PyTorch with a copy of a gradient. The copy has the shape in which compressors get this
+    gradient."""
     copy = torch.tensor(gradient.astype(np.float32)).to(getattr(torch, gradient.dtype.name))
     parameter = torch.nn.Parameter(torch.zeros_like(copy).reshape(matrix_of(gradient.shape)))
     parameter.grad = copy.reshape(parameter.shape)

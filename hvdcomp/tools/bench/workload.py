@@ -18,7 +18,7 @@ from hvdcomp.tools.bench.models import IMAGES, split_model
 from hvdcomp.tools.train.frameworks import build_model
 from hvdcomp.tools.train.options import TEXT_MODELS, SetupError
 
-_TOKENS, _LENGTH = 100, 64  # number of different characters, and of characters in a text
+_TOKENS, _LENGTH = 100, 64  # number of different characters, and number of characters in a text
 _TURN_S, _MOST_STEPS = 0.25, 8
 
 T = TypeVar("T")

@@ -35,7 +35,7 @@ from hvdcomp.tools.terminal import fits, make_console, make_table, print_table
 
 _PRESET = "h100x8"
 _OPTIMIZERS = {"sgd": "SGD", "adam": "Adam", "adamw": "Adam", "compressedadam": "CompressedAdam", "muon": "Muon"}
-_LISTED = 4  # number of specs that are listed in a sentence
+_LISTED = 4  # maximum number of specs that are listed in a sentence
 _LESS_NEEDED = ("kept", "dense", "latency", "compute", "limited", "network", "encode")
 """Columns that are left out on a narrow console. The first is left out first."""
 _LIBRARIES = {"horovod": "Horovod", "ddp": "DistributedDataParallel", "fsdp": "FSDP2"}
@@ -127,8 +127,8 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
     flag_value="count",
     help="Instead of a table, count the set-ups in which compression makes a step faster, and print the counts as CSV. "
     f"The set-ups combine {', '.join(map(str, WORLD_SIZES))} ranks with "
-    f"{', '.join(f'{share:g}' for share in BATCHES)} times the calibration's batch size. They have every model of all "
-    "presets (with --calibration: of that calibration), and every compressor that may be recommended (with "
+    f"{', '.join(f'{share:g}' for share in BATCHES)} times the calibration's batch size. They include every model of "
+    "all presets (with --calibration: of that calibration), and every compressor that may be recommended (with "
     "--compressor: only the given compressors).",
 )
 @click.option(
@@ -143,10 +143,10 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
     "--map",
     "listed",
     flag_value="map",
-    help="Instead of a table, draw a map. For each model of the calibration, and for links of "
-    f"{', '.join(map(str, MAP_RATES))} Gb/s per node, it shows the fastest compressor and its speedup over the better "
-    "of dense and fp16 gradients. Writes a picture, and a CSV file with the same name that contains the numbers. The "
-    f"map is for {', '.join(map(str, MAP_RANKS))} ranks, or for --world-size.",
+    help="Instead of a table, draw a map. The map shows, for each model of the calibration and for links of "
+    f"{', '.join(map(str, MAP_RATES))} Gb/s per node, the fastest compressor and its speedup over the better of dense "
+    "and fp16 gradients. Writes a picture, and a CSV file with the same name that contains the numbers. The map is for "
+    f"{', '.join(map(str, MAP_RANKS))} ranks, or for --world-size.",
 )
 @click.option(
     "--optimizer",
@@ -162,8 +162,8 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
     default=1,
     show_default=True,
     help=(
-        "Number of backward passes per optimizer step (gradient accumulation). Only the last of them overlaps with the "
-        "exchange."
+        "Number of backward passes per optimizer step (gradient accumulation). Only the last backward pass overlaps "
+        "with the exchange."
     ),
 )
 @click.option(
@@ -175,7 +175,7 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
     "--all",
     "shows_all",
     is_flag=True,
-    help="Print the table of all methods, the reasons why some are not recommended, and all notes.",
+    help="Print the table of all methods, the reasons why some methods are not recommended, and all notes.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print all results as JSON.")
 @click.pass_context
@@ -436,8 +436,8 @@ def _called(spec: str) -> str:
 
 
 def _add_local_steps(report: dict[str, Any], adviser: Adviser, setting: Setting, every: int) -> list[str]:
-    """Adds the step times with an exchange every `every` steps to a report. Returns notes, which are also added to the
-    report."""
+    """Adds to a report the step times of training that exchanges only every `every` steps. Also adds notes about these
+    step times to the report, and returns the notes."""
     seconds = {spec: adviser.local_step_s(spec, setting, every) for spec in report["methods"]}
     for spec, step_s in seconds.items():
         report["methods"][spec]["local_step_ms"] = None if step_s is None else 1e3 * step_s
@@ -465,12 +465,12 @@ def _compressed_steps(report: dict[str, Any], adviser: Adviser, setting: Setting
     """Sentences about the time that `LocalSteps.compressed` would save; empty if the time cannot be predicted.
 
     The sentences do not recommend anything, because hvdcomp's own training runs have not compared compressed steps with
-    dense training with both at their best learning rates.
+    dense training while each used its best learning rate.
     """
     free, world_size = report["free"], report["world_size"]
     if free is None:  # there is only one rank
         return []
-    signs = parse_compressor("efsignsgd")  # what `LocalSteps.compressed` sends by default
+    signs = parse_compressor("efsignsgd")  # the default compressor of `LocalSteps.compressed`
     ways = [signs, *in_each_way(signs)]
     if adviser.ranks_per_node is not None:
         ways += [two_level for way in ways if (two_level := in_two_levels(way)) is not None]
@@ -500,8 +500,8 @@ def lines_to_type(spec: str | None, backend: str | None) -> dict[str, str]:
 
     Args:
         spec: spec of the compressor.
-        backend: name of the library that the calibration was made with. None if it is unknown; the lines are then for
-            the libraries that keep the whole model on each rank.
+        backend: name of the library that the calibration was made with. If the library is unknown (None), the lines are
+            for the libraries that keep the whole model on each rank.
     """
     if spec in (None, UNCOMPRESSED):
         return {}
@@ -594,7 +594,7 @@ def _not_recommended(advice: Advice) -> list[str]:
 
 def _listed(specs: Sequence[str]) -> str:
     """Joins specs into a list for use in a sentence. If there are many specs, only the first few are listed, followed
-    by the number of the remaining ones."""
+    by the number of the other specs."""
     if len(specs) <= _LISTED:
         return ", ".join(specs)
     return f"{', '.join(specs[: _LISTED - 1])} and {len(specs) - _LISTED + 1} others"
@@ -643,8 +643,8 @@ def _print(report: dict[str, Any], shows_all: bool, answers: Sequence[str]) -> N
 
 
 def _print_few(console: Console, report: dict[str, Any]) -> None:
-    """Prints three lines each for dense gradients, for fp16, and for the methods that the advice names. Then describes
-    what --all would add."""
+    """Prints three lines each for dense gradients, for fp16, and for the methods that the advice names. Then says which
+    further output the option --all would add."""
     methods = report["methods"]
     named = dict.fromkeys([report["winner"], report["take"], *FREE])
     for spec in named:
@@ -772,7 +772,9 @@ def _conclusions(report: dict[str, Any]) -> list[str]:
     elif factor <= 1:
         lines.append("Uncompressed training reaches 95% of linear scaling.")
     else:
-        lines.append(f"To reach 95% of linear scaling, {ideal} must send {factor:.1f} times fewer bytes.")
+        lines.append(
+            f"To reach 95% of linear scaling, {ideal} must send {factor:.1f} times fewer bytes than dense gradients."
+        )
     return lines
 
 
@@ -782,7 +784,7 @@ def _compared(report: dict[str, Any]) -> list[str]:
 
 
 def _kept(compressor: Compressor, kept: float) -> str:
-    """Sentences about the memory that a method keeps. kept: the bytes per parameter."""
+    """Sentences about the memory that a method keeps. kept: the bytes of this memory per parameter."""
     said = f"On a GPU, {compressor} keeps {kept:.1f} bytes of memory per parameter from step to step."
     if any(leaf.default_memory.name == "error_feedback" for leaf in compressor.leaves()):
         said += " With memory=error_feedback:dtype=bf16, residuals need half of this memory."

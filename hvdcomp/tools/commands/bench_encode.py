@@ -144,9 +144,9 @@ def encode(
     """Measure encode and decode times, and compare them with a copy of the gradients and PyTorch's own hooks.
 
     The measurements of the copy and of each method alternate. If the time of the copy differs between methods by more
-    than 15 percent, the machine was not equally fast for all methods. The command then refuses the comparison, and
-    --output does not write anything. Rows that other programs disturbed are marked as unsteady, also in the file that
-    --json writes.
+    than 15 percent, the machine was not equally fast for all methods. In this case, the command refuses to compare the
+    methods, and --output does not write anything. Rows that other programs disturbed are marked as unsteady, also in
+    the file that --json writes.
     """
     _check(options["framework"], options["device"], options["memory"], methods, output)
     before = None if earlier_file is None else _earlier(earlier_file)
@@ -246,7 +246,7 @@ def _is_there(framework: str) -> bool:
 
 
 def _check(framework: str, device: str, memory: str | None, methods: Sequence[str], output: Path | None) -> None:
-    """Before anything is measured, raises an error for options that cannot work."""
+    """Raises an error if an option cannot work. Call this function before the measurements."""
     if not _is_there(framework):
         raise click.ClickException(
             f"--framework {framework} needs {_EXTRAS[framework]}: pip install 'hvdcomp[{framework}]'"

@@ -1,4 +1,5 @@
-"""`hvdcomp build-horovod` builds Horovod for the frameworks of this environment, and keeps it in a cache."""
+"""`hvdcomp build-horovod` builds a wheel of Horovod for the frameworks of this environment, and keeps the wheel in a
+cache."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def _parse_architectures(_context: click.Context, _option: click.Parameter, valu
     "--check/--no-check",
     default=True,
     show_default=True,
-    help="After installing, check Horovod by running two ranks. Whether it can be imported is always checked.",
+    help="After installing, check Horovod by running two ranks. The command always checks the import.",
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be built, and build nothing.")
 def command(gpu: bool, cuda_arch: tuple[int, ...], jobs: int | None, force: bool, check: bool, dry_run: bool) -> None:
@@ -133,15 +134,15 @@ def _run_ranks(console: Console, plan: Plan) -> None:
         run_two_ranks(*check)
         return time.monotonic() - started
 
-    # Two checks run in parallel, because horovodrun itself imports the frameworks, on a single core.
+    # Two checks run in parallel, because horovodrun itself imports the frameworks, and uses only one core to do so.
     with ThreadPoolExecutor(max_workers=2) as pool:
         for (framework, controller), seconds in zip(checks, pool.map(run, checks), strict=True):
             console.print(f"Two ranks ran: {framework} under {controller} ({seconds:.0f} s)")
 
 
 class _BuildProgress:
-    """Shows progress: a progress bar on a terminal, and elsewhere, such as in a CI log, a line after every tenth of the
-    build."""
+    """Shows the progress of the build. On a terminal, it shows a progress bar. Elsewhere, such as in a CI log, it
+    prints a line after every tenth of the build."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

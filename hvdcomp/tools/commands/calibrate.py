@@ -1,4 +1,5 @@
-"""`hvdcomp calibrate` measures network, passes and compressors for `hvdcomp advise` (`hvdcomp.tools.bench`)."""
+"""`hvdcomp calibrate` measures the network, the forward and backward passes of models, and compressors. The results are
+the input of `hvdcomp advise`. The measurements are in `hvdcomp.tools.bench`."""
 
 from __future__ import annotations
 
@@ -130,7 +131,7 @@ def command(
     name: str | None,
     **options: Any,
 ) -> None:
-    """Measure the network, a model's passes and compressors for `hvdcomp advise`.
+    """Measure the network, a model and compressors, as input for `hvdcomp advise`.
 
     The command runs on all ranks at once, and uses Horovod or torch.distributed. It measures collectives of several
     sizes, the model's forward and backward passes (alone and during an exchange), encoding and decoding with each
@@ -207,7 +208,8 @@ def command(
 
 
 def check_network(size: int, known: Calibration | None, start: str) -> None:
-    """Checks that there is a network to measure, or a known network.
+    """Checks that the job has several ranks, so that the network can be measured, or that a calibration gives the
+    network.
 
     Args:
         size: number of ranks of this job.

@@ -103,7 +103,8 @@ def describe(kind: type[Compressor]) -> dict[str, Any]:
 
 
 def _allowed(example: Compressor, setting: str, kind: type) -> str:
-    """The allowed values of a setting. They are read from the error message for NaN, which every setting refuses."""
+    """The allowed values of a setting. The function reads them from the error message for the value NaN, because every
+    setting refuses NaN."""
     try:
         dataclasses.replace(example, **{setting: math.nan})
     except SpecError as error:

@@ -66,7 +66,7 @@ _ENVIRONMENT = {
     show_default=True,
     help=(
         "Approximate time to measure steps on each network. The calibration of the performance model takes the same "
-        "time again."
+        "time in addition."
     ),
 )
 @click.option(
@@ -134,7 +134,7 @@ def command(backend: str, seconds: float, output: Path) -> None:
 
 def _run(title: str, words: Sequence[object], needed: bool = True) -> bool:
     """Runs a program, and returns whether it succeeded. If the program fails and `needed` is True, this process exits
-    with the same status."""
+    with the exit status of the program."""
     click.secho(f"==> {title}", bold=True)
     sys.stdout.flush()  # so that earlier output comes before the output of the program
     code = subprocess.run([*map(str, words)], env={**_ENVIRONMENT, **os.environ}).returncode

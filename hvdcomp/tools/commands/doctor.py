@@ -26,8 +26,8 @@ def command(context: click.Context, as_json: bool, report: bool) -> None:
     """Check the installation: versions, GPUs, MPI, kernels, and how they fit together.
 
     If you start it with a launcher (horovodrun -np 2 hvdcomp doctor, torchrun --nproc-per-node 2 -m hvdcomp doctor), it
-    also starts Horovod, or a process group of torch.distributed, and compares the number of ranks with the launcher's.
-    Exit status 1 means that a problem prevents training.
+    also starts Horovod, or a process group of torch.distributed, and compares the number of its ranks with the number
+    of ranks that the launcher started. Exit status 1 means that a problem prevents training.
     """
     if as_json and report:
         raise click.UsageError("--json and --report cannot be used together: give one of them")

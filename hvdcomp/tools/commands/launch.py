@@ -20,7 +20,7 @@ _SCHEDULERS = {
 
 
 class NotLaunchedError(click.ClickException):
-    """A failure of `hvdcomp launch` itself. Its exit code is one that programs rarely return.
+    """A failure of `hvdcomp launch` itself. Programs rarely return the exit code of this error.
 
     If the command line or the settings are wrong, the command raises click.UsageError instead, with exit code 2.
     """
@@ -48,7 +48,7 @@ def refusals() -> Iterator[None]:
 
 
 def _with_flag(error: ConfigurationError, context: click.Context) -> str:
-    """The message of an error, which begins with the name of a setting, together with the command's flag for this
+    """Adds the command's flag for a setting to the message of an error. The message begins with the name of the
     setting."""
     flags = {param.name: param.opts[0] for param in context.command.params if isinstance(param, click.Option)}
     if isinstance(context.command, ProgramGroup):
@@ -66,8 +66,9 @@ def _with_flag(error: ConfigurationError, context: click.Context) -> str:
 class ProgramGroup(Group):
     """A group of commands that runs a program if it is called as `group [OPTIONS] -- PROGRAM [ARGUMENT]...`.
 
-    All words after the first `--` are the program and its arguments. They are a tuple in `ctx.meta[PROGRAM]`, which is
-    None if there is no `--`. The group must be created with `invoke_without_command=True`.
+    All words after the first `--` are the program and its arguments. These words are stored as a tuple in
+    `ctx.meta[PROGRAM]`. The value is None if there is no `--`. The group must be created with
+    `invoke_without_command=True`.
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -116,8 +117,8 @@ environment_option = click.option(
     callback=_variables,
     help="Environment variable of the ranks; repeatable.",
 )
-"""The option for environment variables, which every scheduler has. Its value is a mapping, or None if the option is not
-given."""
+"""The option --env for environment variables, which the commands of every scheduler have. Its value is a mapping, or
+None if the option is not given."""
 
 backend_option = click.option(
     "--backend",

@@ -54,9 +54,9 @@ class _JobNumber(click.ParamType):
 def _refuse_array(context: click.Context, _option: click.Parameter, value: str | None) -> None:
     if value is not None:
         raise click.UsageError(
-            f"--array {value} is not supported, because this command follows only one job, and each job needs its own "
-            "files, to which it saves and from which it continues. Submit each job separately, with --detach and its "
-            "own name and files: for seed in 1 2 3; do hvdcomp launch slurm --detach --name run-$seed ... -- ... "
+            f"--array {value} is not supported, because this command follows only one job, and because each job needs "
+            "its own output and checkpoint files. Submit each job separately, with --detach and with its own name and "
+            "files: for seed in 1 2 3; do hvdcomp launch slurm --detach --name run-$seed ... -- ... "
             "--output runs/$seed; done",
             context,
         )

@@ -96,11 +96,11 @@ def command(
 
     PROGRAM is your unchanged training program. You may write the word python before PROGRAM. The program may use
     PyTorch, with DistributedDataParallel or Horovod, or TensorFlow, with Horovod's tape or optimizer. The command times
-    the program's steps. It measures the network, and each compressor on copies of the program's own gradients, and runs
-    the exchanges of the best compressors. Then it prints the advice of `hvdcomp advise`, and the lines to add to the
-    program. The trained weights do not change.
+    the program's steps. Then it measures the network, and times each compressor on copies of the program's own
+    gradients. It also runs real exchanges with the best compressors. At the end, it prints the advice of `hvdcomp
+    advise`, and the lines to add to the program. The trained weights do not change.
     """
-    # the user also typed the command that starts the program
+    # the user may also have typed the word python before the program
     if re.fullmatch(r"python[\d.]*", Path(program).name):
         as_module = arguments[:1] == ("-m",)
         own = arguments[1:] if as_module else arguments
@@ -148,7 +148,7 @@ def command(
         _run(program, arguments, as_module)
     except (Exception, SystemExit) as error:
         ended = next((watch.ended for watch in watches if watch.ended is not None), error)
-        if isinstance(ended, SetupError):  # the watch has raised it, on every rank in the same step
+        if isinstance(ended, SetupError):  # a watch raised this error, on every rank in the same step
             raise click.ClickException(str(ended)) from None
         if any(watch.done for watch in watches) or not isinstance(ended, SystemExit) or ended.code not in (None, 0):
             raise ended from None
@@ -170,8 +170,8 @@ def command(
 
 
 class _BeforeImport(MetaPathFinder):
-    """Calls a function before a module is imported for the first time. It is a finder on sys.meta_path that never finds
-    anything."""
+    """Calls a function before a module is imported for the first time. The class is a finder for sys.meta_path, but it
+    never finds a module."""
 
     def __init__(self, module: str, call: Callable[[], None]) -> None:
         self._module, self._call = module, call
@@ -183,7 +183,7 @@ class _BeforeImport(MetaPathFinder):
 
 
 def _run(program: str, arguments: tuple[str, ...], as_module: bool) -> None:
-    """Runs the program in this process, in the same way as Python."""
+    """Runs the program in this process, in the same way as the command `python` would run it."""
     sys.argv = [program, *arguments]
     if as_module:
         sys.path.insert(0, os.getcwd())
@@ -196,7 +196,8 @@ def _run(program: str, arguments: tuple[str, ...], as_module: bool) -> None:
 def _measure(
     watched: Watched, compressors: list[Any], known: Calibration | None, seconds: float, output: Path, go_on: bool
 ) -> None:
-    """Measures, and prints and saves the results. This is called within a training step, on every rank."""
+    """Measures the network and the compressors, and prints and saves the results. Every rank calls this function within
+    the same training step."""
     from hvdcomp.perfmodel import Adviser, Setting, save
     from hvdcomp.tools.bench.carriers import carrier_on
     from hvdcomp.tools.bench.profile import profile

@@ -19,7 +19,7 @@ DIFFERS = 1
 
 
 class CannotReplay(click.ClickException):
-    """The log cannot be replayed. The exit status differs from the status for a decision that differs."""
+    """The log cannot be replayed. The exit status is 2, and not 1 as for a decision that differs from the log."""
 
     exit_code = 2
 
@@ -89,7 +89,7 @@ def _result(log: Path, replayed: Replay) -> dict[str, Any]:
 
 
 def _as_json(difference: Difference) -> dict[str, Any]:
-    """A difference as plain data. A value that one side does not have is left out."""
+    """A difference as plain data. A value that is missing in the log, or in the replay, is left out."""
     parts = [
         {"place": list(part.place)}
         | {

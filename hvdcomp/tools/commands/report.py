@@ -40,7 +40,8 @@ from hvdcomp.tools.terminal import make_console, make_table, print_table
     type=click.Path(dir_okay=False, path_type=Path),
     help="File with step times of several methods, which took turns on the same machine. The program python -m "
     "hvdcomp.tools.bench.compare_worker writes such a file. The report shows these times instead of the step times of "
-    "the training runs, and predictions for slower networks. Repeatable, for links with different values of --rate.",
+    "the training runs, and predictions for slower networks. Repeatable, for files that were measured with different "
+    "values of --rate.",
 )
 @plugin_option
 @click.option("--open", "open_page", is_flag=True, help="Open the page in a browser.")

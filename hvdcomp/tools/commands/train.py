@@ -71,7 +71,7 @@ def command(context: click.Context, **options: Any) -> None:
         else:
             summary = train(chosen, ranks)
     except RunRefused as refused:
-        if rank_so_far() == 0:  # the ranks of an elastic job may differ from those of `ranks`
+        if rank_so_far() == 0:  # in an elastic job, this rank's number may have changed since then
             click.UsageError(str(refused), context).show()
         ranks.leave(2)
         context.exit(2)
@@ -89,7 +89,7 @@ def _simulate(context: click.Context, chosen: TrainingOptions) -> int:
     from hvdcomp.tools.train.trainer import train
 
     try:
-        chosen.resolved()  # checked once here, instead of on every rank
+        chosen.resolved()  # checks the options once here, instead of on every rank
         return _exit_code(on_simulated_ranks(chosen, lambda ranks: train(chosen, ranks)), is_first=True)
     except (SetupError, RunRefused) as error:
         raise click.UsageError(str(error), context) from None

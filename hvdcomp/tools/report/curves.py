@@ -43,8 +43,8 @@ _STEPS = Against("steps", "step", "the number of steps")
 def draw_section(section: Section) -> Iterator[tuple[str, str, Figure]]:
     """Yields (short name, caption, figure) for each kind of curve for which the section has data.
 
-    Quality over bytes and quality over seconds come first. If step times were measured in alternating steps, only these
-    times are shown, because times of separate training runs cannot be compared.
+    The figures of quality over bytes and of quality over seconds come first. If step times were measured in alternating
+    steps, only these times are shown, because times of separate training runs cannot be compared.
     """
     yield from _draw_quality(section, _BYTES)
     yield from _draw_quality(section, _SECONDS)
@@ -69,7 +69,7 @@ def _drawn(section: Section) -> bool:
 
 
 def _simulated(section: Section) -> str:
-    """The sentence about simulated ranks for a caption; "" if there are none."""
+    """A sentence about simulated ranks for a caption; "" if no rank is simulated."""
     return "" if section.simulated is None else f" Simulated ranks: {section.simulated}."
 
 
@@ -145,13 +145,13 @@ def _parts(section: Section) -> list[str]:
 
 
 def _with_data(runs: list[Run], of: str) -> list[Run]:
-    """The runs that have data. of: "steps" or "evaluations"."""
+    """The runs that have data of the kind `of`, which is "steps" or "evaluations"."""
     return [run for run in runs if getattr(run, of)["step"].size]
 
 
 def _draw_band(axes: Axes, curves: list[Curve], style: dict[str, Any]) -> None:
-    """Draws the mean and the band. If the runs have no step in common, because policies may change the number of steps,
-    draws a line for each run."""
+    """Draws the mean and the band. Policies may change the number of steps. If the runs therefore have no step in
+    common, draws a line for each run."""
     if not curves:
         return
     band = band_of(curves)
@@ -285,8 +285,8 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 
 def limit_height(axes: Axes) -> bool:
-    """Limits the y axis to three times the highest first value. Otherwise a diverging run would make the other curves
-    flat."""
+    """Limits the y axis to three times the highest value with which a curve begins. Otherwise a diverging run would
+    make the other curves flat."""
     lines = [np.asarray(line.get_ydata(), dtype=float) for line in axes.lines]
     firsts = [values[np.isfinite(values)][0] for values in lines if np.isfinite(values).any()]
     cut = bool(firsts) and axes.get_ylim()[1] > 3 * max(firsts) > 0

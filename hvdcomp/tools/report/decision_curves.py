@@ -24,7 +24,7 @@ from hvdcomp.tools.report.decisions import Decisions
 from hvdcomp.tools.report.runs import Run, printable
 
 _WIDTH = 11.0  # the width of every figure in inches
-_COLUMNS = 1500  # at this width, more ranges of steps cannot be distinguished
+_COLUMNS = 1500  # maximum number of ranges of steps; more cannot be distinguished at this width
 _LABELS = 40  # largest number of tensor names next to a heat map
 _MOST_COLOURS = 12  # largest number of colors that can be distinguished
 _MOST_FALLS = 20  # largest number of falls of the learning rate that are marked
@@ -70,7 +70,7 @@ def _caption(run: Run, decisions: Decisions) -> str:
         shaded = _has_values(decisions.critical)
         parts.append("training loss" + (", shaded by the share of the tensors in a critical regime" if shaded else ""))
     if _has_values(*decisions.levels.values(), *decisions.factors.values()):
-        parts.append("the level of each tensor; lighter colours keep more")
+        parts.append("the level of each tensor; lighter colours keep more of the gradient")
     if _has_values(decisions.minimum):
         parts.append("the compression factors of the whole model")
     if _has_values(*decisions.chosen.values()):
@@ -116,7 +116,7 @@ def _draw_loss(figure: Figure, axes: Axes, *, run: Run, decisions: Decisions, en
     if _has_values(decisions.critical):
         edges, place = _grid(decisions, end)
         shades = LinearSegmentedColormap.from_list("critical", [(_CRITICAL, 0.0), (_CRITICAL, 0.4)])
-        # An image has no visible lines between steps, and fills the height of the panel.
+        # The shading is drawn as an image, which has no visible lines between steps and fills the height of the panel.
         image = axes.imshow(
             decisions.critical[place][np.newaxis],
             cmap=shades,
@@ -185,8 +185,8 @@ def _colours(values: np.ndarray, reverse: bool) -> tuple[Colormap, Normalize, li
         limits = {"vmin": present[0], "vmax": present[-1]}
         return viridis, LogNorm(**limits) if positive else Normalize(**limits), []
     values[known] = np.searchsorted(present, values[known])
-    # A single color is the middle of the map. The darkest and the lightest colors are not used, because they would be
-    # invisible on a dark or a light page.
+    # If there is only one value, its color is the middle of the color map. The darkest and the lightest colors are not
+    # used, because they would be invisible on a dark or a light page.
     places = np.linspace(0.12, 0.92, len(present)) if len(present) > 1 else [0.5]
     norm = BoundaryNorm(np.arange(len(present) + 1) - 0.5, len(present))
     return ListedColormap(viridis(places)), norm, [f"{value:g}" for value in present]
@@ -304,7 +304,7 @@ def _draw_throughput(axes: Axes, decisions: Decisions, colours: Mapping[float, A
     factors = sorted(decisions.throughput)
     for place, factor in enumerate(factors):
         values = decisions.throughput[factor]
-        # The log repeats the entry of a factor until this factor is sent again.
+        # The log repeats the entry of a factor until this factor is sent again, so repeated entries are left out.
         entered = np.flatnonzero(np.isfinite(values) & (np.diff(values, prepend=np.nan) != 0))
         p5, median, p95 = np.percentile(values[entered], (5, 50, 95))
         axes.barh(place, median, color=colours[factor], height=0.6, alpha=0.85)
@@ -352,7 +352,7 @@ def _epsilon(decisions: Decisions) -> float | None:
     """The smallest gain with which a factor may be sent; None if the policy has no such setting."""
     try:
         return getattr(parse_policy(decisions.policy), "epsilon", None)
-    except SpecError:  # the policy belongs to a different version
+    except SpecError:  # this version of hvdcomp does not know the policy
         return None
 
 
@@ -361,7 +361,8 @@ def _has_values(*columns: np.ndarray) -> bool:
 
 
 def _short_name(name: str, width: int = 34) -> str:
-    """The name of a tensor. Only the end of a long name is kept, because it distinguishes the tensor from others."""
+    """The name of a tensor. Only the end of a long name is kept, because the end distinguishes the tensor from
+    others."""
     name = printable(name)
     return name if len(name) <= width else "…" + name[1 - width :]
 

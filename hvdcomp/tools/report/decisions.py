@@ -1,7 +1,7 @@
 """Reads the decisions of a run's policy, which `hvdcomp train` writes to decisions.jsonl, into arrays over time.
 
-A decision begins with the first step that uses it. A resumed run may have made some decisions twice. The later
-decisions then count.
+A decision begins with the first step that uses it. A resumed run may have made some decisions twice. In this case, the
+later decisions count.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Decisions:
         steps: for each decision, the first step, counted from 0, that uses it.
         end: the number of completed steps at the last line.
         levels, factors: for each tensor, by name, its level or its compression factor after each decision.
-        minimum, candidate, sent: for the whole model and after each decision, GraVAC's two compression factors, and the
-            factor of the result that is sent. 1 means dense.
+        minimum, candidate, sent: compression factors of the whole model after each decision: the minimum and the
+            candidate of the policy GraVAC, and the factor with which gradients are sent. 1 means dense.
         accumulation: after each decision, the number of batches that are accumulated for one update.
         critical: after each decision, the share of tensors whose regime is critical, 0 to 1.
-        gains, throughput: by compression factor and after each decision, the smoothed gain, and the number of samples
-            per second multiplied by the gain.
-        chosen, predicted, measured: by candidate of `auto` and after each decision, whether the candidate is used (1 or
-            0), and the predicted and the measured seconds of a step.
+        gains, throughput: for each compression factor and after each decision, the smoothed gain, and the number of
+            samples per second multiplied by the gain.
+        chosen, predicted, measured: for each candidate of the policy `auto` and after each decision, whether the
+            candidate is used (1 or 0), and the predicted and the measured seconds of a step.
         left_out: the reason why the decisions are unknown (for example, the policy was removed); empty if they are
             known.
     """
@@ -144,7 +144,7 @@ def _decisions(
 
 
 def _row(decision: Mapping[str, Any], state: Mapping[str, Any], tensors: tuple[str, ...]) -> dict[str, Any]:
-    """The numbers of a line, by the names of the attributes of `Decisions`.
+    """The numbers in a line of the log. The keys are names of attributes of `Decisions`.
 
     Raises:
         LookupError, TypeError, ValueError, AttributeError, OverflowError: if a value is missing or is not a number.

@@ -27,8 +27,8 @@ class Group:
 
     @property
     def turns_ms(self) -> float | None:
-        """The median step time, measured in alternating steps with the other methods; None if it was not measured in
-        this way."""
+        """The median step time, if the steps of this method were measured alternately with the steps of other methods;
+        otherwise None."""
         return None if self.turns is None or self.spec is None else self.turns.ms.get(self.spec)
 
     @property
@@ -107,7 +107,7 @@ class Group:
         return float(np.mean(factors)) if factors else None
 
     def phase(self, phase: str) -> float | None:
-        """The milliseconds of one of PHASES: the mean over the runs of each run's median; None if it was not
-        measured."""
+        """The milliseconds of a phase of a step, one of PHASES. The result is the mean over the runs of the median in
+        each run; None if the phase was not measured."""
         times = [ms for run in self.runs if (ms := run.median(f"{phase}_ms")) is not None]
         return float(np.mean(times)) if times else None

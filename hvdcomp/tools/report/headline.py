@@ -134,8 +134,8 @@ def _best(section: Section, groups: list[Group]) -> Group:
 
 
 def _fewest_bytes(section: Section, groups: list[Group]) -> Group:
-    """The group that sends the fewest bytes. If several groups do, the result is the group with the best quality among
-    them."""
+    """The group that sends the fewest bytes. If several groups send equally few bytes, the result is the group with the
+    best quality among them."""
     least = max(map(_saved, groups))
     return _best(section, [group for group in groups if _saved(group) >= least])
 

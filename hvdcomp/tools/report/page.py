@@ -1,5 +1,5 @@
-"""Writes a report to a folder. A report consists of report.html, which does not need other files or a network, of
-report.json, report.csv and series.csv, and of each figure as PNG and SVG."""
+"""Writes a report to a folder. A report consists of report.html, report.json, report.csv, series.csv, and each figure
+as PNG and SVG. The page report.html can be read without other files and without a network."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write_report(folder: Path, sections: list[Section]) -> Path:
     """Writes the report into `folder`, and returns the path of report.html. The folder is created if it does not exist.
 
     Raises:
-        OSError: if a file cannot be written. An earlier report is then unchanged.
+        OSError: if a file cannot be written. In this case, an earlier report is unchanged.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = [row for section in sections for row in section.rows]
@@ -48,8 +48,8 @@ def write_report(folder: Path, sections: list[Section]) -> Path:
 def _render(files: dict[str, bytes], section: Section, number: int) -> dict[str, Any]:
     """The content of the page for a section. The figures of the section are added to `files`.
 
-    For each group, the main figures show the policy's decisions in one run. The figures for its other runs are in the
-    details.
+    For each group, the main figures show the policy's decisions in one run. The figures for the other runs of the group
+    are in the details.
     """
     figures = _add_figures(files, f"{number}", draw_section(section))
     places = {run: place for place, run in enumerate(section.runs, start=1)}

@@ -1,4 +1,5 @@
-"""Repeats the decisions in a decision log with the logged statistics, and compares the results.
+"""Repeats the decisions of a policy from the statistics in its decision log, and compares the results with the logged
+decisions.
 
 Policies do not read clocks or files, so the same state and statistics give the same decision on any machine.
 """
@@ -14,7 +15,7 @@ from hvdcomp.adaptation.decision_log import Decided, DecisionLogError, Start, re
 from hvdcomp.policies import Policy, parse_policy
 
 ABSENT = object()
-"""Stands for a missing value, which only the other side has."""
+"""Marks a value that is missing in the log but not in the replay, or missing in the replay but not in the log."""
 
 _REFUSALS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
 """Errors that a policy may raise if a state has wrong values, for example because the log is damaged."""
@@ -43,7 +44,7 @@ class Difference:
         file, line: the file and the number of the line, counted from 1.
         step: the logged number of the step.
         parts: the values that differ; empty if the policy raised an error.
-        refusal: the error of the policy, if it raised one for the logged statistics.
+        refusal: the error that the policy raised for the logged statistics; None if it raised no error.
     """
 
     file: Path

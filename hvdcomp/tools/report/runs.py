@@ -1,7 +1,7 @@
 """Reads the folders that `hvdcomp train` writes: steps.jsonl, evaluations.jsonl, epochs.jsonl, decisions.jsonl if there
 is a policy, and summary.json after the end of a run.
 
-An unfinished or killed run has no summary, and its last line may be incomplete. Everything else is read.
+An unfinished or killed run has no summary, and the last line of a file may be incomplete. All complete lines are read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hvdcomp.tools.train.options import SIMULATED
 from hvdcomp.tools.train.target import METRICS, Target
 
 RUN_FILES = ("steps.jsonl", "evaluations.jsonl", "epochs.jsonl", "decisions.jsonl", "summary.json")
-REPORT_FILES = ("report.html", "report.json", "report.csv")  # written by `page`; never read as runs
+REPORT_FILES = ("report.html", "report.json", "report.csv")  # files of the module `page`, never read as runs
 SERIES_FILE = "series.csv"  # next to these files, except in reports of earlier versions
 HEADINGS = {"accuracy": "Accuracy %", "perplexity": "Perplexity", "rmse": "RMSE", None: "Quality"}
 """The heading of the column of each metric. None stands for a run that has not been evaluated yet."""
@@ -37,8 +37,9 @@ _NUMBERS = (
     "compression_factor", "trained_seconds", "world_size", "ranks_per_host", "seed",
 )  # fmt: skip
 _TARGET_NUMBERS = ("step", "bytes_sent", "trained_seconds")
-_LONGEST = 60  # most characters of a value in a message
-# Options for the place and the seed of a run. All other options, together with the spec, define the experiment.
+_LONGEST = 60  # maximum number of characters of a value in a message
+# Options that may differ between runs of the same experiment, such as the seed and the output folder. All other
+# options, together with the spec, define the experiment.
 _NOT_COMPARED = {
     "checkpoint_folder", "compression", "data_dir", "elastic", "metrics_address", "metrics_port", "output", "overwrite",
     "progress", "residuals", "seed", "tensorboard",
@@ -60,7 +61,7 @@ class Run:
 
     `steps` and `evaluations` have a float array for each field, with NaN for missing values. The field `part` of an
     evaluation is an index into PARTS. `summary` is empty for an unfinished run. `decisions` is None if the run has no
-    policy that decides.
+    policy that makes decisions.
     """
 
     name: str
@@ -110,7 +111,8 @@ class Run:
 
     @property
     def compared_options(self) -> dict[str, str]:
-        """The options that are the same in all runs of an experiment: all options except seeds and places."""
+        """The options that are the same in all runs of an experiment: all options except the seed and options such as
+        the output folder."""
         return {key: printable(value) for key, value in self.options.items() if key not in _NOT_COMPARED}
 
     @property
@@ -194,17 +196,17 @@ class Run:
         return value if isinstance(value, bool) else None
 
     def times(self, key: str) -> np.ndarray:
-        """The finite values of a field of steps.jsonl, in milliseconds. If there are several epochs, the first epoch is
-        left out.
+        """The finite values of a field of steps.jsonl, in milliseconds.
 
-        This is because the first steps are slower. `hvdcomp train` also leaves them out.
+        If there are several epochs, the first epoch is left out, because the first steps of a run are slower. `hvdcomp
+        train` also leaves out the first steps when it computes the time per step.
         """
         settled = self.steps["epoch"] > 1
         values = self.steps[key][settled] if settled.any() else self.steps[key]
         return values[np.isfinite(values)]
 
     def median(self, key: str) -> float | None:
-        """Median of `times`, or None if there are none."""
+        """The median of `times`; None if there are no times."""
         values = self.times(key)
         return float(np.median(values)) if values.size else None
 

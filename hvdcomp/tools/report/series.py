@@ -14,7 +14,8 @@ from hvdcomp.tools.report.runs import HEADINGS, Run, finite, printable, shown_qu
 from hvdcomp.tools.train.spread import Estimate, estimate
 
 REFERENCES = ("none", "fp16")
-"""The specs of reference series. The times that other series need to reach a target are compared with theirs."""
+"""The specs of reference series. The report compares the time that another series needs to reach a target with the
+times of these series."""
 
 _FINAL: dict[str, Callable[[Run], float | None]] = {
     "loss": lambda run: run.number("loss"),
@@ -87,7 +88,8 @@ def _unfinished(group: Group) -> list[str]:
 
 
 def mean_to_target(group: Group, name: str) -> float | None:
-    """The mean cost of the target ("step", "bytes_sent", "trained_seconds") over the runs that reached it, or None."""
+    """The mean cost of reaching the target, over the runs that reached the target; None if no run did. `name` is the
+    kind of cost: "step", "bytes_sent" or "trained_seconds"."""
     estimated = _to_target(group, name)
     return None if estimated is None else estimated.mean
 
@@ -98,10 +100,11 @@ def _to_target(group: Group, name: str) -> Estimate | None:
 
 
 def _speed(group: Group, spec: str, groups: Iterable[Group]) -> dict[str, Any]:
-    """The speedup with which the target is reached, compared with the series of `spec` that does the same work, and the
-    runs from which the speedup is computed.
+    """Computes how many times faster this series reaches the target than the series of `spec` with the same work. The
+    second entry of the result says from which runs this speedup is computed.
 
-    If there are several such series, those that always reached the target are preferred, and among them the fastest.
+    If there are several such series, the series whose runs all reached the target are preferred. If several such series
+    remain, the fastest series is used.
     """
     own_seconds = mean_to_target(group, "trained_seconds")
     rivals = [other for other in groups if other.spec == spec and other.is_plain and other.work == group.work]

@@ -61,7 +61,8 @@ class Section:
 
     @property
     def has_series(self) -> bool:
-        """Whether any series has several runs or a target. Such a series has its own row."""
+        """Whether any series has several runs or a target. If so, the section has an additional table with a row for
+        each series."""
         return self.has_targets or any(len(group.runs) > 1 for group in self.groups)
 
     @property
@@ -100,8 +101,8 @@ class Section:
 
     @property
     def on_links(self) -> dict[str, list[str]]:
-        """The keys of RATES for which steps were measured ("measured"), and the other keys for which there are reliable
-        predictions ("predicted")."""
+        """The keys of RATES for the columns of the table: under "measured", the keys of links on which steps were
+        measured, and under "predicted", all other keys, if there are reliable predictions."""
         if self.turns is None:
             return {}
         measured = [rate for rate in RATES if rate in self.turns.measured_ms]
@@ -145,7 +146,7 @@ class Section:
 
 
 def _predicted_note(turns: Turns) -> str:
-    """A note that explains what the predictions are based on, or why there are none."""
+    """A note that explains how the predictions were made, or why there are no predictions."""
     links = " or ".join(words for rate, words in RATES.items() if rate not in turns.measured_ms)
     worst = next(iter(turns.noisy), None)
     cause = ""
@@ -163,8 +164,8 @@ def _predicted_note(turns: Turns) -> str:
             "else is running."
         )
     note = (
-        f"The step times for {turns.world_size} such ranks with a link of {links} between them are predicted, not "
-        "measured. The performance model that predicts these times was calibrated while the steps were measured. "
+        f"The step times of {turns.world_size} ranks with a link of {links} between them are predicted, not measured. "
+        "The performance model that predicts these times was calibrated while the steps were measured. "
         f"{cause}Predictions may be wrong by {turns.noise:.0%}; ignore smaller differences."
     )
     if turns.doubt > NOISY:
@@ -179,7 +180,7 @@ def make_sections(runs: Iterable[Run], baseline: str | None = None, turns: Turns
         runs: the runs to compare, of any models and data.
         baseline: the name or the spec of the run with which the speed of other runs is compared; None for the spec
             "none".
-        turns: steps that were measured alternately. These steps replace the step times of matching runs.
+        turns: steps that were measured alternately. The times of these steps replace the step times of matching runs.
 
     Raises:
         RunError: if no run is called `baseline`, or `turns` matches no run.
@@ -228,8 +229,8 @@ def _set_labels(groups: list[Group]) -> None:
 
 
 def _described(group: Group) -> dict[str, str | None]:
-    """The values of a group for labels: its options, and its number of ranks, which is an option only for simulated
-    ranks."""
+    """The values of a group that a label may contain: its options, and its number of ranks. The number of ranks is
+    among the options only for simulated ranks."""
     options = {key: value for key, value in group.runs[0].compared_options.items() if key != "simulate_ranks"}
     ranks = group.setting[2]
     return {**options, "ranks": ranks if group.runs[0].simulated_link is None else f"{ranks} simulated"}
@@ -357,7 +358,7 @@ def cells(row: dict[str, Any], in_turns: bool = False, on_links: Mapping[str, li
 
 
 def _within_nodes(row: dict[str, Any]) -> str:
-    """The sent bytes that stay within a node; "" if there are none, or they are unknown."""
+    """The sent bytes that stay within a node; "" if no bytes stay within a node, or if their number is unknown."""
     sent = row["bytes_in_node_per_step"]
     return f" ({filesize.decimal(round(sent))} in the node)" if sent else ""
 

@@ -1,8 +1,9 @@
 """Step times that were measured in alternating steps, and the predictions of the performance model for other networks.
 
-`python -m hvdcomp.tools.bench.compare_worker` writes the file. The file contains a calibration of a model, and measured
-steps of this model with several compressors. The compressors alternate every few steps, so other programs on the
-machine disturb all of them equally. Step times of training runs that ran one after the other cannot be compared.
+The program `python -m hvdcomp.tools.bench.compare_worker` writes such times to a file. The file contains a calibration
+of a model, and measured steps of this model with several compressors. The compressors alternate every few steps, so
+other programs on the machine disturb all of them equally. Step times of training runs that ran one after the other
+cannot be compared.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ class Turns:
         doubt: relative error of the least reliable prediction.
         noisy: the relative difference between the repetitions of each noisy measurement. The most important measurement
             is first.
-        link: a key of RATES, if the ranks were on emulated hosts with such links; None if they used the connections of
-            this machine.
-        measured_ms: for links with emulated rates, the measured step times as in `ms`, by key of RATES.
+        link: the key in RATES of the links between the ranks, if the ranks were on emulated hosts; None if the ranks
+            used the connections of this machine.
+        measured_ms: the step times that were measured on emulated links: for each key of RATES, a mapping like `ms`.
     """
 
     model: str
@@ -179,7 +180,7 @@ def _doubt(steps_s: Sequence[float], noise: float, noisy: Mapping[str, Mapping[s
 
 
 def _noisy(content: Any) -> dict[str, dict[str, float]]:
-    """The noisy measurements of a calibration, in the form of `uncertain_shares`."""
+    """The noisy measurements of a calibration, in the format that the function `uncertain_shares` needs."""
     keys = ("seconds", "spread")
     noisy = {printable(name): {key: float(number[key]) for key in keys} for name, number in content.items()}
     if not all(math.isfinite(value) and value >= 0 for number in noisy.values() for value in number.values()):

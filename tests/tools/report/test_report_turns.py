@@ -89,7 +89,7 @@ def test_table_and_page_say_what_the_times_are_of(tmp_path: Path) -> None:
     page = (tmp_path / "out" / "report.html").read_text()
     for text in (" ".join(result.output.split()), " ".join(page.split())):
         assert "The 4 ranks of a run share one machine" in text
-        assert "The step times for 4 such ranks with a link of 100 Mb/s or 1 Gb/s" in text
+        assert "The step times of 4 ranks with a link of 100 Mb/s or 1 Gb/s" in text
         assert "Predictions may be wrong by 10%; ignore smaller differences" in text
         assert "On a link of 100 Mb/s, a step of topk:ratio=0.01 (framework=torch) is predicted to take" in text
         assert "times faster than dense training." in text
@@ -116,7 +116,7 @@ def test_steps_that_were_measured_on_a_link_take_the_place_of_its_predictions(tm
         assert "On a link of 100 Mb/s, a step of topk:ratio=0.01 (framework=torch) took 50 ms instead of 500" in text
         assert "without the slow link, topk:ratio=0.01 (framework=torch) is faster than dense training (3.00x)." in text
         assert "Measured at 100 Mb/s: the same steps of the same ranks, each rank on an emulated host" in text
-        assert "The step times for 4 such ranks with a link of 1 Gb/s between them" in text
+        assert "The step times of 4 ranks with a link of 1 Gb/s between them" in text
     for heading, dense, topk in (("Measured ms at 100 Mb/s", "500", "50.0"), ("Predicted ms at 1 Gb/s", "108", "81.4")):
         assert heading in page
         assert f">{dense}<" in page

@@ -52,7 +52,8 @@ def _cluster(hosts: int | None, rate: str | None) -> Cluster:
 def main() -> None:
     """Run Horovod or torch.distributed on several emulated hosts of this machine, joined by links of a chosen rate.
 
-    Needs root, unless the hosts end with the command and the kernel lets users create user namespaces.
+    Run this command as root. Two subcommands also work without root, if the kernel lets users create user namespaces:
+    `run` with --hosts and --rate, and `throughput`.
     """
 
 

@@ -1,9 +1,9 @@
 """The environment variables with which the ranks of a run find each other. They are the variables that each backend's
 launcher would set.
 
-A backend is a function that is called on host0. It may start a server there, to which the ranks connect. Its arguments
-are the number of hosts and the number of ranks on each host. It returns the variables of every rank, in the order of
-ranks. The ranks of a host are consecutive.
+A backend is a function that is called on host0. The function may start a server on host0, to which the ranks connect.
+Its arguments are the number of hosts and the number of ranks on each host. It returns the environment variables of
+every rank, in the order of ranks. The ranks of a host have consecutive numbers.
 """
 
 from __future__ import annotations

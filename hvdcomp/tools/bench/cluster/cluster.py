@@ -1,5 +1,5 @@
-"""`Cluster`, a context manager for the emulated cluster. At the end of the block, it removes the cluster, even after an
-error."""
+"""`Cluster`, a context manager for the emulated cluster. At the end of its `with` block, `Cluster` removes the cluster,
+even after an error."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Cluster:
     """Emulated hosts, which exist from the start to the end of a `with` block.
 
     At the end of the block, the processes of the hosts are ended, and the hosts are removed. The hosts are also removed
-    after an exception, Ctrl-C, SIGTERM or SIGHUP, because these signals raise SystemExit in the block (in the main
-    thread of a program). If the process is killed, the next cluster removes the remains.
+    after an exception. In the main thread of a program, Ctrl-C, SIGTERM and SIGHUP raise an exception in the block, so
+    the hosts are removed after these signals, too. If the process is killed, the next cluster removes the remains.
 
     Args:
         hosts: number of emulated hosts, 2 to 64.
         rate: the rate of each host's link in each direction, in the notation of `tc`, such as "100mbit" or "1gbit".
-        standing: whether the hosts continue to exist after the block, until `remove` is called. `Cluster.standing()`
-            finds this cluster. A machine can have only one such cluster.
+        standing: whether the hosts continue to exist after the block, until `remove` is called. If True,
+            `Cluster.standing()` finds the cluster later. A machine can have only one standing cluster.
 
     Raises:
         ClusterError: if a value is wrong, the user is not root, or a required program is missing. When the block
@@ -188,7 +188,7 @@ class Cluster:
     def _catch_signals(self) -> None:
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                if signal.getsignal(number) is not signal.SIG_IGN:  # it is ignored under nohup
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, for example, ignores SIGHUP
                     self._handlers[number] = signal.signal(number, self._interrupted)
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:

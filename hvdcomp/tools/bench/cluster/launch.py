@@ -3,8 +3,8 @@
 Horovod can use Gloo or MPI between hosts. This module uses Gloo for two reasons. First, Gloo's allreduce is the usual
 ring, in which each host sends 2(n-1)/n times the gradient. Second, a waiting rank sleeps instead of spinning, which is
 important if all ranks share a few cores. Neither horovodrun nor torchrun starts the ranks: horovodrun would need an ssh
-server on every host, and torchrun a process of its own on every host. Instead, the program `ranks` runs on host0 and
-starts the ranks.
+server on every host, and torchrun itself would have to run on every host. Instead, the program `ranks` runs on host0
+and starts the ranks.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ _VARIABLES = {
 
 
 def variables(extra: Mapping[str, str] | None) -> dict[str, str]:
-    """The environment of the ranks: the environment of this process, with the folder of this Python first in PATH, with
-    defaults, and with `extra`."""
+    """The environment variables of the ranks. They are a few defaults, the variables of this process, and `extra`. Each
+    source overrides the sources before it. In PATH, the folder of this Python comes first."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return {**_VARIABLES, **os.environ, "PATH": path, **(extra or {})}
 
 
 def cores_of(host: int, hosts: int) -> set[int]:
-    """The cores of the machine that a host uses. If there are more hosts than cores, hosts share cores.
+    """The cores of this machine on which the emulated host number `host` runs. If there are more hosts than cores,
+    several hosts share a core.
 
     If ranks were not pinned to cores, they would disturb each other at random, and step times would vary by a factor of
     two.
@@ -46,7 +47,8 @@ def cores_of(host: int, hosts: int) -> set[int]:
 
 
 def host_command(cluster: str, host: int, command: Sequence[str]) -> list[str]:
-    """The command that runs `command` on a host, with the host's own name and the names of all hosts."""
+    """The command that runs `command` on a host. On this host, `hostname` prints the host's own name, and /etc/hosts
+    lists the names of all hosts."""
     set_name = f'mount --bind {hosts_file(cluster)} /etc/hosts && hostname "$0" && exec "$@"'
     return [
         *("ip", "netns", "exec", namespace(cluster, host)),

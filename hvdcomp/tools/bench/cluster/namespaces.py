@@ -39,10 +39,10 @@ def check_machine() -> None:
 
 
 def become_root() -> None:
-    """Restarts this program as root of its own user namespace, unless the user is already root.
+    """Restarts this program as root of a new user namespace, unless the user is already root.
 
-    As this root, the program can create network namespaces, which cease to exist when the program ends. `ip` stores the
-    names of network namespaces in /run, which is empty in the new user namespace.
+    In this user namespace, the program can create network namespaces. They cease to exist when the program ends. `ip`
+    stores the names of network namespaces in /run, which is empty in the new user namespace.
 
     Raises:
         ClusterError: if this kernel does not let users create user namespaces.
@@ -149,7 +149,8 @@ def existing(cluster: str | None = None) -> list[str]:
 
 
 def remove_leftovers() -> list[str]:
-    """Removes clusters whose process has ended without removing them (kill -9, a crash). Returns their names.
+    """Removes each cluster whose process was killed or crashed before it could remove the cluster. Returns the names of
+    the removed clusters.
 
     Call it within `records.exclusive()`.
     """
@@ -171,7 +172,8 @@ def _ip(arguments: str) -> str:
 
 
 def _command(command: str) -> str:
-    # The command gets its own session, because Ctrl-C is sent to all processes in a session's foreground group.
+    # The command runs in its own session, so that Ctrl-C does not interrupt it. The terminal sends Ctrl-C to all
+    # foreground processes of its session.
     process = subprocess.run(command.split(), capture_output=True, text=True, start_new_session=True)
     if process.returncode == 0:
         return process.stdout

@@ -7,10 +7,10 @@ from hvdcomp.tools.bench.cluster.errors import ClusterError
 
 _SLOWEST, _FASTEST = 10**6, 10**11  # bits per second
 
-# The size of a token bucket, as the time that its bytes take at the link's rate. A full token bucket sends all its
-# bytes immediately, so messages that are shorter than the bucket are not limited to the rate. The bucket must therefore
-# be small. However, the timer that refills the bucket is late by about ten microseconds, and tokens that do not fit are
-# lost. With a smaller bucket, a link would not reach 10 Gb/s.
+# The size of a token bucket, given as the time in which the link sends a full bucket at its rate. A full token bucket
+# sends all its bytes immediately, so messages that are shorter than the bucket are not limited to the rate. The bucket
+# must therefore be small. However, the timer that refills the bucket is late by about ten microseconds, and tokens that
+# do not fit are lost. With a smaller bucket, a link would not reach 10 Gb/s.
 _TOKEN_BUCKET_SECONDS = 200e-6
 _SMALLEST_TOKEN_BUCKET = 3200  # bytes; two Ethernet frames of 1514 bytes, because a frame must always fit
 

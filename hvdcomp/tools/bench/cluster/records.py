@@ -1,9 +1,9 @@
 """Records of the clusters on this machine, which show whether a process uses a cluster.
 
 Each cluster has a record in /run. The record is created before the first namespace of the cluster, and removed after
-the last. A process that creates or uses a cluster locks the record. However the process ends, the kernel then releases
-the lock. The remains of a killed process can therefore be recognized, and a cluster is never removed while a process
-uses it.
+the last. A process that creates or uses a cluster locks the record. When the process ends, the kernel releases the
+lock, even if the process was killed. An unlocked record therefore shows that no process uses the cluster any more, and
+a cluster is never removed while a process uses it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Facts:
 
 
 class Record:
-    """The record of a cluster. This process locks the record until `release` or `remove`.
+    """The record of a cluster. This process locks the record until it calls `release` or `remove`.
 
     Create it within `exclusive()`.
     """

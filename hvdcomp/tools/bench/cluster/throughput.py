@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # the programs at the two ends do not need this import, and m
 
 _PORT = 5001
 _PIECE = 1 << 20  # number of bytes passed to the kernel at a time
-_WARM_UP = 0.5  # seconds in which TCP's window grows
+_WARM_UP = 0.5  # seconds before the measurement, while TCP's window grows
 _TIMEOUT = 10.0
 
 

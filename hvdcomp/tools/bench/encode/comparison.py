@@ -15,7 +15,7 @@ from hvdcomp.tools.bench.encode.measurement import Measurement
 from hvdcomp.tools.bench.encode.peers import POWERSGD
 
 MOST_SPREAD = 0.15
-"""Methods may be compared only if the times of their copies differ by at most this share."""
+"""Methods may be compared only if the times of the copies that were measured with them differ by at most this share."""
 MOST_QUARTILES = 0.3
 """A row is steady only if the quartiles of its steps differ by at most this share."""
 
@@ -33,7 +33,8 @@ class Row:
         ratio_to_peer: the median time of a step, divided by the median time of PyTorch's PowerSGD hook with the same
             number of threads; None if the hook was not measured.
         steady: whether other work on the machine left the measurement undisturbed.
-        before_ms: the median time of a step for the same request in an earlier comparison; None if it was not measured.
+        before_ms: the median time of a step in an earlier comparison, for the same method, model and options; None if
+            the earlier comparison did not measure it.
     """
 
     measurement: Measurement
@@ -57,7 +58,7 @@ class Row:
 
 
 Earlier = Mapping[tuple[Any, ...], float]
-"""Milliseconds of a step in an earlier comparison, by the fields of `_SAME`."""
+"""The milliseconds of each step in an earlier comparison. The keys are the values of the fields in `_SAME`."""
 
 _SAME = ("method", "model", "framework", "device", "threads", "ranks", "dtype", "memory")
 
@@ -66,10 +67,10 @@ def earlier(text: str) -> Earlier:
     """Reads the JSON of an earlier comparison.
 
     Raises:
-        ValueError: if the text has a different form.
+        ValueError: if the text is not the JSON of a comparison.
     """
     try:
-        # Earlier versions supported only one type, and only the default memory of each method.
+        # Earlier versions of hvdcomp measured only float32, and only the default memory of each method.
         entries = [{"dtype": "float32", "memory": None} | entry for entry in parse_json(text)["measurements"]]
         return {tuple(entry[name] for name in _SAME): float(entry["step_ms"]) for entry in entries}
     except (KeyError, TypeError) as error:
@@ -79,8 +80,8 @@ def earlier(text: str) -> Earlier:
 def rows(measurements: Sequence[Measurement], before: Earlier | None = None) -> list[Row]:
     """One row for each measurement, in the given order.
 
-    Each row compares the measurement with PyTorch's hook and with the same measurement in an earlier comparison, and
-    has the information whether the measurement is steady.
+    Each row compares the measurement with PyTorch's hook and with the same measurement in an earlier comparison. The
+    row also says whether the measurement is steady.
     """
     steady_places = steady(measurements)
     hooks = {
@@ -98,13 +99,13 @@ def rows(measurements: Sequence[Measurement], before: Earlier | None = None) -> 
 
 
 def steady(measurements: Sequence[Measurement]) -> set[int]:
-    """The indices of the steady measurements. For all of these, the machine was equally fast, and within each
-    measurement the steps took equally long.
+    """The indices of the steady measurements. The machine was equally fast during all steady measurements, and all
+    steps of a steady measurement took about equally long.
 
-    Measurements with the same framework, device and number of threads have the same copy. Among these measurements, the
-    steady measurements are the largest group in which every copy took at most `MOST_SPREAD` longer than the fastest
-    copy. For a small model, the copy is so short that other work rarely disturbs it. Therefore the steps must also be
-    steady.
+    Measurements with the same framework, device and number of threads make the same copy, so the times of their copies
+    are compared. The largest group of measurements in which every copy took at most `MOST_SPREAD` longer than the
+    fastest copy counts as equally fast. For a small model, the copy is so short that other work rarely disturbs it.
+    Therefore the times of the steps are also checked.
     """
     return {place for place in _equally_fast(measurements) if _uninterrupted(measurements[place])}
 
@@ -124,7 +125,7 @@ def _equally_fast(measurements: Sequence[Measurement]) -> set[int]:
             {place for place, copy in copies.items() if fastest <= copy <= fastest * (1 + MOST_SPREAD)}
             for fastest in sorted(copies.values())
         ]
-        equally_fast |= max(bands, key=len)  # the fastest group, if several are largest
+        equally_fast |= max(bands, key=len)  # if several groups are equally large, the fastest group
     return equally_fast
 
 

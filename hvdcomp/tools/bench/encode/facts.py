@@ -1,4 +1,4 @@
-"""The properties of this machine and the versions of its software, because the results depend on both."""
+"""Describes this machine and the versions of its software. The results of measurements depend on both."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hvdcomp.files import commit
 
-# Different builds of a framework have different names.
+# TensorFlow has several names in this list, because each of its builds has its own name.
 _DISTRIBUTIONS = ("hvdcomp", "numpy", "torch", "triton", "tensorflow", "tensorflow-cpu", "tensorflow-gpu")
 
 

@@ -15,7 +15,7 @@ from hvdcomp.arrays import numpy_arrays
 from hvdcomp.compressors import TensorInfo
 
 PEER_FRAMEWORK = "torch"
-"""The framework whose hooks are compared with the methods."""
+"""The framework whose own hooks are compared with hvdcomp's methods."""
 
 
 Work = Callable[[Mapping[str, Any], bool], Mapping[str, Any]]
@@ -42,7 +42,7 @@ class Gradients(ABC):
 
         If memory were allocated for each copy, the time of the copy would depend on the memory that a method has freed
         before. If each tensor were copied separately, the time would depend on how the threads of a framework wait for
-        each other. PyTorch's hooks influence this.
+        each other. PyTorch's hooks influence how the threads wait.
         """
 
     def through(self, work: Work) -> None:
@@ -69,7 +69,8 @@ class Gradients(ABC):
 
 
 def _values(tensors: Sequence[TensorInfo]) -> np.ndarray:
-    """Two vectors, (2, elements). The first contains all gradients, and the second is the target of copies."""
+    """Returns two vectors in an array of shape (2, elements). The first vector contains all gradients. Copies are
+    written to the second vector."""
     values = np.zeros((2, sum(tensor.size for tensor in tensors)), np.float32)
     np.random.default_rng(0).standard_normal(dtype=np.float32, out=values[0])
     values[0] *= 1e-3
@@ -77,7 +78,7 @@ def _values(tensors: Sequence[TensorInfo]) -> np.ndarray:
 
 
 def _parts(flat: Any, tensors: Sequence[TensorInfo]) -> dict[str, Any]:
-    """Views of the tensors in a vector."""
+    """Splits a vector into views, one for each tensor."""
     parts, start = {}, 0
     for tensor in tensors:
         parts[tensor.name] = flat[start : start + tensor.size].reshape(tensor.shape)
@@ -114,7 +115,8 @@ class TorchGradients(Gradients):
         self.arrays = {name: original.clone() for name, original in self._originals.items()}
 
     def join(self) -> Any:
-        """Moves all gradients into one vector, and returns the vector. `arrays` become views of it."""
+        """Moves all gradients into one vector, and returns the vector. Afterwards, `arrays` are views of this
+        vector."""
         import torch
 
         flat = torch.cat([array.reshape(-1) for array in self.arrays.values()])
@@ -168,14 +170,15 @@ class TorchGradients(Gradients):
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             work()
             self.synchronize()
-        # Calls that the CPU makes: cudaLaunchKernel, cuLaunchKernel, cudaLaunchKernelExC and similar ones.
+        # The CPU makes one of these calls for each launch: cudaLaunchKernel, cuLaunchKernel, cudaLaunchKernelExC and
+        # similar.
         return sum(event.count for event in profiler.key_averages() if "LaunchKernel" in event.key) or None
 
 
 @contextmanager
 def _entered_by_callbacks(mode: Any) -> Iterator[None]:
-    """Callbacks that wait for a collective then use the dispatch mode of this thread, even if a different thread runs
-    them."""
+    """A context manager. Within it, callbacks that wait for a collective use the dispatch mode `mode` of this thread,
+    even if a different thread runs the callbacks."""
     from torch import _C
 
     futures: Any = _C.Future

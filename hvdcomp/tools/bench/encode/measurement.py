@@ -1,8 +1,8 @@
-"""Times one method in a separate process, so that the peak memory of the process is that of the method.
+"""Times one method in a separate process, so that the peak memory of the process is the peak memory of the method.
 
 A step is all the work that compression adds to training, without the network: error feedback, the check for non-finite
-gradients, encoding, packing, and decoding. Steps and copies alternate, so that changes in the machine's speed do not
-affect their ratio.
+gradients, encoding, packing, and decoding. Steps alternate with copies of the gradients, so that changes in the
+machine's speed do not affect the ratio of their times.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from hvdcomp.perfmodel.shapes import tensors_of
 from hvdcomp.tools.bench.encode.gradients import FRAMEWORKS, Gradients, TorchGradients
 from hvdcomp.tools.bench.encode.peers import PEERS, peer
 
-# Frameworks use OpenMP, OpenBLAS and MKL. These libraries read the variables when they are loaded.
+# Frameworks use OpenMP, OpenBLAS and MKL. Each of these libraries reads its environment variable when it is loaded.
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-# After two copies of a small model, the caches contain the same data for every method.
+# The number of copies before each measured copy. After two copies of the gradients of a small model, the caches contain
+# the same data for every method.
 _WARM_COPIES = 2
 _DEVICE_TURNS = 20
 
@@ -45,8 +46,8 @@ class Request:
 
     Attributes:
         method: spec of a compressor, or a name in `PEERS`.
-        repeats: smallest number of pairs of a copy and a step that are measured.
-        seconds: shortest duration of all measurements together, in seconds.
+        repeats: minimum number of measured pairs. A pair consists of a copy and a step.
+        seconds: minimum duration of all measurements together, in seconds.
         ranks: the number of ranks whose payloads are decoded.
         threads: number of threads of the framework and of the libraries that it calls.
         dtype: element type of the gradients.
@@ -72,7 +73,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Spread:
-    """The median and the quartiles of all values."""
+    """The median and the quartiles of a list of values."""
 
     low: float
     median: float
@@ -107,7 +108,7 @@ class Measurement:
         kernel_launches: number of kernel launches on the accelerator in one step; None on a CPU.
         device_ms, device_copy_ms: the milliseconds that an accelerator needs for a step and for a copy if the host has
             launched all work in advance; None on a CPU.
-        native_kernels: the instruction set of hvdcomp's compiled kernels; None without them.
+        native_kernels: the instruction set of hvdcomp's compiled kernels; None if there are no compiled kernels.
     """
 
     request: Request
@@ -133,7 +134,7 @@ def measure(request: Request) -> Measurement:
     """Measures one method in a new process.
 
     Raises:
-        MeasurementError: if this process fails.
+        MeasurementError: if the new process fails.
     """
     context = multiprocessing.get_context("spawn")
     with _variables({name: str(request.threads) for name in _THREADS}), ProcessPoolExecutor(1, context) as pool:
@@ -165,7 +166,8 @@ def _variables(values: dict[str, str]) -> Iterator[None]:
 def measure_here(request: Request) -> Measurement:
     """Measures one method in this process.
 
-    The libraries keep their number of threads. On a CPU, the peak memory is the peak since the start of the process.
+    Unlike `measure`, this function does not set the environment variables for the number of threads. On a CPU, the peak
+    memory is the peak since the start of the process.
     """
     tensors = [dataclasses.replace(tensor, dtype=request.dtype) for tensor in tensors_of(request.model)]
     gradients = FRAMEWORKS[request.framework](tensors, request.threads, request.device)
@@ -249,8 +251,8 @@ def _timed(work: Callable[[], Any], gradients: Gradients) -> float:
 
 
 def _on_device(step: Callable[[], Any], gradients: Gradients, turns: int) -> tuple[list[float], list[float]]:
-    """The milliseconds that an accelerator needs for steps and for copies, which alternate. The lists are empty on a
-    CPU."""
+    """Runs steps and copies alternately. Returns the milliseconds that an accelerator needs for each step and for each
+    copy. Both lists are empty on a CPU."""
     steps, copies = [], []
     for _ in range(turns):
         for _ in range(_WARM_COPIES):

@@ -27,8 +27,8 @@ def title(options: Mapping[str, Any]) -> str:
 
 
 def table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The headings, and the cells of each row. Columns for the time of a device and for an earlier comparison are
-    included only if a row has them."""
+    """The headings, and the cells of each row. The columns for times on a device, or for times of an earlier
+    comparison, are included only if a row has such a time."""
     headings, cells = HEADINGS, [_cells(row) for row in rows]
     optional: list[tuple[bool, tuple[str, ...], Callable[[Row], tuple[str, ...]]]] = [
         (any(row.measurement.device_ms is not None for row in rows), DEVICE, _device),
@@ -124,6 +124,6 @@ def plot(rows: Sequence[Row], options: Mapping[str, Any]) -> bytes:
     axes = figure.add_subplot()
     colors = [INK if measurement.request.is_peer else COLOURS[0] for measurement in ordered]
     axes.barh(labels, [measurement.ratio_to_copy.median for measurement in ordered], color=colors)
-    axes.set_xlabel(f"time of a step, in copies of the gradients of {options['model']}")
+    axes.set_xlabel(f"time of a step / time of a copy of the gradients of {options['model']}")
     axes.grid(axis="x", alpha=0.3)
     return as_png(figure, dots_per_inch=120)

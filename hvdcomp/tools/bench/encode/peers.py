@@ -13,7 +13,8 @@ PEERS = (POWERSGD, FP16)
 
 
 class _DDPBucket:
-    """The gradients as one bucket, with those methods of DistributedDataParallel's buckets that the hooks call."""
+    """All gradients as one bucket. The class has only those methods of DistributedDataParallel's buckets that the hooks
+    call."""
 
     def __init__(self, gradients: TorchGradients) -> None:
         self._flat = gradients.join()
@@ -35,12 +36,12 @@ class _DDPBucket:
 def peer(name: str, gradients: TorchGradients, device: str) -> Callable[[], Any]:
     """Returns a function that runs one step of one of PyTorch's hooks and writes the result into the gradients.
 
-    The step does not include gathering gradients into buckets, because DistributedDataParallel keeps them there. The
-    PowerSGD hook has error feedback and warm start, which are its defaults.
+    The step does not include gathering gradients into buckets, because DistributedDataParallel always keeps the
+    gradients in its buckets. The PowerSGD hook uses error feedback and warm start, as it does by default.
 
     Args:
         name: name of a method of PyTorch, one of `PEERS`.
-        gradients: the gradients of the measurement. They become parts of one bucket.
+        gradients: the gradients of the measurement. The function moves these gradients into one bucket.
     """
     import torch.distributed as dist
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
