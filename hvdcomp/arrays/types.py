@@ -113,8 +113,8 @@ class ArrayFunctions(Protocol):
 
 
 class AllFunctions(ArrayFunctions, Protocol):
-    """All array functions of NumPy or PyTorch. Those that `ArrayFunctions` lacks need elements, so `shapes` lacks them,
-    too."""
+    """All array functions of NumPy or PyTorch. The functions that `ArrayFunctions` lacks need the values of elements.
+    So the module `shapes`, whose arrays have no values, lacks these functions too."""
 
     def device(self, x: Array) -> str: ...
     def to_numpy(self, x: Array) -> np.ndarray: ...

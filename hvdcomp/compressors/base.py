@@ -74,11 +74,11 @@ class Compressor(Described):
         lossless: whether the receivers get the exact gradient.
         variance: a bound on E|x - C(x)|^2 / |x|^2 that holds for any tensor. The bound is given for unbiased methods
             whose error can be larger than x itself, and is 0 for all other methods. Biased methods omit a part of x, so
-            their error is not larger than x. In `terngrad`, `globalqsgd`, `natural`, `int8`, `int4` and `fp8`, no
-            element's error is larger than the largest element of x. The expected error of `eden` is smaller than x
-            (`known_error`).
+            their error is not larger than x. For `terngrad`, `globalqsgd`, `natural`, `int8`, `int4` and `fp8` it is 0
+            too, because no element's error is larger than the largest element of x. The expected error of `eden` is
+            smaller than x (`known_error`).
         known_error: the expectation of |x - C(x)|^2 / |x|^2, if it is about the same for every large x. Policies then
-            need not compress x to measure the error. None for all other methods.
+            need not compress x to measure the error. `known_error` is None for all other methods.
         sent_is_own: whether C(x), the decoded form of this rank's payload, depends only on this rank's x. `sent_is_own`
             is False if ranks compress each other's chunks. In this case, a step does not show how much of x this rank's
             compressor alone would have kept.
@@ -238,7 +238,7 @@ class Compressor(Described):
         return self.level_for(compression_factor, shape)
 
     def least_level(self, ranks: int) -> Level | None:
-        """The smallest level that works with this number of ranks; None if every level does."""
+        """The smallest level that works with this number of ranks; None if every level works."""
         return None
 
     @property

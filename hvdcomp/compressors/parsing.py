@@ -70,7 +70,8 @@ def _within(text: str) -> str:
         raise SpecError(
             f"{text!r} is not a valid spec; write two-level compression like this: 'two_level(topk:ratio=0.01)'"
         )
-    # refused here, because otherwise a spec could nest it without limit
+    # A nested two_level is refused here, before the inner spec is parsed, because specs could otherwise be nested
+    # without limit.
     if inside[1:].lstrip().startswith(TwoLevel.name):
         raise SpecError(
             "two_level inside two_level is not allowed, because there are only two levels; write two_level once"
@@ -79,8 +80,8 @@ def _within(text: str) -> str:
 
 
 def _router(rules: tuple[tuple[str, Any], ...]) -> Compressor:
-    """The router for these rules. The rules before the first condition are patterns. The condition and all later rules
-    become a nested router."""
+    """The router for these rules. If a rule's key is a condition, such as `numel<1000`, this rule and all later rules
+    become a nested router. The rules before it are patterns of the outer router."""
     patterns = []
     for place, (key, value) in enumerate(rules):
         condition = CONDITION.fullmatch(key.strip())

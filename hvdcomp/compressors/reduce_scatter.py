@@ -46,7 +46,7 @@ class Codec(Protocol):
         """The storage of the bucket's payload."""
 
     def encode_bucket(self, bucket: Bucket) -> None:
-        """Writes the bucket's payload and sets its `found_inf`."""
+        """Writes the bucket's payload, and sets the attribute `found_inf` of the bucket."""
 
     def decode_bucket(self, bucket: Bucket, first: Any, ranks: int, stride: int) -> bool | Array:
         """Writes the mean of the ranks' payloads to the results. The arguments come from `gathered`. Returns whether
@@ -143,7 +143,7 @@ class ShardKernels:
 
     Args:
         method: the method that encodes rows. It must have a bucket form.
-        memory: the memory of all rows, from `KNOWN_TO_KERNELS`.
+        memory: the memory of all rows, whose class is in `KNOWN_TO_KERNELS`.
         length: number of elements of a row.
         context: the context of the first step. Its ranks are the ranks that exchange rows, one on each node.
         device: the device of the rows, if there are kernels for it; None for the host.
@@ -197,8 +197,8 @@ class ShardKernels:
             self._sent[node] = method.payload(bucket).vector
             if residual is not None:
                 take_off(bucket, self._zeros)
-                # Otherwise an inf or NaN would remain in the residual for all later steps. On a device this is always
-                # done, because the host does not wait for the device's flag.
+                # An inf or NaN would remain in the residual for all later steps, so it is replaced with zero. On a
+                # device this is always done, because the host does not wait for the device's flag.
                 if bucket.device is not None or bucket.found_inf:
                     residual[place] = xp.finite_or_zero(residual[place])
         received = yield AllToAll((self._sent,))
