@@ -96,7 +96,7 @@ class Settings:
             require_bounded_turns(methods)
         others = [leaf for method in methods[1:] for leaf in method.leaves()]
         for leaf in self.compressor.leaves():
-            # If one of the methods that take turns uses error feedback, the others use it too.
+            # If the run switches between methods and one of them uses error feedback, all of them use it.
             defaults = [method.default_memory for method in (leaf, *others)]
             if all(memory.keeps == 0 for memory in (defaults if self.memory is None else [self.memory])):
                 require_bounded_noise(leaf, b1, local_steps)

@@ -34,8 +34,8 @@ def scatter(method: Codec, xp: ArrayFunctions, x: Array, context: Context) -> Ag
     Each chunk has an owner, which is the rank that averages it. The owner adds its own x without rounding. In chunks of
     other ranks, C(x) is the decoded payload. In this rank's own chunk, C(x) is x minus N times the rounding error of
     the mean, with N ranks. With this definition, the sum of C(x) over all ranks is N times the result, and one residual
-    accounts for both roundings. This residual may overflow even if the mean does not. Such a large mean becomes NaN,
-    and all ranks see the NaN.
+    accounts for both roundings. The residual of the owner may overflow even if the mean does not. If the mean is so
+    large that this might happen, it is replaced with NaN, and all ranks receive the NaN.
     """
     ranks, own = context.world_size, context.rank
     vector = xp.flatten(xp.astype(x, "float32"))
@@ -45,7 +45,7 @@ def scatter(method: Codec, xp: ArrayFunctions, x: Array, context: Context) -> Ag
     # Every rank computes the mean of its chunk,
     mean, encoded = yield from reduce_chunks(method, xp, chunks, context)
     largest = xp.reshape(xp.row_largest(xp.reshape(mean, (1, length))), (1,))
-    mean = mean * (1 + 0 * (largest * residual_bound(length, ranks)))  # the last factor is 1 or NaN
+    mean = mean * (1 + 0 * (largest * residual_bound(length, ranks)))  # times 1, or NaN after an overflow
     # compresses it, and sends it to all ranks.
     of_means, of_mean = method.of_means, of_chunk(context, "mean")
     gathered = yield AllGather(of_means.encode(xp, mean, of_mean))
@@ -106,7 +106,7 @@ def payloads_of_chunks(members: Sequence[tuple[TensorInfo, Any]], ranks: int) ->
     chunks, means = [0] * ranks, [0] * ranks
     for owner, piece in _pieces([tensor.size for tensor, _ in members], members[0][1].unit, ranks):
         _, compressor = members[piece.tensor]
-        chunks[owner] += compressor.payload_bytes((piece.length,))  # the same bytes as with exchange "gather"
+        chunks[owner] += compressor.payload_bytes((piece.length,))  # one payload, as with exchange "gather"
         means[owner] += compressor.of_means.payload_bytes((piece.length,))
     return SentPayload("alltoall", ranks * max(chunks)), SentPayload("allgather", max(means))
 
@@ -240,7 +240,7 @@ class _OwnChunk:
         """Computes this rank's x of the chunk. Returns whether x contains an inf or NaN."""
         if not self.elements:
             return False
-        if whole.device is not None:  # the memory was used before, and is not zero
+        if whole.device is not None:  # this storage was used before, so it is not zero
             self._x, self._mean = (whole.kernels.passing(self.elements, "float32") for _ in range(2))
         self._copies.enter(whole)
         return self._copies.bucket.call("dense_encode", self._x)
@@ -260,7 +260,7 @@ class _OwnChunk:
         self._mean += self._x
         with np.errstate(over="ignore", invalid="ignore"):
             largest = xp.flatten(xp.row_largest(xp.reshape(self._mean, (1, -1))))
-            self._mean *= 1 + 0 * (largest * residual_bound(self.elements, ranks))  # the last factor is 1 or NaN
+            self._mean *= 1 + 0 * (largest * residual_bound(self.elements, ranks))  # times 1, or NaN after an overflow
         return found_inf
 
     def encode_mean(self, method: Codec, whole: Bucket, zeros: np.ndarray) -> None:

@@ -13,7 +13,7 @@ from hvdcomp.errors import SpecError
 
 
 class Rule(NamedTuple):
-    """A rule for the values of a setting. It is part of the setting's type:
+    """A rule for the values of a setting. The rule is part of the setting's type:
 
         rank: Annotated[int, Rule(allows, allowed_text)]
 
