@@ -46,7 +46,7 @@ def register(
     folder `compression` of the checkpoint, in the format of `torch.distributed.checkpoint`.
 
     Args:
-        accelerator: the accelerator. The accelerator must have two or more processes.
+        accelerator: the accelerator, with two or more processes.
         model: the model that `prepare` returned, wrapped in DistributedDataParallel, or sharded by FSDP2.
         compression: a `Compression` that no other model uses.
         optimizer: the optimizer that `prepare` returned. Policies that follow the learning rate need the optimizer.

@@ -52,7 +52,7 @@ def replace_files(contents: Mapping[Path, bytes]) -> None:
     """Writes files. Afterwards, each file is either complete or unchanged.
 
     All files are first written under temporary names, and then renamed. If the disk is full, no file is replaced. The
-    temporary names are unpredictable and must not exist yet. If a name could be guessed, another user with access to
+    temporary names are unpredictable and must not exist yet. If a name could be guessed, another user who can write to
     the folder could create a link with this name, and the content would be written to the target of the link.
 
     Args:

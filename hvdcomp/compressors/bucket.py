@@ -132,8 +132,8 @@ class Bucket:
         found_inf: whether x, or the sent part of x, contains an inf or NaN, in the form that `call` returns. The bucket
             form must set `found_inf` before its first request.
         factors: the object that owns the storage of the product that `sent_product` of the table points to, or None.
-            The engine calls the method `commit` of this object unless the step is skipped because of an overflow. Keep
-            a reference to this object while you use the product.
+            The engine calls the method `commit` of this object unless the step is skipped because of an inf or NaN.
+            Keep a reference to this object while you use the product.
         rows: the rows of the payload, if the payload has one row for each of several ranks.
         factor: the number by which this step multiplies the gradients; None for 1.
     """

@@ -2,8 +2,8 @@
 
 Error feedback needs a contraction: the expected energy of the residual must be below that of x, E|x - C(x)|^2 < |x|^2
 (Karimireddy et al. 2019, arXiv:1901.09847, assumption A). Otherwise the residual grows with each step. Some unbiased
-methods have a variance (expected error) that is too large for error feedback, but unbiased methods need no error
-feedback.
+methods have a variance (expected squared error) that is too large for error feedback, but unbiased methods need no
+error feedback.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def _pack_plane(xp: ArrayFunctions, codes: Array, width: int) -> Array:
     packed = []
     for group in groups(xp, pad(xp, codes & ((1 << width) - 1), together), GROUP):
         for bits in (4, 2, 1):
-            if bits >= width:  # packs two codes: the code of the second half goes `bits` bits higher
+            if bits >= width:  # combines the two halves: codes of the second half are shifted up by `bits` bits
                 half = group.shape[1] // 2
                 group = group[:, :half] | (group[:, half:] << bits)
         packed.append(xp.flatten(group))

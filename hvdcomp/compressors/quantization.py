@@ -67,8 +67,7 @@ class QSGD(Multiples):
 
     @property
     def unit(self) -> int:  # type: ignore[override]
-        """The smallest multiple of `bucket`, or 8 times `bucket`, that is divisible by 8. Chunks begin at multiples of
-        this number."""
+        """`bucket` if it is a multiple of 8, otherwise 8 times `bucket`. Chunks begin at multiples of this number."""
         return self.bucket if self.bucket % 8 == 0 else 8 * self.bucket
 
     @property

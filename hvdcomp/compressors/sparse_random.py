@@ -119,7 +119,7 @@ class _Layout:
     """The offsets of each tensor's values in the payload, and storage for the drawn positions.
 
     Args:
-        bucket: the bucket. The columns `count`, `values` and `ends` of its table are written.
+        bucket: the bucket. The constructor writes the columns `count`, `values` and `ends` of its table.
         half: whether the payload is in half precision.
 
     Attributes:

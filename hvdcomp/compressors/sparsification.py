@@ -176,7 +176,7 @@ class SparsePlaces:
     with wider element types come first.
 
     Args:
-        bucket: the bucket. The columns of its table for `count` and for the offsets of the parts are written.
+        bucket: the bucket. The constructor writes `count` and the offsets of the parts to its table.
         values: the element type of the sent values, "same" or "fp16", as in `sparse_payload`.
 
     Attributes:

@@ -64,10 +64,10 @@ class TwoLevel(Compressor):
 
     The residual of a rank is x - C(x) of its shard of the node's mean, multiplied by the number of ranks of the node.
     The rank adds this residual to its gradient in the next step. Averaging over the ranks of the node divides by the
-    same number, so the residual enters the mean of the node unchanged. So the compressor can use its own memory, and
-    the values of C(x) on all ranks add up to the result. The state of the compressor, such as PowerSGD's Q, is sent to
-    all ranks of the node together with the result. All ranks then have the same state, and any rank may own the matrix
-    in the next step.
+    same number, so x - C(x) itself enters the next mean of the node. Therefore the compressor can use its own memory,
+    and the values of C(x) on all ranks add up to the result. The state of the compressor, such as PowerSGD's Q, is sent
+    to all ranks of the node together with the result. All ranks then have the same state, and any rank may own the
+    matrix in the next step.
 
     Attributes:
         compressor: the compressor of the shards, which are sent between nodes. A compressor with its own momentum, such
