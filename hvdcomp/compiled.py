@@ -231,8 +231,8 @@ def backend(
     """
 
     def compile_compressed(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        # AOTAutograd looks up the program's variable for each tensor of a module from Dynamo. The step has no such
-        # variable, so the graph is put into a new module.
+        # If Dynamo made the module, AOTAutograd looks up a variable of the program for each tensor of the module. The
+        # tensor `step` has no such variable, so the graph is put into a new module.
         module = GraphModule(module, module.graph)
         compress_reductions(module, spec, step, **options)
         return rewrite.compile_by(then, module, inputs)

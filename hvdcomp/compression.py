@@ -60,9 +60,9 @@ class Compression:
         overlap: only for PyTorch. `True` to compress and send gradients during the backward pass, `False` to do so
             after it, or `"auto"` to do so during the backward pass if possible. The choice changes at most the last
             bits of sums.
-        bucket_bytes: smallest size of a bucket, in bytes of gradients. It is used only with overlap. A smaller model is
-            one bucket. Default: the best size according to the calibration of the policy `Auto`. Without this policy,
-            the default is 25 MiB, or, on a CUDA device, a quarter of all gradients if this is more.
+        bucket_bytes: smallest size of a bucket, in bytes of gradients. This size is used only with overlap. A smaller
+            model is one bucket. Default: the best size according to the calibration of the policy `Auto`. Without this
+            policy, the default is 25 MiB, or, on a CUDA device, a quarter of all gradients if this is more.
         gathered_bytes: largest size, in bytes, of the gathered payloads that a rank may have in memory at the same
             time; None for no limit. If the gathered payloads of a step exceed this limit, the ranks exchange them in
             several parts after the backward pass, even with overlap. A single tensor may exceed the limit. The limit
@@ -78,7 +78,8 @@ class Compression:
             contains `hvd.DistributedOptimizer`.
 
     Attributes:
-        ledger: bytes, floats and times of each step (`hvdcomp.exchange.ledger`). Empty if Horovod has only one rank.
+        ledger: bytes, floats and times of each step (`hvdcomp.exchange.ledger`). The ledger is empty if Horovod has
+            only one rank.
 
     Raises:
         ConfigurationError: if both `named_parameters` and `variables` are given; if `named_parameters` are not pairs

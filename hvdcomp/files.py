@@ -83,7 +83,8 @@ def replace_files(contents: Mapping[Path, bytes]) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a text file in UTF-8 as in `replace_files`. Characters that UTF-8 cannot encode become question marks."""
+    """Writes a text file in UTF-8 with the function `replace_files`. Characters that UTF-8 cannot encode become
+    question marks."""
     replace_files({path: text.encode("utf-8", errors="replace")})
 
 

@@ -69,11 +69,11 @@ def register(
         optimizer: the model's optimizer. Policies that follow the learning rate or change the batch size need the
             optimizer.
         weights: a quantizer, such as `hvdcomp.Int8()`. FSDP's all-gathers then send quantized changes of the weights,
-            and each rank keeps the whole model. `weights` is allowed only if there are no replicas. None to keep FSDP's
-            own all-gather.
+            and each rank keeps the whole model. `weights` is allowed only if there are no replicas. Omit this argument
+            to keep FSDP's own all-gather.
         shards: a second `Compression`, for the reduce-scatter over the shards of each replica. Its compressor must be a
             quantizer, and it must have no policy. This `Compression` has its own residuals, ledger and checkpoints.
-            `shards` is allowed only if there are replicas. None to keep FSDP's own reduce-scatter.
+            `shards` is allowed only if there are replicas. Omit this argument to keep FSDP's own reduce-scatter.
 
     Raises:
         ConfigurationError: if the model is neither sharded nor replicated in this way, if another model uses a given

@@ -1,6 +1,6 @@
 """Selects the largest magnitudes of a vector, and computes their statistics, on any device.
 
-Threshold sparsifiers count the elements that reach a threshold, and finally choose the indices of k of them. No
+Threshold sparsifiers count the elements that reach a threshold. At the end they choose k elements, as indices. No
 function makes the host wait for an accelerator: counts and thresholds are scalar arrays, and all shapes follow from
 known sizes. On the host, shapes may depend on the values. So one pass copies the largest elements to a small array.
 Functions that need only the largest elements then read this small array.
@@ -50,7 +50,7 @@ class Magnitudes:
         self._place = xp.from_numpy
         self._like = x
         self._set_aside: _LargestElements | None = None
-        if not xp.waits(x):  # NumPy is faster, and with NumPy all frameworks make the same choice
+        if not xp.waits(x):  # NumPy is faster, and then all frameworks choose the same elements
             xp, values = numpy_arrays, arrays_for(values).to_numpy(values)
             self._set_aside = _largest(values, min(need, values.shape[0]))
         self.xp, self._values = xp, values

@@ -289,7 +289,7 @@ def where(condition: Array, x: Array, y: Array) -> Array:
 
 
 def bitcast(x: Array, dtype: str) -> Array:
-    """The same bits read as elements of another type, along the last axis; a view where possible."""
+    """The bits of `x`, read as elements of another type along the last axis; a view where possible."""
     return x.view(dtype)
 
 
@@ -362,8 +362,8 @@ def row_largest(x: Array) -> Array:
 def found_inf(arrays: Sequence[Array]) -> Array:
     """One float32 element (1,): 0 if every element of every array is finite, otherwise NaN."""
     with np.errstate(over="ignore", invalid="ignore"):
-        # A sum takes half the time of a check of each element, and is finite only if every element is. But a sum of
-        # finite elements may overflow, so then each element is checked.
+        # A sum takes half the time of a check of each element. A sum is finite only if every element is finite. But a
+        # sum of finite elements may overflow, so each element is checked if the sum is not finite.
         finite = all(math.isfinite(np.add.reduce(x, axis=None)) or np.isfinite(x).all() for x in arrays)
     return np.array([0.0 if finite else np.nan], np.float32)
 

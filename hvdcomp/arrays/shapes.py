@@ -1,4 +1,5 @@
-"""Array operations on shapes and element types only. To count a payload, hvdcomp runs a compressor on such arrays.
+"""Arrays that have a shape and an element type, but no elements, and operations on such arrays. To count the bytes of a
+payload, hvdcomp runs a compressor on such arrays.
 
 The module has the functions of `numpy_arrays` that compressors call. These functions, and the methods of a
 `ShapeArray`, return only the shape and the type of the result, without computation or memory.

@@ -1,6 +1,6 @@
 """Array operations in PyTorch, on CPU and CUDA. A function waits for the device only if its docstring says so.
 
-The functions of the same names in `numpy_arrays` have the documentation.
+The docstring of each function is in `numpy_arrays`, at the function of the same name.
 """
 
 from __future__ import annotations

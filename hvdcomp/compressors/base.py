@@ -82,8 +82,8 @@ class Compressor(Described):
         sent_is_own: whether C(x), the decoded form of this rank's payload, depends only on this rank's x. `sent_is_own`
             is False if ranks compress each other's chunks. In this case, a step does not show how much of x this rank's
             compressor alone would have kept.
-        in_units: whether the result is in the units of the gradient. Only then can an optimizer compute momentum from
-            the result.
+        in_units: whether the result is in the units of the gradient. If False, an optimizer cannot compute momentum
+            from the result.
         nested: whether two compressions, first at a milder level and then at a stronger level, give the same result as
             one compression at the stronger level. `nested` is true for methods that keep elements of x unchanged.
         period: number of steps after which payload sizes repeat.

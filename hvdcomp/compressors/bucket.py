@@ -385,7 +385,7 @@ class BucketStates:
         self.next: list[AnyArray] = [xp.zeros(vector.shape, like=vector) for vector in self.kept]
 
     def arrays(self, place: int) -> tuple[AnyArray, ...]:
-        """The state of the tensor at a place in the bucket: a list of arrays, each (length, columns). Later steps reuse
+        """The state of the tensor at the position `place` in the bucket, as arrays (length, columns). Later steps reuse
         their storage."""
         return tuple(
             vector[starts[place] : starts[place + 1]].reshape(shapes[place]).T
@@ -393,7 +393,7 @@ class BucketStates:
         )
 
     def places(self, members: Sequence[int]) -> list[np.ndarray]:
-        """For each vector, the indices that the arrays of some tensors occupy. `members` are the places of these
+        """For each vector, the indices that the arrays of some tensors occupy. `members` are the positions of these
         tensors in the bucket."""
         empty = [np.zeros(0, np.int64)]
         ranges = [[np.arange(starts[member], starts[member + 1]) for member in members] for starts in self._starts]

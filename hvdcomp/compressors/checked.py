@@ -285,7 +285,7 @@ class _Call:
         return self.x if self._xp is None else self._xp.protected(self.x)
 
     def require_unchanged(self) -> None:
-        """Raises ConfigurationError if x was changed, as far as the framework counts changes."""
+        """Raises ConfigurationError if x was changed. A change is noticed only if the framework counts changes."""
         if self._xp is not None and self._xp.changes(self.x) != self._changes:
             raise self.error(_CHANGES)
 

@@ -74,7 +74,8 @@ warn about the methods that lost most."""
 
 @cache
 def evidence() -> tuple[Evidence, ...]:
-    """The results of all training runs. If a task was not trained at best rates, its results at one rate are used."""
+    """The results of all training runs. If a method was not trained on a task at its best learning rate, its results at
+    one learning rate are used."""
     at_best = [replace(one, at_best_rates=True) for one in map(_parse, _read("evidence.json")["trainings"])]
     return (*at_best, *without_replaced([*map(_parse, _read("evidence_one_rate.json")), _WITH_MUON], at_best))
 
@@ -83,8 +84,8 @@ def without_replaced(at_one_rate: Sequence[Evidence], at_best_rates: Sequence[Ev
     """Returns the results at one learning rate, without the results that are replaced by results at best learning
     rates.
 
-    A result at best rates replaces only the results of the same method with the same optimizer on the same task,
-    because a method is judged by its worst result.
+    A result at best learning rates replaces only the results of the same method with the same optimizer on the same
+    task, because a method is judged by its worst result.
     """
     replaced = {(_task_of(training), spec) for training in at_best_rates for spec in training.lost}
     left = [

@@ -24,7 +24,7 @@ class ATOMO(Compressor):
     2018, arXiv:1806.04090, algorithm 1).
 
     The gradient is viewed as a matrix with shape[0] rows, M = sum of sigma_i u_i v_i'. Triplet i is sent with the
-    probability p_i = min(1, c sigma_i), where c makes the probabilities add up to `rank`.
+    probability p_i = min(1, c sigma_i). The factor c is chosen so that the probabilities add up to `rank`.
 
     The paper draws each triplet independently, so the number of triplets varies. This class uses systematic sampling,
     which draws exactly `rank` triplets. The p_i are the lengths of segments that lie end to end on a line of length

@@ -1,7 +1,7 @@
 """The common part of several quantizers. They divide a scale into equal steps, and round each element at random to a
 multiple of this step.
 
-Each quantizer has a form for one tensor, in array functions, and a form for a bucket, in kernels.
+Each quantizer is implemented twice: with array functions for one tensor, and with kernels for a bucket.
 """
 
 from __future__ import annotations

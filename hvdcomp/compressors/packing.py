@@ -29,7 +29,8 @@ def pack(xp: ArrayFunctions, codes: Array, bits: int) -> Array:
 
 
 def unpack(xp: ArrayFunctions, packed: Array, bits: int, count: int) -> Array:
-    """The codes, uint8 (count,), that `pack` has packed. With 8 bits this is the same array, otherwise a new array."""
+    """The codes, uint8 (count,), that `pack` has packed. With 8 bits the result is the array `packed` itself, otherwise
+    a new array."""
     codes: Array | None = None
     start = shift = 0
     for width in _planes_of(bits):

@@ -23,10 +23,10 @@ _RULES = """write a compressor for each pattern of names, such as {"embed.*": "t
 def parse_compressor(spec: str) -> Compressor:
     """The compressor that a spec string describes, such as `topk:ratio=0.01` or `powersgd:rank=4`.
 
-    A spec may also be a JSON object of rules for tensors. The first rule that matches a tensor decides. The key of a
-    rule is a pattern of names, or `numel<N` or `ndim<N` for tensors with fewer than N elements or dimensions. The value
-    of a rule is a spec string or another JSON object. Example: `{"embed.*": "topk:ratio=0.001", "numel<10000": "none",
-    "*": "powersgd:rank=4"}`.
+    A spec may also be a JSON object of rules for tensors. The first rule that matches a tensor determines its
+    compressor. The key of a rule is a pattern of names, or `numel<N` or `ndim<N` for tensors with fewer than N elements
+    or dimensions. The value of a rule is a spec string or another JSON object. Example: `{"embed.*":
+    "topk:ratio=0.001", "numel<10000": "none", "*": "powersgd:rank=4"}`.
 
     `two_level(...)` around a spec compresses only between nodes.
 

@@ -116,8 +116,8 @@ def step_keys(keys: np.ndarray, step: int, rank: int | None) -> np.ndarray:
     """The keys of a step, computed from `tensor_keys`. With rank None, all ranks get the same keys.
 
     The generator SplitMix64 is applied to each key twice (Steele et al. 2014, doi:10.1145/2660193.2660195). The key is
-    the seed of a first generator, and output number `step` of this generator is the seed of a second one. Output number
-    `rank` of the second generator is the result.
+    the seed of a first generator, and output number `step` of this generator is the seed of a second generator. Output
+    number `rank` of the second generator is the result.
     """
     return _mixed(_mixed(keys, step), -1 if rank is None else rank)
 

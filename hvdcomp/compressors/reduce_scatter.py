@@ -138,8 +138,8 @@ def _stacked(xp: ArrayFunctions, parts: Sequence[Array]) -> Array:
 
 
 class ShardKernels:
-    """The same as `reduce_scatter`, with kernels, for the rows of one flat gradient. Each row is a bucket of one
-    tensor.
+    """Does the same as the function `reduce_scatter`, but with kernels, for the rows of one flat gradient. Each row is
+    a bucket of one tensor.
 
     Args:
         method: the method that encodes rows. It must have a bucket form.
@@ -181,7 +181,7 @@ class ShardKernels:
         Args:
             rows: this rank's gradient with one row for each node, float32 (nodes, length).
             residual: the residuals of the rows of the other nodes, in the order of nodes, float32 (nodes - 1, length).
-                The residuals are updated in place. None if there is no memory.
+                The residuals are updated in place. `residual` is None if there is no memory.
             context: the context of the step.
         """
         method, xp = self.method, self._xp

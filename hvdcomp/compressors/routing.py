@@ -147,7 +147,7 @@ def _has_level(compressor: Compressor) -> bool:
 
 @dataclass(frozen=True, init=False)
 class ByName(Router):
-    """Chooses by the name of the tensor. The first pattern that matches decides.
+    """Chooses by the name of the tensor. The first pattern that matches the name determines the compressor.
 
     Patterns work as in Python's `fnmatch`: `*` matches any text (including dots and slashes), `?` matches one
     character, and `[abc]` matches one of the characters a, b and c. A pattern must match the whole name. Upper case and

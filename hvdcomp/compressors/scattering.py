@@ -112,7 +112,8 @@ def payloads_of_chunks(members: Sequence[tuple[TensorInfo, Any]], ranks: int) ->
 
 
 class _Piece(NamedTuple):
-    """A part of a tensor: the tensor's place in the bucket, the first element and the number of elements."""
+    """A part of a tensor: the position of the tensor in the bucket, the index of the first element, and the number of
+    elements."""
 
     tensor: int
     start: int
@@ -152,7 +153,8 @@ class _Pieces:
         self.bucket.context = whole.context
 
     def enter(self, whole: Bucket) -> None:
-        """Begins a step. The pieces get the addresses of their places in the tensors of the whole bucket."""
+        """Begins a step. The address of each piece is set to the address of its first element in the whole bucket's
+        tensor."""
         bucket = self.bucket
         bucket.begin(whole.context, whole.factor)
         for name in _ADDRESSES:
@@ -169,8 +171,8 @@ class _Pieces:
         return np.where(tensors == 0, tensors, tensors + np.uint64(width) * self._starts)
 
     def decode_means(self, method: Codec, whole: Bucket, payloads: AnyArray) -> bool | AnyArray:
-        """Decodes payloads of means to the results. `payloads` has the payloads of all ranks. The bucket reads only the
-        rows of its own pieces."""
+        """Decodes payloads of means, and writes the means to the results. `payloads` contains the payloads of all
+        ranks. The bucket reads only the rows of its own pieces."""
         self.bucket.suffix = _OF_MEANS
         self.bucket.segments["result"] = self.addresses(whole, "result")
         # `flatten` copies the rows only if payloads of other requests of the round are between them.
@@ -190,7 +192,7 @@ class _OtherChunks(_Pieces):
         return self.bucket.found_inf
 
     def decode(self, method: Codec, whole: Bucket, payloads: AnyArray) -> bool | AnyArray:
-        """Decodes the other ranks' payloads of means to the results."""
+        """Decodes the other ranks' payloads of means, and writes the means to the results."""
         return self.decode_means(method, whole, payloads) if self.elements else False
 
 
@@ -199,7 +201,7 @@ class _AllChunks(_Pieces):
     a different level."""
 
     def decode(self, method: Codec, whole: Bucket, payloads: AnyArray) -> bool | AnyArray:
-        """Decodes all payloads of means to the results."""
+        """Decodes all payloads of means, and writes the means to the results."""
         self.bucket.begin(whole.context)
         return self.decode_means(method, whole, payloads)
 
@@ -276,7 +278,7 @@ class _OwnChunk:
         take_off(means, zeros)
 
     def decode(self, method: Codec, whole: Bucket, payloads: AnyArray) -> bool | AnyArray:
-        """Decodes the payload of the mean to the results."""
+        """Decodes the payload of the mean, and writes the mean to the results."""
         if not self.elements:
             return False
         self._codes.bucket.suffix = _OF_MEANS

@@ -83,7 +83,7 @@ class BlocksTogether(WithRatio):
         mean = yield AllReduce(xp.astype(values, allreduce_dtype(dtype)))
 
         def spread(elements: Array) -> Array:
-            """A tensor with the elements at their places, and zeros elsewhere."""
+            """Returns a tensor with the given elements at the chosen positions, and zeros elsewhere."""
             zeros = xp.zeros((padded.shape[0],), like=xp.astype(vector[:0], wide))
             return xp.reshape(xp.add_at(zeros, places, xp.astype(elements, wide))[:size], shape)
 

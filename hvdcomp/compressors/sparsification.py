@@ -155,7 +155,7 @@ class SparseTernary(ByRatio):
         (values, *places), masked = sparse_payload.encode(xp, vector, chosen, "same")
         signs, mu = to_signs(xp, values, x)
         ranks = yield AllGather((signs, mu, *places))
-        # mu sign(x) at the places of each rank, added in rank order.
+        # The values mu sign(x) of each rank, at the positions that this rank chose. They are added in rank order.
         decoded = ((from_signs(xp, signs, mu, k), *places) for signs, mu, *places in ranks)
         mean = sparse_payload.mean_of_sparse(xp, decoded, vector, context)
         sent = xp.astype(from_signs(xp, signs, mu, k), xp.dtype_name(x))

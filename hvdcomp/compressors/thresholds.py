@@ -173,7 +173,7 @@ class DGC(ThresholdSparsifier):
     The first threshold is the magnitude that the fraction `ratio` of a sample reaches. The sample is about 1 % of the
     elements, at equal distances. While fewer than k elements reach the threshold, the threshold is multiplied by 0.8.
     While more than 2 k elements reach the threshold, it is multiplied by 1.3. The threshold is changed at most 10
-    times. If a product would pass a threshold that was already tested, the next threshold is halfway between the
+    times. If a product would lie beyond a threshold that was already tested, the next threshold is halfway between the
     current threshold and the tested threshold. When between k and 2 k elements reach the threshold, the k largest of
     them are sent, which are the k largest of the tensor. If no such threshold is found, the k largest of 2 k elements
     are sent. These 2 k elements are first the elements that reach the nearest tested threshold with too few elements,
@@ -260,7 +260,7 @@ class SIDCo(ThresholdSparsifier):
     def search(self, magnitudes: Magnitudes, bracket: Bracket) -> None:
         threshold: Any = 0.0
         for share in stage_shares(self.ratio, self.stages):
-            # Of the elements above a threshold t, a share delta exceeds t by at least the mean excess times log(1 /
+            # A fraction delta of the elements above a threshold t exceeds t by at least the mean excess times log(1 /
             # delta).
             threshold = threshold + magnitudes.mean_excess(threshold) * math.log(1 / share)
             bracket.test(threshold)

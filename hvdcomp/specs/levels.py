@@ -13,7 +13,7 @@ Unit = Literal["bytes", "elements"]
 (without indices)."""
 
 DENSE: Final = "dense"
-"""The value that takes the place of a level if gradients are sent uncompressed."""
+"""The value that is used instead of a level if gradients are sent uncompressed."""
 
 LevelsBySize = tuple[tuple[int | None, Level], ...]
 """The levels of tensors by their number of elements: pairs (size, level) in ascending order of sizes. A tensor has the

@@ -37,7 +37,7 @@ def typed(kind: Any, value: Any, where: str, texts: Mapping[str, float] | None =
         value: the value from parsed JSON or TOML.
         where: place of the value in the file, for error messages.
         texts: the numbers that JSON cannot express, such as not-a-number. The key of each number is the text that
-            stands for it in the file, such as "NaN". None if such texts are not allowed.
+            stands for it in the file, such as "NaN". Pass None if such texts are not allowed.
 
     Raises:
         ValueError: if the value does not have the type, or if the dataclass does not accept it.
