@@ -106,7 +106,7 @@ def register(
             trainers.save(compression, Path(folder, f"{name}{accelerator.process_index}.pt"))
 
     def load(models: list[Any], folder: str) -> None:
-        if in_fsdp:  # accelerate has already loaded these models, and passes none
+        if in_fsdp:  # accelerate has already loaded the models, so it passes no models here
             models = accelerator._models  # noqa: SLF001  # there is no public name for this list
         name = names_of(models)
         if name is not None and in_fsdp:

@@ -156,6 +156,6 @@ def _largest(values: np.ndarray, need: int) -> _LargestElements | None:
         return None
     level = np.partition(sample, len(sample) - rank)[len(sample) - rank]
     places = np.flatnonzero(~(values <= level))  # includes NaN
-    if len(places) < need:  # for example if most elements are zero
+    if len(places) < need:  # this happens, for example, if most elements are zero
         places = np.sort(np.concatenate([places, np.flatnonzero(values == level)[: need - len(places)]]))
     return _LargestElements(level, places, values[places]) if len(places) >= need else None

@@ -146,7 +146,7 @@ def norms(arrays: Sequence[Array]) -> Array:
         return torch.stack(torch._foreach_norm(list(arrays))).double()
     wide = [torch.float32 if x.element_size() < 4 else x.dtype for x in arrays]
     values = [torch.linalg.vector_norm(x, dtype=dtype) for x, dtype in zip(arrays, wide, strict=True)]
-    return torch.stack(values).double()  # stack converts mixed types to the wider one
+    return torch.stack(values).double()  # `stack` converts mixed types to the widest type
 
 
 def mean_to_std(arrays: Sequence[Array]) -> Array:

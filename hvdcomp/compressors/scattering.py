@@ -24,7 +24,7 @@ from hvdcomp.kernels import cuda
 from hvdcomp.kernels.tables import PRODUCT
 
 _ADDRESSES = ("gradient", "result", "source", "kept", "x", "velocity", "next_velocity")
-_OF_MEANS = "#mean"  # means get different random numbers from the chunks
+_OF_MEANS = "#mean"  # makes the random numbers of means differ from those of chunks
 _OF_KEPT = ("above", "below", "rule", "kept_type")
 
 
@@ -42,11 +42,11 @@ def scatter(method: Codec, xp: ArrayFunctions, x: Array, context: Context) -> Ag
     length = -(-vector.shape[0] // (ranks * method.unit)) * method.unit
     padded = pad(xp, vector, ranks * length)
     chunks = [padded[start : start + length] for start in range(0, ranks * length, length)]
-    # Every rank computes the mean of its chunk,
+    # Every rank computes the mean of its chunk.
     mean, encoded = yield from reduce_chunks(method, xp, chunks, context)
     largest = xp.reshape(xp.row_largest(xp.reshape(mean, (1, length))), (1,))
     mean = mean * (1 + 0 * (largest * residual_bound(length, ranks)))  # times 1, or NaN after an overflow
-    # compresses it, and sends it to all ranks.
+    # Every rank compresses this mean, and sends it to all ranks.
     of_means, of_mean = method.of_means, of_chunk(context, "mean")
     gathered = yield AllGather(of_means.encode(xp, mean, of_mean))
     means = [of_means.decoded(xp, parts, (length,), of_mean) for parts in gathered]

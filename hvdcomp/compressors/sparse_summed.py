@@ -155,7 +155,7 @@ class TopKC(BlocksTogether):
 
     def judge(self, xp: ArrayFunctions, blocks: Array, context: Context) -> Array:
         """Computes |x_c|^2 of each chunk c."""
-        norms = xp.astype(xp.row_norms(blocks), "float32")  # precise enough for a choice, even if x is float64
+        norms = xp.astype(xp.row_norms(blocks), "float32")  # precise enough to compare chunks, even if x is float64
         return norms * norms
 
     def scores(self, xp: ArrayFunctions, judged: Array) -> Array:

@@ -71,7 +71,7 @@ def bisect(magnitudes: Magnitudes, bracket: Bracket, rounds: int) -> None:
         too_few, too_many = bracket.test(mean + middle * width)
         # At least k elements reach this threshold, so a higher threshold is possible.
         left = bracket.where(too_few, left, middle)
-        # not too many elements reach it, so a lower threshold is possible
+        # At most `most` elements reach this threshold, so a lower threshold is possible.
         right = bracket.where(too_many, right, middle)
 
 
@@ -195,7 +195,7 @@ class DGC(ThresholdSparsifier):
     clip: float = 0.0
 
     name: ClassVar[str] = "dgc"
-    room: ClassVar[int] = 2  # the threshold from a sample is close
+    room: ClassVar[int] = 2  # the threshold from a sample is nearly right
     examples: ClassVar[tuple[str, ...]] = ("dgc:ratio=0.01",)
     reference: ClassVar[str] = "Lin et al. 2018, arXiv:1712.01887"
 
