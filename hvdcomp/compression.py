@@ -42,8 +42,8 @@ class Compression:
             returns them. Residuals and other state are stored under these names. Default: the names in Horovod's
             optimizer.
         variables: only for TensorFlow. All trained variables, that is, `model.trainable_variables`, or a function that
-            returns them. Residuals and other state are stored under their names. Default: the variables of the first
-            step.
+            returns them. Residuals and other state are stored under the names of the variables. Default: the variables
+            of the first step.
         optimizer: only for TensorFlow. The Keras optimizer. The optimizer is needed only if you use gradient tapes
             together with a policy that follows the learning rate.
         memory: the memory. It keeps the part of each gradient that was not sent, for use in later steps. Default:
@@ -86,7 +86,7 @@ class Compression:
             with unique names; if the variables are those of Keras 3, which Horovod does not support; if the optimizer
             or the loss scaler is invalid. Rank 0 also raises this error if the file of the policy cannot be used.
         SpecError: if the compressor, the memory, `overlap` or a number is invalid; or if residuals would grow without
-            limit, as with error feedback of unbiased methods with high variance.
+            limit, for example because error feedback is used with an unbiased method of high variance.
     """
 
     def __init__(

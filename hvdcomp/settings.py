@@ -21,8 +21,8 @@ from hvdcomp.policies import LevelSchedule, Policy
 from hvdcomp.specs.described import is_whole
 from hvdcomp.specs.levels import Level
 
-# The strongest level of a method is its level at this compression factor, for a tensor of this shape. The factor and
-# the shape are larger than any that occur in practice.
+# To find the strongest level that a method may get, hvdcomp computes the level for this compression factor and a tensor
+# of this shape. Both are larger than any factor and any shape in practice.
 _HARDEST_FACTOR = 1e12
 _LARGEST_TENSOR = (2**20, 2**20)
 

@@ -61,7 +61,7 @@ def astype(x: Array, dtype: str) -> Array:
 
 @functools.cache
 def _require_bfloat16() -> None:
-    """Adds bfloat16 to NumPy's types. The import of TensorFlow does the same."""
+    """Adds bfloat16 to NumPy's types, by importing ml_dtypes. An import of TensorFlow also adds this type."""
     try:
         import ml_dtypes  # noqa: F401
     except ImportError:

@@ -14,8 +14,8 @@ class Array(Protocol):
     """A NumPy array, a torch.Tensor, or an array without elements (`shapes.ShapeArray`).
 
     The Protocol lists the attributes and operators that have the same meaning for all three. A compressor may use only
-    these, and the functions in `ArrayFunctions`. Item assignment is not listed: arrays without elements do not have it,
-    and a compressor must not change its argument.
+    these attributes and operators, and the functions in `ArrayFunctions`. Item assignment is not listed: arrays without
+    elements do not have it, and a compressor must not change its argument.
     """
 
     @property
@@ -178,6 +178,6 @@ def wide_dtype(dtype: str) -> str:
 
 
 def allreduce_dtype(dtype: str) -> str:
-    """The element type in which to allreduce numbers of a type. The result is the type itself, but float32 for
-    bfloat16, which Horovod cannot add."""
+    """The element type in which to allreduce numbers of a type. For bfloat16 the result is float32, because Horovod
+    cannot add bfloat16. For all other types the result is the type itself."""
     return "float32" if dtype == "bfloat16" else dtype

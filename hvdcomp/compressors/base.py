@@ -231,9 +231,9 @@ class Compressor(Described):
     def level_for_elements(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
         """The level for a compression factor that counts elements instead of bytes. Indices do not count.
 
-        At this level, the number of elements sent is closest to the tensor's elements / `compression_factor`. For
-        methods that send numbers other than elements, 32-bit numbers are counted. For methods without indices, the
-        result is the same as from `level_for`.
+        At this level, the number of elements sent is closest to the tensor's elements / `compression_factor`. If a
+        method sends numbers other than elements, its payload is counted in 32-bit numbers. For methods without indices,
+        the result is the same as from `level_for`.
         """
         return self.level_for(compression_factor, shape)
 

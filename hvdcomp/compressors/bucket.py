@@ -299,8 +299,8 @@ class Bucket:
         """Creates the storage of a payload, on the device of the kernels.
 
         Args:
-            count: number of elements. The payload's bytes are rounded up to a multiple of 4, because an all-gather
-                places the payloads of all ranks one after another.
+            count: number of elements. The payload's bytes are rounded up to a multiple of 4, so that every payload
+                stays aligned when an all-gather places the payloads of all ranks one after another.
             dtype: element type of the payload.
             kept: whether later steps reuse the payload. If False, the payload is not set to zero, and the caller must
                 pass it to `let_go` after use.

@@ -276,7 +276,7 @@ def _width(rows: int) -> int:
 
 
 def as_matrix(xp: ArrayFunctions, x: Array) -> Array:
-    """The tensor as a matrix of `matrix_shape`, with at least the precision of float32."""
+    """The tensor, viewed as a matrix with the shape `matrix_shape`, in float32 or a wider type."""
     return xp.reshape(xp.astype(x, wide_dtype(xp.dtype_name(x))), matrix_shape(tuple(x.shape)))
 
 

@@ -65,7 +65,7 @@ def encode_multiples(
 
 
 class Multiples(Gathering):
-    """Base of methods that send packed codes. A code is an integer, and its value is a multiple of a fraction of the
+    """Base of methods that send packed codes. A code is an integer that represents a multiple of a fraction of the
     scale.
 
     Class attributes:

@@ -26,8 +26,8 @@ class Codec(Protocol):
 
     Attributes:
         unit: chunks begin at multiples of this number of elements of a tensor.
-        of_means: the method that compresses the means of chunks. The compressor of means is this method, possibly at a
-            different level.
+        of_means: the method that compresses the means of chunks. `of_means` is the same method, possibly at a different
+            level.
     """
 
     @property

@@ -128,7 +128,7 @@ class _Pieces:
         pieces: the pieces of tensors, each with the rank that averages it.
         memory: the memory of the bucket of pieces.
         rows: the rows of the payload.
-        compressors: the compressor of each tensor of the whole bucket. Default: those of the whole bucket itself.
+        compressors: the compressor of each tensor of the whole bucket. Default: the compressors of the whole bucket.
 
     Attributes:
         bucket: the bucket whose tensors are the pieces.
