@@ -46,16 +46,16 @@ def register(
     folder `compression` of the checkpoint, in the format of `torch.distributed.checkpoint`.
 
     Args:
-        accelerator: the accelerator. It must have two or more processes.
+        accelerator: the accelerator, with two or more processes.
         model: the model that `prepare` returned, wrapped in DistributedDataParallel, or sharded by FSDP2.
         compression: a `Compression` that no other model uses.
-        optimizer: the optimizer that `prepare` returned. Policies that follow the learning rate need it.
+        optimizer: the optimizer that `prepare` returned. Policies that follow the learning rate need the optimizer.
         shards: a second compression, as in `hvdcomp.fsdp.register`. Only for FSDP2 with replicas.
 
     Raises:
         ConfigurationError: if accelerate has neither wrapped the model in DistributedDataParallel nor sharded it by
-            FSDP2, or if another model uses this `Compression`. For FSDP2, also for the reasons given in
-            `hvdcomp.fsdp.register`.
+            FSDP2, or if another model uses this `Compression`. With FSDP2, this error is also raised for the reasons
+            given in `hvdcomp.fsdp.register`.
         RankMismatchError: on every rank, if some ranks raised an error.
     """
     if not isinstance(accelerator, Accelerator):
@@ -84,7 +84,7 @@ def register(
     else:
         ddp.register(model, compression, optimizer, accelerator.scaler)
     compressions = {"compression": compression} if shards is None else {"compression": compression, "shards": shards}
-    # The accelerator keeps the hooks below. If they referred to the model, it could not be freed.
+    # The accelerator keeps the hooks below. If the hooks referred to the model, the model could never be freed.
     prepared = ref(_inner(model))
 
     def names_of(models: list[Any]) -> str | None:
@@ -106,7 +106,7 @@ def register(
             trainers.save(compression, Path(folder, f"{name}{accelerator.process_index}.pt"))
 
     def load(models: list[Any], folder: str) -> None:
-        if in_fsdp:  # accelerate has already loaded these models, and passes none
+        if in_fsdp:  # accelerate has already loaded the models, so it passes no models here
             models = accelerator._models  # noqa: SLF001  # there is no public name for this list
         name = names_of(models)
         if name is not None and in_fsdp:

@@ -48,8 +48,8 @@ def allreduce_mean(
         spec: the method, such as "eden", "int8", "fp8", "bf16" or "none". Write `str(hvdcomp.EDEN(bits=1))` to get
             the spec of an object.
         step: number of the step, counted from 0. Pass a whole number, or a tensor on the CPU that contains one whole
-            number. A method with random numbers draws new numbers in each step. With a tensor, `torch.compile` compiles
-            once. With a Python number, `torch.compile` compiles a second time in the second step.
+            number. A method with random numbers draws new numbers in each step. If `step` is a tensor, `torch.compile`
+            compiles once. If it is a Python number, `torch.compile` compiles a second time in the second step.
         name: name of the tensor, such as the name of its parameter. Random numbers depend on the name, and rules in
             `spec` may use the name to choose a method. Within a step, all tensors must have different names.
         group: the process group, or its `group_name`; None for all ranks.
@@ -131,9 +131,9 @@ def reduce_scatter_mean(
 ) -> torch.Tensor:
     """Computes this rank's part of the mean of a tensor over all ranks of a process group.
 
-    Within a node, tensors are sent uncompressed, and between nodes they are quantized. `hvdcomp.fsdp.register` does the
-    same for models without replicas. On a single node, nothing is compressed, and rank 0 gives a warning. In a graph,
-    the call is one node, `torch.ops.hvdcomp.reduce_scatter_mean`.
+    Within a node, tensors are sent uncompressed, and between nodes they are quantized. `hvdcomp.fsdp.register`
+    exchanges gradients in the same way if the model has no replicas. On a single node, nothing is compressed, and rank
+    0 gives a warning. In a graph, the call is one node, `torch.ops.hvdcomp.reduce_scatter_mean`.
 
     Args:
         tensor: the tensor of this rank, in float16, bfloat16, float32 or float64. Its first dimension must be a
@@ -231,8 +231,8 @@ def backend(
     """
 
     def compile_compressed(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        # AOTAutograd looks up the program's variable for each tensor of a module from Dynamo. The step has no such
-        # variable, so the graph is put into a new module.
+        # If Dynamo made the module, AOTAutograd looks up a variable of the program for each tensor of the module. The
+        # tensor `step` has no such variable, so the graph is put into a new module.
         module = GraphModule(module, module.graph)
         compress_reductions(module, spec, step, **options)
         return rewrite.compile_by(then, module, inputs)

@@ -42,10 +42,10 @@ class Compression:
             returns them. Residuals and other state are stored under these names. Default: the names in Horovod's
             optimizer.
         variables: only for TensorFlow. All trained variables, that is, `model.trainable_variables`, or a function that
-            returns them. Residuals and other state are stored under their names. Default: the variables of the first
-            step.
-        optimizer: only for TensorFlow. The Keras optimizer. It is needed only if you use gradient tapes together with a
-            policy that follows the learning rate.
+            returns them. Residuals and other state are stored under the names of the variables. Default: the variables
+            of the first step.
+        optimizer: only for TensorFlow. The Keras optimizer. The optimizer is needed only if you use gradient tapes
+            together with a policy that follows the learning rate.
         memory: the memory. It keeps the part of each gradient that was not sent, for use in later steps. Default:
             `ErrorFeedback()` for biased compressors, and no memory for unbiased compressors and casts. `NoMemory()`
             turns error feedback off.
@@ -58,14 +58,15 @@ class Compression:
             dimensions. All other tensors, such as biases and the weights of norm layers, are sent together,
             uncompressed.
         overlap: only for PyTorch. `True` to compress and send gradients during the backward pass, `False` to do so
-            after it, or `"auto"` to do so during the backward pass if possible. This setting changes at most the last
+            after it, or `"auto"` to do so during the backward pass if possible. The choice changes at most the last
             bits of sums.
-        bucket_bytes: smallest size of a bucket, in bytes of gradients. It is used only with overlap. A smaller model is
-            one bucket. Default: the best size according to the calibration of the policy `Auto`. Without this policy,
-            the default is 25 MiB, or, on a CUDA device, a quarter of all gradients if this is more.
+        bucket_bytes: smallest size of a bucket, in bytes of gradients. This size is used only with overlap. A smaller
+            model is one bucket. Default: the best size according to the calibration of the policy `Auto`. Without this
+            policy, the default is 25 MiB, or, on a CUDA device, a quarter of all gradients if this is more.
         gathered_bytes: largest size, in bytes, of the gathered payloads that a rank may have in memory at the same
-            time; None for no limit. If a step gathers more, the ranks exchange in several parts after the backward
-            pass, even with overlap. A single tensor may exceed the limit. The limit does not change results.
+            time; None for no limit. If the gathered payloads of a step exceed this limit, the ranks exchange them in
+            several parts after the backward pass, even with overlap. A single tensor may exceed the limit. The limit
+            does not change results.
         process_set: the Horovod process set of the optimizer, if it is not the global one.
         decision_log: file to which rank 0 adds each decision of the policy with its statistics, for `hvdcomp replay`
             and `hvdcomp report`. Default: no file.
@@ -77,14 +78,15 @@ class Compression:
             contains `hvd.DistributedOptimizer`.
 
     Attributes:
-        ledger: bytes, floats and times of each step (`hvdcomp.exchange.ledger`). Empty if Horovod has only one rank.
+        ledger: bytes, floats and times of each step (`hvdcomp.exchange.ledger`). The ledger is empty if Horovod has
+            only one rank.
 
     Raises:
         ConfigurationError: if both `named_parameters` and `variables` are given; if `named_parameters` are not pairs
             with unique names; if the variables are those of Keras 3, which Horovod does not support; if the optimizer
-            or the loss scaler is invalid. On rank 0, also if the policy's file cannot be used.
+            or the loss scaler is invalid. Rank 0 also raises this error if the file of the policy cannot be used.
         SpecError: if the compressor, the memory, `overlap` or a number is invalid; or if residuals would grow without
-            limit, as with error feedback of unbiased methods with high variance.
+            limit, for example because error feedback is used with an unbiased method of high variance.
     """
 
     def __init__(
@@ -252,8 +254,9 @@ class Compression:
 
         Args:
             state: the state that `state_dict` returned.
-            optimizer: the optimizer from hvd.DistributedOptimizer. It is needed if a policy changes the batch size. If
-                you pass it, errors are raised at once instead of in the first step.
+            optimizer: the optimizer from hvd.DistributedOptimizer. The optimizer is needed if a policy changes the
+                batch size. If you pass the optimizer, a state that does not fit raises its error in this call instead
+                of in the first step.
 
         Raises:
             ConfigurationError: if the state is damaged, or comes from another model, compressor or policy; or if a step
@@ -309,8 +312,8 @@ class Compression:
         self._binding.agree_with_new_ranks()
 
     def __getstate__(self) -> dict[str, Any]:
-        """The attributes of a copy, for `copy` and `pickle`. A copy is for another model, so it does not have the
-        parameters of this model.
+        """Returns the attributes of a copy of this object, for the modules `copy` and `pickle`. A copy is used for
+        another model, so the copy does not contain the parameters of this model.
 
         Raises:
             ConfigurationError: if a training run already uses this `Compression`, because the copy would send the same

@@ -31,7 +31,7 @@ def by_rank(compression: UsedCompression) -> dict[str, bytes]:
 
     Returns:
         A dictionary with one entry, for `torch.distributed.checkpoint.save` or `async_save`. Later steps do not change
-        it.
+        the dictionary.
     """
     return {_name(dist.get_rank()): packed(compression.state_dict())}
 
@@ -46,8 +46,8 @@ def load(
     """Restores the states that `by_rank` saved. Call this function on every rank, before the first step.
 
     If the number of ranks has changed, each rank gets its share of the old ranks' residuals, as in `hvdcomp.state_for`.
-    With FSDP, each rank then reads the states of all old ranks, one after another. With FSDP, this also happens if only
-    the mesh has changed.
+    With FSDP, each rank then reads the states of all old ranks, one after another. With FSDP, this also happens if the
+    number of ranks is the same but the mesh has changed.
 
     Args:
         compression: the `Compression` of the training run, before its first step.

@@ -32,14 +32,16 @@ def register(
             wrapped by torch.compile.
         compression: a `Compression` that no other model uses. Call its `load_state_dict` before `register`, or between
             `register` and the first step.
-        optimizer: the model's optimizer. Policies that follow the learning rate or change the batch size need it.
+        optimizer: the model's optimizer. Policies that follow the learning rate or change the batch size need the
+            optimizer.
         grad_scaler: the `torch.amp.GradScaler` that you train with, if there is one. `Compression(grad_scaler=...)`
             overrides it.
 
     Raises:
         ConfigurationError: if the model is not wrapped in DistributedDataParallel, or if another model uses this
             `Compression`.
-        RankMismatchError: on every rank, if some ranks raised an error. Settings are compared in the first step.
+        RankMismatchError: on every rank, if some ranks raised an error. Settings that differ between ranks raise this
+            error in the first step.
     """
     model = getattr(model, "_orig_mod", model)  # the model inside the wrapper of torch.compile
     if not isinstance(model, DistributedDataParallel):

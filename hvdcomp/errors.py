@@ -37,7 +37,8 @@ class RankMismatchError(RuntimeError):
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """Lists names for a message. If there are more than `most` names, it lists the first names and counts the others.
+    """Lists names for a message. If there are more than `most` names, the function lists the first names and counts the
+    others.
 
     >>> listed(["a", "b", "c", "d", "e"])
     'a, b, c and 2 more'

@@ -52,8 +52,8 @@ def replace_files(contents: Mapping[Path, bytes]) -> None:
     """Writes files. Afterwards, each file is either complete or unchanged.
 
     All files are first written under temporary names, and then renamed. If the disk is full, no file is replaced. The
-    temporary names are unpredictable and must not exist yet. Otherwise, in a folder that other users can write to,
-    someone could prepare a link with a temporary name that points to another place.
+    temporary names are unpredictable and must not exist yet. If a name could be guessed, another user who can write to
+    the folder could create a link with this name, and the content would be written to the target of the link.
 
     Args:
         contents: the content of each file, by path. If a path is a link, the file that it points to is replaced. A pipe
@@ -83,7 +83,8 @@ def replace_files(contents: Mapping[Path, bytes]) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a text file in UTF-8 as in `replace_files`. Characters that UTF-8 cannot encode become question marks."""
+    """Writes a text file in UTF-8 with the function `replace_files`. Characters that UTF-8 cannot encode become
+    question marks."""
     replace_files({path: text.encode("utf-8", errors="replace")})
 
 
@@ -156,7 +157,8 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
 
 
 def write_file(path: Path, content: bytes | memoryview) -> None:
-    """Writes a file directly, without a temporary name. Use it in a folder that is renamed when it is complete."""
+    """Writes a file directly, without a temporary name. Use this function in a folder that has a temporary name and is
+    renamed when all its files are complete."""
     with path.open("wb", buffering=0) as file:
         _write_all(file, content)
 

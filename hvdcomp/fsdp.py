@@ -65,20 +65,21 @@ def register(
         compression: a `Compression` that no other model uses. If there are no replicas, its compressor must be a
             quantizer, and it must have no policy.
         mesh: the mesh dimension of the replicas, mesh["replicate"], if you passed only the dimension of the shards,
-            mesh["shard"], to `fully_shard`. None otherwise.
-        optimizer: the model's optimizer. Policies that follow the learning rate or change the batch size need it.
+            mesh["shard"], to `fully_shard`. In all other cases, omit this argument.
+        optimizer: the model's optimizer. Policies that follow the learning rate or change the batch size need the
+            optimizer.
         weights: a quantizer, such as `hvdcomp.Int8()`. FSDP's all-gathers then send quantized changes of the weights,
-            and each rank keeps the whole model. `weights` is allowed only if there are no replicas. None to keep FSDP's
-            own all-gather.
+            and each rank keeps the whole model. `weights` is allowed only if there are no replicas. Omit this argument
+            to keep FSDP's own all-gather.
         shards: a second `Compression`, for the reduce-scatter over the shards of each replica. Its compressor must be a
-            quantizer, and it must have no policy. This `Compression` has its own residuals, ledger and checkpoints. It
-            is allowed only if there are replicas. None to keep FSDP's own reduce-scatter.
+            quantizer, and it must have no policy. This `Compression` has its own residuals, ledger and checkpoints.
+            `shards` is allowed only if there are replicas. Omit this argument to keep FSDP's own reduce-scatter.
 
     Raises:
         ConfigurationError: if the model is neither sharded nor replicated in this way, if another model uses a given
             `Compression`, or if a `Compression` does not work with this model.
-        RankMismatchError: on every rank, if some ranks raised an error. If there are replicas, settings are compared in
-            the first step.
+        RankMismatchError: on every rank, if some ranks raised an error. If there are replicas, settings that differ
+            between ranks raise this error only in the first step.
     """
     if mesh is not None and getattr(mesh, "ndim", None) != 1:
         raise ConfigurationError(

@@ -40,8 +40,8 @@ class CompressedStrategy(DDPStrategy):
         options: other arguments of `lightning.pytorch.strategies.DDPStrategy`.
 
     Raises:
-        ConfigurationError: if `compression` is not a `Compression`, or has a policy that changes the batch size. In
-            `fit`, if an earlier call of `fit` has used this `Compression`.
+        ConfigurationError: if `compression` is not a `Compression`, or has a policy that changes the batch size. `fit`
+            raises this error if an earlier call of `fit` has used this `Compression`.
     """
 
     def __init__(self, compression: UsedCompression, **options: Any) -> None:
@@ -100,9 +100,9 @@ class CompressedFabricStrategy(FabricDDPStrategy):
         options: other arguments of `lightning.fabric.strategies.DDPStrategy`.
 
     Raises:
-        ConfigurationError: if `compression` is not a `Compression`. In `fabric.setup`, if it is called for a second
-            model. In `fabric.save` and `fabric.load`, if the given state contains the `Compression`, because Fabric
-            would save it only on rank 0.
+        ConfigurationError: if `compression` is not a `Compression`. `fabric.setup` raises this error if it is called
+            for a second model. `fabric.save` and `fabric.load` raise this error if the given state contains the
+            `Compression`, because Fabric would save the `Compression` only on rank 0.
     """
 
     def __init__(self, compression: UsedCompression, **options: Any) -> None:

@@ -21,8 +21,8 @@ from hvdcomp.policies import LevelSchedule, Policy
 from hvdcomp.specs.described import is_whole
 from hvdcomp.specs.levels import Level
 
-# The strongest level of a method is its level at this compression factor, for a tensor of this shape. The factor and
-# the shape are larger than any that occur in practice.
+# To find the strongest level that a method may get, hvdcomp computes the level for this compression factor and a tensor
+# of this shape. Both are larger than any factor and any shape in practice.
 _HARDEST_FACTOR = 1e12
 _LARGEST_TENSOR = (2**20, 2**20)
 
@@ -96,7 +96,7 @@ class Settings:
             require_bounded_turns(methods)
         others = [leaf for method in methods[1:] for leaf in method.leaves()]
         for leaf in self.compressor.leaves():
-            # If one of the methods that take turns uses error feedback, the others use it too.
+            # If the run switches between methods and one of them uses error feedback, all of them use it.
             defaults = [method.default_memory for method in (leaf, *others)]
             if all(memory.keeps == 0 for memory in (defaults if self.memory is None else [self.memory])):
                 require_bounded_noise(leaf, b1, local_steps)

@@ -32,18 +32,19 @@ class CompressionCallback(TrainerCallback):
 
     The rest of the training code stays the same. Start two or more ranks, with torchrun or accelerate launch. Each rank
     saves its state to `compressionRANK.pt` in the folder of each checkpoint, and
-    `trainer.train(resume_from_checkpoint=...)` restores it. If the number of ranks has changed, the residuals of the
-    old ranks are redistributed over the new ranks. With float16, the callback finds the Trainer's GradScaler by itself.
-    The times of steps, which some policies use, do not include evaluations and checkpoints.
+    `trainer.train(resume_from_checkpoint=...)` restores this state. If the number of ranks has changed, the residuals
+    of the old ranks are redistributed over the new ranks. With float16, the callback finds the Trainer's GradScaler by
+    itself. The times of steps, which some policies use, do not include evaluations and checkpoints.
 
     Args:
         compression: a `Compression` that only the model of this Trainer uses. If `train` is called again, training
             continues with the current residuals.
 
     Raises:
-        ConfigurationError: if `compression` is not a `Compression`, or has a policy that changes the batch size. In
-            `train`, if the Trainer has not wrapped the model in DistributedDataParallel, for example because there is
-            only one rank. In `hyperparameter_search`, always, because it trains several models.
+        ConfigurationError: if `compression` is not a `Compression`, or has a policy that changes the batch size.
+            `train` raises this error if the Trainer has not wrapped the model in DistributedDataParallel, for example
+            because there is only one rank. `hyperparameter_search` always raises this error, because it trains several
+            models.
     """
 
     def __init__(self, compression: UsedCompression) -> None:

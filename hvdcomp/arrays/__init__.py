@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdcomp.arrays.types import AllFunctions, Array, ArrayFunctions
 
-if TYPE_CHECKING:  # so that mypy compares all arrays and modules with the Protocols
+if TYPE_CHECKING:  # mypy then checks that all arrays and modules match the Protocols
     import numpy as np
     import torch
 

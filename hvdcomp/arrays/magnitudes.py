@@ -1,6 +1,6 @@
 """Selects the largest magnitudes of a vector, and computes their statistics, on any device.
 
-Threshold sparsifiers count the elements that reach a threshold, and finally choose the indices of k of them. No
+Threshold sparsifiers count the elements that reach a threshold. At the end they choose k elements, as indices. No
 function makes the host wait for an accelerator: counts and thresholds are scalar arrays, and all shapes follow from
 known sizes. On the host, shapes may depend on the values. So one pass copies the largest elements to a small array.
 Functions that need only the largest elements then read this small array.
@@ -19,7 +19,7 @@ from hvdcomp.arrays.types import Array, ArrayFunctions, wide_dtype
 
 _SAMPLE_STRIDE = 97  # samples about 1 %; it is a prime, so that the sample does not repeat with rows or channels
 _SMALLEST_SAMPLE = 1024
-_PIECE = 1 << 16  # number of elements; with so few, intermediate results stay in a core's cache
+_PIECE = 1 << 16  # number of elements; intermediate results of this size fit in a core's cache
 
 
 def sample_stride(size: int) -> int:
@@ -29,7 +29,7 @@ def sample_stride(size: int) -> int:
 
 
 def elements_of_sample(ratio: float, size: int) -> int:
-    """The number of elements in the share `ratio` of a sample of `size` elements: max(1, ceil(ratio * size))."""
+    """How many of the `size` elements of a sample correspond to the fraction `ratio`: max(1, ceil(ratio * size))."""
     return max(1, math.ceil(ratio * size))
 
 
@@ -50,7 +50,7 @@ class Magnitudes:
         self._place = xp.from_numpy
         self._like = x
         self._set_aside: _LargestElements | None = None
-        if not xp.waits(x):  # NumPy is faster, and with NumPy all frameworks make the same choice
+        if not xp.waits(x):  # NumPy is faster, and then all frameworks choose the same elements
             xp, values = numpy_arrays, arrays_for(values).to_numpy(values)
             self._set_aside = _largest(values, min(need, values.shape[0]))
         self.xp, self._values = xp, values
@@ -67,7 +67,7 @@ class Magnitudes:
         return self._values.max()
 
     def sample_threshold(self, ratio: float) -> Any:
-        """The threshold that a share `ratio` of the sampled elements reaches or exceeds."""
+        """The threshold that the fraction `ratio` of the sampled elements reaches or exceeds."""
         sample = self._values[:: sample_stride(self._values.shape[0])]
         places = self.xp.top(sample, elements_of_sample(ratio, sample.shape[0]))
         return self.xp.sort(self.xp.take(sample, places))[0]
@@ -86,7 +86,7 @@ class Magnitudes:
         piece = _PIECE if self.xp is numpy_arrays else values.shape[0]
 
         def of(values: Array) -> Any:
-            # divided before it is added, because the sum may overflow
+            # each term is divided before the addition, because the undivided sum might overflow
             return ((values - threshold).clip(0, math.inf) / count).sum()
 
         return sum(of(values[start : start + piece]) for start in range(0, values.shape[0], piece))
@@ -95,8 +95,8 @@ class Magnitudes:
         """The indices (k,) of the k largest among `limit` elements.
 
         The `limit` elements are first the elements with |x| >= high, and then elements with low <= |x| < high or NaN,
-        both in index order. At least `limit` elements must meet one of these conditions. If low is 0, all elements meet
-        one of them.
+        both in index order. At least `limit` elements must meet one of these conditions. If `low` is 0, every element
+        meets one of the conditions.
         """
         low, high = self._rounded(low), self._rounded(high)
         if self.xp is numpy_arrays and self.count(high) >= k:
@@ -119,8 +119,8 @@ class Magnitudes:
         return self._placed(self.xp.top(set_aside.values, k), set_aside.places)
 
     def _above(self, threshold: Any) -> tuple[Array, Array | None]:
-        """Some magnitudes and their indices, which include all magnitudes that reach a threshold. If the result is all
-        magnitudes, the indices are None."""
+        """Returns magnitudes and their indices. All magnitudes that reach a threshold are among them; smaller
+        magnitudes may be among them as well. If all magnitudes are returned, the indices are None."""
         set_aside = self._set_aside
         if set_aside is None or not threshold > set_aside.level:
             return self._values, None
@@ -146,8 +146,9 @@ class _LargestElements(NamedTuple):
 
 
 def _largest(values: np.ndarray, need: int) -> _LargestElements | None:
-    """The elements above a level that a sample gives, which include the `need` largest. None if there are too few, or
-    so many that a separate array does not help."""
+    """Copies the largest elements, at least `need` of them, to a separate array. The level that an element must exceed
+    is estimated from a sample. Returns None if too few elements are found, or if so many are expected that a separate
+    array does not help."""
     sample = values[:: sample_stride(values.shape[0])]
     expected = need / values.shape[0] * len(sample)
     rank = math.ceil(1.5 * expected + 4 * math.sqrt(expected) + 4)
@@ -155,6 +156,6 @@ def _largest(values: np.ndarray, need: int) -> _LargestElements | None:
         return None
     level = np.partition(sample, len(sample) - rank)[len(sample) - rank]
     places = np.flatnonzero(~(values <= level))  # includes NaN
-    if len(places) < need:  # for example if most elements are zero
+    if len(places) < need:  # this happens, for example, if most elements are zero
         places = np.sort(np.concatenate([places, np.flatnonzero(values == level)[: need - len(places)]]))
     return _LargestElements(level, places, values[places]) if len(places) >= need else None

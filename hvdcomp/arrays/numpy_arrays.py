@@ -18,7 +18,7 @@ from hvdcomp.errors import ConfigurationError
 Array = Any
 
 _UNSIGNED_32 = np.dtype("uint32")
-_PIECE = 1 << 16  # number of elements; with so few, intermediate results stay in a core's cache
+_PIECE = 1 << 16  # number of elements; intermediate results of this size fit in a core's cache
 
 
 def dtype_name(x: Array) -> str:
@@ -61,7 +61,7 @@ def astype(x: Array, dtype: str) -> Array:
 
 @functools.cache
 def _require_bfloat16() -> None:
-    """Adds bfloat16 to NumPy's types. The import of TensorFlow does the same."""
+    """Adds bfloat16 to NumPy's types, by importing ml_dtypes. An import of TensorFlow also adds this type."""
     try:
         import ml_dtypes  # noqa: F401
     except ImportError:
@@ -214,8 +214,8 @@ def norms(arrays: Sequence[Array]) -> Array:
 def mean_to_std(arrays: Sequence[Array]) -> Array:
     """The magnitude of the mean over the standard deviation of each array's elements, a float64 vector.
 
-    The result is not finite for an array of one element. If all elements are equal, it is not finite, or very large
-    because of rounding.
+    The result is not finite for an array of one element. If all elements are equal, the result is not finite, or is
+    very large because of rounding.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.array([np.abs(np.float64(x.mean(dtype=np.float64))) / x.std(dtype=np.float64) for x in arrays])
@@ -289,7 +289,7 @@ def where(condition: Array, x: Array, y: Array) -> Array:
 
 
 def bitcast(x: Array, dtype: str) -> Array:
-    """The same bits read as elements of another type, along the last axis; a view where possible."""
+    """The bits of `x`, read as elements of another type along the last axis; a view where possible."""
     return x.view(dtype)
 
 
@@ -301,16 +301,17 @@ def floor(x: Array) -> Array:
 def row_dots(x: Array, y: Array) -> Array:
     """The dot products (r, 1), float64, of the rows of two matrices. Products of float32 numbers are exact.
 
-    The order of additions is the same as in `hvd_sum_of_squares` (quant.h): every 16th product is added, and then the
-    16 sums are added by halves. With another order, a norm that is nearly halfway between two numbers of the element
-    type might be rounded differently.
+    The order of additions is the same as in the C function `hvd_sum_of_squares` (quant.h). It first computes 16 sums,
+    each over every 16th product. Then it adds the second half of these sums to the first half, until one sum is left.
+    With another order, a norm that is nearly halfway between two numbers of the element type might be rounded
+    differently.
     """
     rows, length = x.shape
     whole = length // 16
     with np.errstate(over="ignore", invalid="ignore"):
         products = x.astype(np.float64)
         products *= products if x is y else y
-        # This takes a third of the time of a reduce.
+        # This takes a third of the time of NumPy's `reduce`.
         lanes = np.einsum("rwl->lr", products[:, : 16 * whole].reshape(rows, whole, 16))
         if length % 16:
             lanes[: length % 16] += products[:, 16 * whole :].T
@@ -330,8 +331,8 @@ def hadamard(x: Array) -> Array:
     """Multiplies each row of a matrix (r, n), float32, by the Walsh-Hadamard matrix of n rows, without the factor 1 /
     sqrt(n). n is a power of two.
 
-    The first pass computes sums and differences of neighbours. The next passes use elements that are two apart, four
-    apart, and so on. Kernels use the same order, so they give the same bits.
+    The first pass computes sums and differences of neighbours. The next passes do the same with elements that are two
+    apart, four apart, and so on. Kernels use the same order, so they give the same bits.
     """
     rows, length = x.shape
     result = np.empty_like(x)
@@ -361,8 +362,8 @@ def row_largest(x: Array) -> Array:
 def found_inf(arrays: Sequence[Array]) -> Array:
     """One float32 element (1,): 0 if every element of every array is finite, otherwise NaN."""
     with np.errstate(over="ignore", invalid="ignore"):
-        # A sum takes half the time of a check of each element, and is finite only if every element is. But a sum of
-        # finite elements may overflow, so then each element is checked.
+        # A sum takes half the time of a check of each element. A sum is finite only if every element is finite. But a
+        # sum of finite elements may overflow, so each element is checked if the sum is not finite.
         finite = all(math.isfinite(np.add.reduce(x, axis=None)) or np.isfinite(x).all() for x in arrays)
     return np.array([0.0 if finite else np.nan], np.float32)
 

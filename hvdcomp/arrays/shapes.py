@@ -1,4 +1,5 @@
-"""Array operations on shapes and element types only. To count a payload, hvdcomp runs a compressor on such arrays.
+"""Arrays that have a shape and an element type, but no elements, and operations on such arrays. To count the bytes of a
+payload, hvdcomp runs a compressor on such arrays.
 
 The module has the functions of `numpy_arrays` that compressors call. These functions, and the methods of a
 `ShapeArray`, return only the shape and the type of the result, without computation or memory.
@@ -14,7 +15,7 @@ import numpy as np
 
 from hvdcomp.arrays.types import DTYPE_BYTES, Array, number_of_elements
 
-# The result of an operation has the wider type of its operands, which is the later one in this table.
+# If the operands have different types, the result has the type that comes later in this table, which is the wider type.
 _WIDTH = {dtype: place for place, dtype in enumerate(DTYPE_BYTES)}
 
 
@@ -55,7 +56,7 @@ class ShapeArray:
         )
 
     def itself(self, *_: Any, **__: Any) -> ShapeArray:
-        """This array. This array is the result of all operations that keep shape and type."""
+        """This array. Every operation that changes neither shape nor type returns this array itself."""
         return self
 
     __neg__ = __invert__ = __abs__ = clip = cumsum = itself

@@ -1,7 +1,8 @@
 """Converts between TensorFlow's and PyTorch's tensors on a GPU with DLPack, without a copy.
 
-Each framework queues its kernels on its own stream. It frees memory as soon as nothing refers to the memory, even if a
-kernel of the other framework may still read it. Therefore the conversion has two safeguards:
+Each framework queues its kernels on its own stream. Each framework also frees its memory as soon as nothing in this
+framework refers to the memory, even if a kernel of the other framework may still read it. Therefore the conversion has
+two safeguards:
 
 - To convert to PyTorch, the host waits for TensorFlow's stream in `to_dlpack`. To convert to TensorFlow, the host waits
   for PyTorch's stream, once for all arrays. The streams cannot wait for each other, because TensorFlow does not expose
@@ -10,7 +11,7 @@ kernel of the other framework may still read it. Therefore the conversion has tw
   TensorFlow reads PyTorch's storage, a reference is kept until TensorFlow has released the storage and the host has
   then waited for TensorFlow's stream.
 
-The conversions also work on the CPU. Tests run the conversions on the CPU, without queues and waits.
+The conversions also work on the CPU. Tests run the conversions on the CPU, which has no streams and needs no waits.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class DeviceTensors:
         PyTorch tensors."""
 
         def called(*inside: tf.Tensor) -> list[tf.Tensor]:
-            # Otherwise PyTorch would initialise GPU 0 as well.
+            # Without this context, PyTorch would also initialize GPU 0.
             with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
                 try:
                     return self.tensors(function(*self.arrays(inside)))
@@ -88,7 +89,8 @@ class DeviceTensors:
         """PyTorch arrays that share the storage of eager tensors. The host waits for TensorFlow."""
         done_with = [number for number, storage in self._of_torch.items() if _holders(storage) == 1]
         capsules = [_numbered(tf.experimental.dlpack.to_dlpack(tensor), self.device.index) for tensor in tensors]
-        arrays = [dlpack.from_dlpack(capsule).to(self.device) for capsule in capsules]  # int32 may be on the host
+        # `to` moves int32 tensors, which TensorFlow may keep on the host.
+        arrays = [dlpack.from_dlpack(capsule).to(self.device) for capsule in capsules]
         for number in done_with:
             del self._of_torch[number]
         self._of_tensorflow += arrays

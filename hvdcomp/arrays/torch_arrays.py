@@ -1,6 +1,6 @@
 """Array operations in PyTorch, on CPU and CUDA. A function waits for the device only if its docstring says so.
 
-The functions of the same names in `numpy_arrays` have the documentation.
+The docstring of each function is in `numpy_arrays`, at the function of the same name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hvdcomp.arrays.alignment import CACHE_LINE
 # every `types.Array`.
 Array = Any
 
-# For `map`: this takes a third of the time of a loop over the tensors of a step.
+# Pass these functions to `map`, which takes a third of the time of a loop over the tensors of a step.
 _IS_CONTIGUOUS, _ADDRESS = torch.Tensor.is_contiguous, torch.Tensor.data_ptr
 
 
@@ -146,7 +146,7 @@ def norms(arrays: Sequence[Array]) -> Array:
         return torch.stack(torch._foreach_norm(list(arrays))).double()
     wide = [torch.float32 if x.element_size() < 4 else x.dtype for x in arrays]
     values = [torch.linalg.vector_norm(x, dtype=dtype) for x, dtype in zip(arrays, wide, strict=True)]
-    return torch.stack(values).double()  # stack converts mixed types to the wider one
+    return torch.stack(values).double()  # `stack` converts mixed types to the widest type
 
 
 def mean_to_std(arrays: Sequence[Array]) -> Array:

@@ -14,8 +14,8 @@ class Array(Protocol):
     """A NumPy array, a torch.Tensor, or an array without elements (`shapes.ShapeArray`).
 
     The Protocol lists the attributes and operators that have the same meaning for all three. A compressor may use only
-    these, and the functions in `ArrayFunctions`. Item assignment is not listed: arrays without elements do not have it,
-    and a compressor must not change its argument.
+    these attributes and operators, and the functions in `ArrayFunctions`. Item assignment is not listed: arrays without
+    elements do not have it, and a compressor must not change its argument.
     """
 
     @property
@@ -58,19 +58,20 @@ class Array(Protocol):
     def __le__(self, other: Any, /) -> Array: ...
     def __gt__(self, other: Any, /) -> Array: ...
     def __ge__(self, other: Any, /) -> Array: ...
-    def __eq__(self, other: Any, /) -> Any: ...  # an Array, but `object` returns a bool
+    def __eq__(self, other: Any, /) -> Any: ...  # returns an Array, but in `object` this method returns a bool
     def __ne__(self, other: Any, /) -> Any: ...
-    def any(self, axis: int, /) -> Any: ...  # an Array, but NumPy's stubs also allow a scalar
+    def any(self, axis: int, /) -> Any: ...  # returns an Array, but NumPy's stubs also allow a scalar
     def clip(self, low: Any, high: Any = ..., /) -> Array: ...
     def cumsum(self, axis: int, /) -> Array: ...
     def max(self) -> Array: ...
     def mean(self) -> Array: ...
-    def sum(self, *args: Any, **kwargs: Any) -> Array: ...  # such as sum(1, keepdims=True), which PyTorch's stubs lack
+    def sum(self, *args: Any, **kwargs: Any) -> Array: ...  # allows sum(1, keepdims=True), which PyTorch's stubs lack
 
 
 AnyArray = Any
-"""An array of NumPy or PyTorch, in code that needs more than `Array` lists: item assignment, reading of elements, or
-what only one framework has. The type is Any, because mypy does not know to which framework the array belongs."""
+"""An array of NumPy or PyTorch, in code that needs more than `Array` lists: item assignment, reading of elements, or an
+operation that only one framework has. The type is Any, because mypy does not know to which framework the array
+belongs."""
 
 
 class ArrayFunctions(Protocol):
@@ -113,8 +114,8 @@ class ArrayFunctions(Protocol):
 
 
 class AllFunctions(ArrayFunctions, Protocol):
-    """All array functions of NumPy or PyTorch. Those that `ArrayFunctions` lacks need elements, so `shapes` lacks them,
-    too."""
+    """All array functions of NumPy or PyTorch. The functions that `ArrayFunctions` lacks need the values of elements.
+    So the module `shapes`, whose arrays have no values, lacks these functions too."""
 
     def device(self, x: Array) -> str: ...
     def to_numpy(self, x: Array) -> np.ndarray: ...
@@ -177,6 +178,6 @@ def wide_dtype(dtype: str) -> str:
 
 
 def allreduce_dtype(dtype: str) -> str:
-    """The element type in which to allreduce numbers of a type. The result is the type itself, but float32 for
-    bfloat16, which Horovod cannot add."""
+    """The element type in which to allreduce numbers of a type. For bfloat16 the result is float32, because Horovod
+    cannot add bfloat16. For all other types the result is the type itself."""
     return "float32" if dtype == "bfloat16" else dtype

@@ -15,8 +15,9 @@ from hvdcomp.specs.registry import classes_by_name
 
 COMPRESSORS: dict[str, type[Compressor]] = {}
 MEMORIES: dict[str, type[Memory]] = {}
-# The two names are filled only now, because one of the searched modules, `parsing`, imports them. Routers and
-# `TwoLevel` are not included, because they have their own notation in specs.
+# Both dictionaries must exist before `classes_by_name` searches this folder, because the module `parsing` in this
+# folder imports them. So they are created empty above and filled here. Routers and `TwoLevel` are not included, because
+# they have their own notation in specs.
 COMPRESSORS.update(
     {
         name: kind

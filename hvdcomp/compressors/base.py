@@ -74,16 +74,16 @@ class Compressor(Described):
         lossless: whether the receivers get the exact gradient.
         variance: a bound on E|x - C(x)|^2 / |x|^2 that holds for any tensor. The bound is given for unbiased methods
             whose error can be larger than x itself, and is 0 for all other methods. Biased methods omit a part of x, so
-            their error is not larger than x. In `terngrad`, `globalqsgd`, `natural`, `int8`, `int4` and `fp8`, no
-            element's error is larger than the largest element of x. The expected error of `eden` is smaller than x
-            (`known_error`).
+            their error is not larger than x. For `terngrad`, `globalqsgd`, `natural`, `int8`, `int4` and `fp8` it is 0
+            too, because no element's error is larger than the largest element of x. The expected error of `eden` is
+            smaller than x (`known_error`).
         known_error: the expectation of |x - C(x)|^2 / |x|^2, if it is about the same for every large x. Policies then
-            need not compress x to measure the error. None for all other methods.
+            need not compress x to measure the error. `known_error` is None for all other methods.
         sent_is_own: whether C(x), the decoded form of this rank's payload, depends only on this rank's x. `sent_is_own`
             is False if ranks compress each other's chunks. In this case, a step does not show how much of x this rank's
             compressor alone would have kept.
-        in_units: whether the result is in the units of the gradient. Only then can an optimizer compute momentum from
-            the result.
+        in_units: whether the result is in the units of the gradient. If False, an optimizer cannot compute momentum
+            from the result.
         nested: whether two compressions, first at a milder level and then at a stronger level, give the same result as
             one compression at the stronger level. `nested` is true for methods that keep elements of x unchanged.
         period: number of steps after which payload sizes repeat.
@@ -231,14 +231,14 @@ class Compressor(Described):
     def level_for_elements(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
         """The level for a compression factor that counts elements instead of bytes. Indices do not count.
 
-        At this level, the number of elements sent is closest to the tensor's elements / `compression_factor`. For
-        methods that send numbers other than elements, 32-bit numbers are counted. For methods without indices, the
-        result is the same as from `level_for`.
+        At this level, the number of elements sent is closest to the tensor's elements / `compression_factor`. If a
+        method sends numbers other than elements, its payload is counted in 32-bit numbers. For methods without indices,
+        the result is the same as from `level_for`.
         """
         return self.level_for(compression_factor, shape)
 
     def least_level(self, ranks: int) -> Level | None:
-        """The smallest level that works with this number of ranks; None if every level does."""
+        """The smallest level that works with this number of ranks; None if every level works."""
         return None
 
     @property

@@ -1,9 +1,10 @@
 """Buckets. A bucket is a set of tensors that one method compresses together, in a few passes of compiled code.
 
 A compressor has `aggregate` for one tensor. A compressor may also have `aggregate_bucket` for all tensors of a bucket.
-This second form is also a generator, and yields one request per round for all tensors. The kernels of this form compute
-x from the gradients and the residuals, compress x in the same pass, and write the mean over the ranks to the results.
-If there are no kernels, or the compressor has no such form, tensors are not put in buckets (`exchange.tensor_group`).
+This second form, the bucket form, is also a generator. In each round of the exchange, it yields one request for all
+tensors. The kernels of this form compute x from the gradients and the residuals, compress x in the same pass, and write
+the mean over the ranks to the results. If there are no kernels, or the compressor has no such form, tensors are not put
+in buckets (`exchange.tensor_group`).
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from hvdcomp.compressors.randomness import step_keys, tensor_keys
 from hvdcomp.kernels.tables import NARROW, Table
 
 BUCKET_BYTES = 25 * 2**20
-"""The default smallest size, in bytes of gradients, of a bucket that starts during the backward pass. It is the size of
-buckets in PyTorch's DDP (Li et al. 2020, arXiv:2006.15704, section 5.2)."""
+"""The default smallest size, in bytes of gradients, of a bucket that is exchanged during the backward pass. PyTorch's
+DDP uses the same size for its buckets (Li et al. 2020, arXiv:2006.15704, section 5.2)."""
 
 LEAST_BYTES = 1_000_000
 """If rank 0 chooses the smallest size of a bucket, it chooses at least this number of bytes."""
 
 GATHERED_BYTES = 2**30
 """The default largest number of bytes of payloads that a rank gathers at the same time. It is a sixteenth of the memory
-of a V100 with 16 GB. If a step gathers more, the ranks exchange in several parts, and no bucket starts during the
-backward pass."""
+of a V100 with 16 GB. If a step gathers more, the ranks exchange the payloads in several parts, and exchange no bucket
+during the backward pass."""
 
-_MOST_ON_DEVICE = 4  # largest number of buckets that start during the backward pass
+_MOST_ON_DEVICE = 4  # largest number of buckets that are exchanged during the backward pass
 
 ROW_ALIGNMENT = 8
 """The length of a payload's row is a multiple of this number of bytes, which is the size of the largest element
@@ -45,8 +46,8 @@ _QUICK = 1 << 20  # number of elements that a kernel processes in less than a mi
 
 
 def least_early_bytes(least: int, everything: int, on_device: bool) -> int:
-    """The fewest bytes of gradients in a bucket that starts during the backward pass. The number is `least`, or, on a
-    CUDA device, at least a quarter of all bytes.
+    """The smallest size, in bytes of gradients, of a bucket that is exchanged during the backward pass. On the host,
+    the size is `least`. On a CUDA device, it is `least` or a quarter of all bytes, whichever is larger.
 
     On a CUDA device, the host launches the kernels of each bucket separately. Launching a small bucket takes about as
     long as launching one bucket with all tensors. In a measurement with a slow host, a step with thirteen buckets took
@@ -117,8 +118,8 @@ class Bucket:
         compressors: the compressor of each tensor. All are of the same class and differ only in their level.
         memory: the memory of all tensors.
         device: the device of the bucket's kernels; None for the host.
-        widens: whether gradients have a 16-bit type. 16-bit gradients then become float32 in `x`, and the results are
-            cast back in `narrowed`. If False, gradients are float32.
+        widens: whether gradients have a 16-bit type. If True, 16-bit gradients become float32 in `x`, and the results
+            are cast back to 16 bits in `narrowed`. If False, gradients are float32.
         xp: the array functions for payloads. On the host, these are NumPy's.
         context: the context of the step; its name is empty.
         suffix: text that is appended to the tensors' names for random numbers.
@@ -129,10 +130,10 @@ class Bucket:
         x: the column of the table that holds x.
         layout: an object that the bucket form computes once from the tensors and levels; None at first.
         found_inf: whether x, or the sent part of x, contains an inf or NaN, in the form that `call` returns. The bucket
-            form must set it before its first request.
+            form must set `found_inf` before its first request.
         factors: the object that owns the storage of the product that `sent_product` of the table points to, or None.
-            The engine calls the `commit` of this object if the step counts. Keep a reference to this object while you
-            use the product.
+            The engine calls the method `commit` of this object unless the step is skipped because of an inf or NaN.
+            Keep a reference to this object while you use the product.
         rows: the rows of the payload, if the payload has one row for each of several ranks.
         factor: the number by which this step multiplies the gradients; None for 1.
     """
@@ -298,8 +299,8 @@ class Bucket:
         """Creates the storage of a payload, on the device of the kernels.
 
         Args:
-            count: number of elements. The payload's bytes are rounded up to a multiple of 4, because an all-gather
-                places the payloads of all ranks one after another.
+            count: number of elements. The payload's bytes are rounded up to a multiple of 4, so that every payload
+                stays aligned when an all-gather places the payloads of all ranks one after another.
             dtype: element type of the payload.
             kept: whether later steps reuse the payload. If False, the payload is not set to zero, and the caller must
                 pass it to `let_go` after use.
@@ -312,8 +313,9 @@ class Bucket:
 
 
 def gathered(rows: AnyArray) -> tuple[AnyArray, int, int]:
-    """Converts the answer of an `AllGather` with room (the payloads of all ranks) into arguments for kernels. The
-    arguments are the first payload, the number of ranks, and the distance in bytes between consecutive payloads."""
+    """Converts the answer of an `AllGather` with `in_rows` (one row for the payload of each rank) into arguments for
+    kernels. The arguments are the first payload, the number of ranks, and the distance in bytes between consecutive
+    payloads."""
     stride = rows.strides[0] if isinstance(rows, np.ndarray) else rows.stride(0)
     return rows, rows.shape[0], stride
 
@@ -331,8 +333,8 @@ def address_of(array: AnyArray) -> int:
 
 
 def take_off(bucket: Bucket, zeros: np.ndarray, x: np.ndarray | None = None) -> None:
-    """Subtracts the sent part from x, if a kernel has postponed this subtraction to the next step. This function is
-    called by methods whose chunks may change in the next step.
+    """Subtracts the sent part from x, if a kernel has postponed this subtraction to the next step. Methods call this
+    function if their chunks may change in the next step.
 
     Args:
         bucket: the bucket, after its tensors were encoded.
@@ -371,7 +373,7 @@ class BucketStates:
 
     Attributes:
         kept: the vectors that a step reads and does not change.
-        next: the vectors that a step writes. If the step counts, `kept` and `next` swap roles.
+        next: the vectors that a step writes. After each step that is not skipped, `kept` and `next` are swapped.
     """
 
     def __init__(self, states: Sequence[tuple[AnyArray, ...]], xp: AllFunctions = numpy_arrays) -> None:
@@ -383,7 +385,7 @@ class BucketStates:
         self.next: list[AnyArray] = [xp.zeros(vector.shape, like=vector) for vector in self.kept]
 
     def arrays(self, place: int) -> tuple[AnyArray, ...]:
-        """The state of the tensor at a place in the bucket: a list of arrays, each (length, columns). Later steps reuse
+        """The state of the tensor at the position `place` in the bucket, as arrays (length, columns). Later steps reuse
         their storage."""
         return tuple(
             vector[starts[place] : starts[place + 1]].reshape(shapes[place]).T
@@ -391,7 +393,7 @@ class BucketStates:
         )
 
     def places(self, members: Sequence[int]) -> list[np.ndarray]:
-        """For each vector, the indices that the arrays of some tensors occupy. `members` are the places of these
+        """For each vector, the indices that the arrays of some tensors occupy. `members` are the positions of these
         tensors in the bucket."""
         empty = [np.zeros(0, np.int64)]
         ranges = [[np.arange(starts[member], starts[member + 1]) for member in members] for starts in self._starts]
@@ -407,7 +409,7 @@ class BucketStates:
         self.kept, self.next = self.next, self.kept
 
     def settle(self, found_inf: AnyArray) -> None:
-        """Keeps the new states if `found_inf` is 0, and the old states if it is NaN. The host does not wait for the
-        value of `found_inf`."""
+        """Keeps the new states if `found_inf` is 0, and the old states if `found_inf` is NaN. The host does not wait
+        for the value of `found_inf`."""
         self.next = [self._xp.where(found_inf == 0, new, old) for new, old in zip(self.next, self.kept, strict=True)]
         self.commit()

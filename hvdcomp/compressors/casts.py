@@ -46,9 +46,10 @@ class NoCompression(Compressor):
         """Like `aggregate`, but for all tensors of a bucket. The kernel `dense_encode` computes x and copies it to the
         payload, and `dense_decode` writes the mean to the results."""
         if self.wire_dtype(bucket.dtype) == "float16":
-            return (yield from _in_half_precision(bucket, 2))  # x may overflow float16; the residual keeps the excess
+            return (yield from _in_half_precision(bucket, 2))  # if x overflows float16, the residual keeps the excess
         wire = _wire(bucket, "float32")
-        bucket.segments["sent_rule"] = EVERYTHING  # before the first call, so that a device gets the table once
+        # This is set before the first kernel call, so that the table is copied to a device only once.
+        bucket.segments["sent_rule"] = EVERYTHING
         bucket.found_inf = bucket.call("dense_encode", wire.with_room)
         mean = yield wire.mean
         found_inf = bucket.call("dense_decode", mean)
@@ -65,8 +66,8 @@ class _Cast(Gathering):
 
     Attributes:
         rounding: "nearest" or "stochastic". "nearest" (ties to even) gives the same result in every run. "stochastic"
-            rounds at random to one of the two neighbors, so that the expectation is the element itself. With both
-            values, the same magnitudes become infinite.
+            rounds at random to one of the two neighbors, so that the expectation is the element itself. Both ways of
+            rounding turn the same magnitudes into infinity.
     """
 
     rounding: Rounding = "nearest"
@@ -203,8 +204,8 @@ def _half_at_random(xp: ArrayFunctions, vector: Array, nearest: Array, purpose: 
     """Rounds a vector at random to float16, and returns the bit patterns. Digits below 2**-43 are ignored.
 
     Between two powers of two, and below 2**-14, float16 numbers are equally spaced. A magnitude is divided by this
-    spacing and multiplied by 2**19, which is exact from 2**-20 on. Then 19 random bits are added, and the lowest 19
-    bits are dropped.
+    spacing, multiplied by 2**19 and converted to an integer. This is exact for magnitudes of at least 2**-20. Then 19
+    random bits are added to the integer, and its lowest 19 bits are dropped.
     """
     bits = xp.bitcast(xp.astype(vector, "float32"), "int32")
     magnitudes = bits & 0x7FFFFFFF
@@ -258,7 +259,8 @@ def _in_half_precision(bucket: Bucket, nearest: int) -> BucketAggregation:
 
 def _wire(bucket: Bucket, dtype: str) -> Payload:
     """A payload with one number for each element. On the host, the payload is the bucket's layout and is reused. On a
-    device, each step allocates a new payload, because keeping it would take as much memory as the model."""
+    device, each step allocates a new payload, because a payload that is kept between steps would take as much memory as
+    the model."""
     wire: Payload | None = bucket.layout
     if wire is None:
         sizes = bucket.segments["size"]

@@ -135,7 +135,7 @@ def _in_words(requests: tuple[_Asked, ...]) -> str:
 
 
 def _asked(method: Any, shape: tuple[int, ...], dtype: str, context: Context) -> tuple[_Asked, ...]:
-    """The requests of a method in a step, found by running it on arrays without values."""
+    """The requests that a method makes in a step. They are found by running the method on arrays without values."""
     requests: list[_Asked] = []
     x = shapes.ShapeArray(shape, dtype)
     generator = _checked(method, shapes, x, prepare(method, shapes, x, (), context), context)
@@ -201,8 +201,8 @@ def _checked(method: Any, xp: ArrayFunctions, x: Array, state: State, context: C
 
 
 def _apart(xp: ArrayFunctions, answer: Any, request: Request) -> Any:
-    """Copies the answer of a request to new storage. A single rank gets its own arrays as the answer, but the answers
-    of several ranks never share storage with x."""
+    """Copies the answer of a request to new storage. With a single rank, the answer is the array of this rank, which
+    may share storage with x. With several ranks, an answer never shares storage with x."""
     if xp is shapes:
         return answer
     sent = request.arrays
@@ -285,7 +285,7 @@ class _Call:
         return self.x if self._xp is None else self._xp.protected(self.x)
 
     def require_unchanged(self) -> None:
-        """Raises ConfigurationError if x was changed, as far as the framework counts changes."""
+        """Raises ConfigurationError if x was changed. A change is noticed only if the framework counts changes."""
         if self._xp is not None and self._xp.changes(self.x) != self._changes:
             raise self.error(_CHANGES)
 

@@ -46,7 +46,7 @@ class Chooser:
     def __post_init__(self, described: Iterable[TensorInfo]) -> None:
         # Sorted, because the user chooses the order of named parameters, and the order must be the same on all ranks.
         self.tensors = {tensor.name: tensor for tensor in sorted(described, key=lambda tensor: tensor.name)}
-        if self.memory is None:  # either all tensors have momentum, or none
+        if self.memory is None:  # if one tensor has momentum, all tensors must have momentum
             methods = (self.compressor, *self.plan_for(self.compressor).values())
             self.memory = next((kind.default_memory for kind in methods if kind.default_memory.is_momentum), None)
 
@@ -61,7 +61,7 @@ class Chooser:
         return chosen if self.may_compress(tensor) or chosen.wire_dtype(tensor.dtype) is not None else NoCompression()
 
     def may_compress(self, tensor: TensorInfo) -> bool:
-        """Whether a tensor is large enough to be compressed, and is not `is_shared`."""
+        """Whether a tensor may be compressed: it must be large enough, and its attribute `is_shared` must be False."""
         is_large = tensor.size >= max(1, self.min_numel) and len(tensor.own_shape) >= self.min_ndim
         return is_large and not tensor.is_shared
 

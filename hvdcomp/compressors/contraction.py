@@ -1,8 +1,9 @@
 """Refuses a combination of compressor and memory if residuals, or the noise in momenta, would grow without limit.
 
 Error feedback needs a contraction: the expected energy of the residual must be below that of x, E|x - C(x)|^2 < |x|^2
-(Karimireddy et al. 2019, arXiv:1901.09847, assumption A). Otherwise the residual grows with each step. The error (the
-variance) of some unbiased methods is too large for error feedback, but unbiased methods need no error feedback.
+(Karimireddy et al. 2019, arXiv:1901.09847, assumption A). Otherwise the residual grows with each step. Some unbiased
+methods have a variance (expected squared error) that is too large for error feedback, but unbiased methods need no
+error feedback.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ def require_bounded_turns(compressors: Iterable[Compressor]) -> None:
 def require_bounded_noise(method: Compressor, b1: float, local_steps: int) -> None:
     """Raises SpecError if the noise of momenta that are sent without error feedback would grow without limit.
 
-    A momentum keeps a certain share of the noise of the previous exchange. Let a be this share. The next exchange
-    compresses this noise again. So noise with the energy E becomes noise with the energy a^2 (1 + known_error) E in the
-    next exchange, and new noise is added. With exchange "scatter", means are compressed a second time.
+    A momentum still contains a fraction of the noise of the previous exchange. Let a be this fraction. The next
+    exchange compresses this noise again. So noise with the energy E becomes noise with the energy a^2 (1 + known_error)
+    E in the next exchange, and new noise is added. With exchange "scatter", means are compressed a second time.
 
     Args:
         method: the method, which is used without a memory. A method whose error is unknown is allowed.

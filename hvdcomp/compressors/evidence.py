@@ -29,10 +29,11 @@ from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.two_level import within
 
 DIVERGED = math.inf
-"""The loss of quality of a method, if its training run with any seed diverged."""
+"""The loss of quality that is recorded for a method if its training run diverged with at least one seed."""
 
 OPTIMIZERS = ("SGD", "Adam")
-"""The optimizers by which a method is judged if the user's optimizer is unknown. The worse result counts."""
+"""The optimizers by which a method is judged if the user's optimizer is unknown. The worse of the two results
+counts."""
 
 
 MUON = "Muon"
@@ -73,16 +74,18 @@ warn about the methods that lost most."""
 
 @cache
 def evidence() -> tuple[Evidence, ...]:
-    """The results of all training runs. If a task was not trained at best rates, its results at one rate are used."""
+    """The results of all training runs. If a method was not trained on a task at its best learning rate, its results at
+    one learning rate are used."""
     at_best = [replace(one, at_best_rates=True) for one in map(_parse, _read("evidence.json")["trainings"])]
     return (*at_best, *without_replaced([*map(_parse, _read("evidence_one_rate.json")), _WITH_MUON], at_best))
 
 
 def without_replaced(at_one_rate: Sequence[Evidence], at_best_rates: Sequence[Evidence]) -> list[Evidence]:
-    """The results at one learning rate that no result at best learning rates replaces.
+    """Returns the results at one learning rate, without the results that are replaced by results at best learning
+    rates.
 
-    A result at best rates replaces only the results of the same method with the same optimizer on the same task,
-    because a method is judged by its worst result.
+    A result at best learning rates replaces only the results of the same method with the same optimizer on the same
+    task, because a method is judged by its worst result.
     """
     replaced = {(_task_of(training), spec) for training in at_best_rates for spec in training.lost}
     left = [
@@ -104,8 +107,8 @@ def is_at_best_rates(optimizer: str) -> bool:
 
 @cache
 def chosen_by_rule() -> Mapping[str, tuple[str, ...]]:
-    """The methods to try first, for each optimizer in the README's table. The rule of this table determines these
-    methods."""
+    """The methods to try first, for each optimizer in the README's table. The rule in benchmarks/best_rates/rule.py
+    chooses them from the training runs."""
     return {optimizer: tuple(specs) for optimizer, specs in _read("evidence.json")["first"].items()}
 
 
@@ -122,8 +125,8 @@ def lost_with(compressor: Compressor, optimizer: str | None) -> float | None:
     """The largest loss of quality that was measured for a method, as in `Evidence`; None if nothing was measured.
 
     For a two-level method, the results of its inner method are used, because the inner method compresses the mean of a
-    node in the same way as the gradient of a rank. The results are not used for the same method with exchange
-    "scatter", because "scatter" rounds each element twice.
+    node in the same way as the gradient of a rank. Results that were measured with another exchange are not used for a
+    method with exchange "scatter", because "scatter" rounds each element twice.
 
     Args:
         compressor: the method.
@@ -184,7 +187,8 @@ _AT_ONE_RATE: dict[str, tuple[str, ...]] = {
     "Adam": ("int4", "int8"),
     "CompressedAdam": ("efsignsgd",),
 }
-"""Specs chosen from training runs at one learning rate, for optimizers for which the rule has no result yet."""
+"""The specs to try first, chosen from training runs at one learning rate. They are used for optimizers for which
+`chosen_by_rule` has no methods yet."""
 
 FIRST: dict[str, tuple[str, ...]] = {**_AT_ONE_RATE, **chosen_by_rule()}
 """Specs by optimizer, as in the README's table. For each optimizer, try the first spec first. A tuple is empty if

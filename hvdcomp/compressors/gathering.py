@@ -1,9 +1,9 @@
 """Methods whose payloads cannot be summed. Each payload is decoded, and the decoded values are averaged.
 
 There are two ways to exchange such payloads. With "gather", every rank receives and decodes the payloads of all ranks,
-so the work grows with the number of ranks. With "scatter", each rank averages one chunk of the tensor. The rank
-receives this chunk from every rank, decodes and averages the chunks, compresses the mean again, and sends the
-compressed mean to all ranks. With any number of ranks, a rank receives and decodes two payloads, and each element is
+so the work grows with the number of ranks. With "scatter", each rank averages one chunk of the tensor. It receives its
+chunk from every rank, decodes and averages what it received, compresses the mean again, and sends the compressed mean
+to all ranks. So a rank receives and decodes as much as two payloads, however many ranks there are. But each element is
 rounded twice.
 """
 
@@ -30,9 +30,9 @@ from hvdcomp.compressors.scattering import scatter, scatter_bucket
 from hvdcomp.specs.described import Rule
 
 LEAST_RANKS = 4
-"""With at least this number of ranks, `exchange="auto"` scatters. Scattering takes one more round, and with four ranks
-it sends half the bytes of gathering. With two ranks it would send the same number of bytes, and with three ranks two
-thirds of the bytes."""
+"""With at least this number of ranks, `exchange="auto"` scatters. Scattering takes one more round of communication than
+gathering. With four ranks, scattering sends half the bytes of gathering. With two ranks, both would send the same
+number of bytes. With three ranks, scattering would send two thirds of the bytes of gathering."""
 
 EXCHANGE = Rule(
     lambda value: value in ("gather", "scatter", "auto"), '"gather", "scatter" or "auto" (scatter from four ranks)'
@@ -88,8 +88,8 @@ class Gathering(Compressor):
 
     @property
     def of_means(self) -> Gathering:
-        """The compressor that compresses the mean of a chunk again. The compressor of means is the same method with the
-        same chunks, possibly at a different level."""
+        """The compressor that compresses the mean of a chunk again. This compressor is the same method with the same
+        chunks, possibly at a different level."""
         return self
 
     def with_exchange(self, exchange: str) -> Gathering:
@@ -102,11 +102,12 @@ class Gathering(Compressor):
     form: ClassVar[str] = "encode_bucket"
 
     def lay_out(self, bucket: Bucket) -> Any:
-        """Makes the layout of a bucket, once. The layout is an object with the `payload` that `encode_bucket` fills."""
+        """Makes the layout of a bucket. This method is called once for each bucket. The layout is an object with the
+        `payload` that `encode_bucket` fills."""
         raise NotImplementedError
 
     def encode_bucket(self, bucket: Bucket) -> None:
-        """Writes the bucket's payload and sets its `found_inf`."""
+        """Writes the bucket's payload, and sets the attribute `found_inf` of the bucket."""
         raise NotImplementedError
 
     def decode_bucket(self, bucket: Bucket, first: Array, ranks: int, stride: int) -> bool | Array:
@@ -115,7 +116,7 @@ class Gathering(Compressor):
         raise NotImplementedError
 
     def payload(self, bucket: Bucket) -> Payload:
-        """The storage of a bucket's payload. Makes the bucket's layout if there is none yet."""
+        """Returns the storage of a bucket's payload. The bucket's layout is made first if there is none yet."""
         if bucket.layout is None:
             bucket.layout = self.lay_out(bucket)
         payload: Payload = bucket.layout.payload
@@ -147,8 +148,8 @@ class Gathering(Compressor):
 
     @property
     def sent_is_own(self) -> bool:  # type: ignore[override]
-        """False with exchange "scatter", because C(x) then also depends on the mean of the chunk, which is compressed
-        again."""
+        """False if the exchange is "scatter", or "auto", which may become "scatter". C(x) then also depends on the mean
+        over all ranks, which is compressed again."""
         return self.exchange not in ("scatter", "auto")
 
     def preview(

@@ -52,16 +52,16 @@ def is_measured(compressor: Compressor, optimizer: str) -> bool:
 def harm_with(compressor: Compressor, optimizer: str, keeps: bool) -> Measured | None:
     """The measurement that shows that an optimizer learns badly with a method; None if there is no such measurement.
 
-    A setting that was not measured is judged by the measured settings of its method. A measured setting that compresses
-    less strongly, or equally, should not raise the loss more than this setting. So this setting is harmful if each of
-    these measured settings raised the loss by at least `HARMFUL`. If all measured settings compress more strongly than
-    this setting, each of them must have raised the loss by at least twice `HARMFUL`.
+    If this setting of the method was not measured, it is judged by the measured settings of the same method. Milder
+    compression should lose no more quality than stronger compression. So the setting counts as harmful if all measured
+    settings that compress at most as strongly as this setting lost at least `HARMFUL`. If all measured settings
+    compress more strongly, each of them must have lost at least twice `HARMFUL`.
 
     Args:
         compressor: the method.
         optimizer: kind of the optimizer, as in `Evidence`.
-        keeps: whether the method is used with error feedback. Only measurements with the same use of error feedback
-            count.
+        keeps: whether the method is used with error feedback. Measurements in which error feedback was used differently
+            are ignored.
     """
     own = within(compressor)
     settings = [measured for measured in _settings(own.name, optimizer) if _uses_memory(measured.spec) == keeps]

@@ -17,7 +17,7 @@ from hvdcomp.compressors import checked
 from hvdcomp.compressors.protocol import Context, SparseVector
 
 LARGE = 1 << 16
-"""The largest number of elements for which a tensor on the host takes less time in NumPy than in the framework."""
+"""On the host, tensors with at most this number of elements are compressed faster in NumPy than in the framework."""
 
 
 def numbers_may_overflow() -> Any:
@@ -63,7 +63,7 @@ class Inside:
 
 
 def inside_of(framework: AllFunctions, array: Array) -> Inside:
-    """The array functions that compress a tensor like the given array of the framework."""
+    """Chooses the array functions that compress a tensor with the size, element type and device of the given array."""
     small = number_of_elements(tuple(array.shape)) <= LARGE
     in_numpy = small and framework.dtype_name(array) == "float32" and not framework.waits(array)
     return Inside(framework, numpy_arrays if in_numpy else framework, array)

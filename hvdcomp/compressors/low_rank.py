@@ -21,8 +21,8 @@ from hvdcomp.kernels.tables import FACTORS, PRODUCT, Tasks
 from hvdcomp.specs.described import Rule, Truth
 from hvdcomp.specs.levels import Level
 
-# A column that keeps less than this share of its norm after projection was a combination of the columns before it; the
-# remainder is rounding error without a meaningful direction.
+# If less than this fraction of a column's norm is left after the projection, the column was a combination of earlier
+# columns. Only rounding error is then left, whose direction has no meaning.
 _DEPENDENT = 1e-5
 
 # Two factors and the state for the next step.
@@ -37,14 +37,14 @@ _COLUMN_PIECE = 1 << 18  # number of elements of a task that processes columns, 
 class PowerSGD(Compressor):
     """Runs one warm-started power iteration per training step (Vogels et al. 2019, arXiv:1905.13727, algorithm 1).
 
-    The gradient is viewed as the matrix M of shape[0] rows. P = M Q is averaged and orthogonalized, Q = M' P is
+    The gradient is viewed as a matrix M with shape[0] rows. P = M Q is averaged and orthogonalized, Q = M' P is
     averaged, and the result is P Q'. Q is kept for the next step.
 
     With `alternating`, each step does half of this iteration, with a single allreduce (Vogels et al. 2020,
     arXiv:2008.01425). Even steps average P = M Q with the orthogonalized Q of the previous step. Odd steps average Q =
     M' P with the orthogonalized P of the previous step. The result is again P Q'. Even steps send rows x rank values,
-    and odd steps send columns x rank values. `payload_bytes` and `payload_floats` then return the mean of the two, and
-    the ledger records the bytes of each step.
+    and odd steps send columns x rank values. `payload_bytes` and `payload_floats` then return the mean over an even and
+    an odd step. The ledger records the bytes of each step.
 
     Attributes:
         rank: the number of columns of the factors P and Q. The rank is reduced if the gradient matrix has fewer rows or
@@ -133,7 +133,8 @@ class PowerSGD(Compressor):
         2. `lowrank_q` orthogonalizes the mean of P, and computes Q = M' P.
         3. `lowrank_decode` writes P Q' to the results, and `lowrank_keep` writes the new state.
 
-        An alternating step runs the third pass and only one of the first two passes. This pass then computes x.
+        An alternating step runs the third pass and only one of the first two passes. Whichever of these two passes runs
+        also computes x.
         """
         if bucket.layout is None:
             bucket.layout = LowRankBucket(bucket, [matrix_shape(tensor.shape) for tensor in bucket.tensors])
@@ -157,8 +158,8 @@ class PowerSGD(Compressor):
 
 
 class LowRankBucket:
-    """The bucket form of PowerSGD. The object has the shapes of a bucket's matrices and the storage of their factors,
-    and is made once.
+    """The bucket form of PowerSGD. The object contains the shapes of a bucket's matrices and the storage of their
+    factors. It is created once for each bucket.
 
     One vector contains all factors P of a bucket, and another vector all factors Q. Each factor is stored column by
     column, as in `isa_lowrank.c`.
@@ -244,8 +245,8 @@ class LowRankBucket:
 
 
 class _SentFactors:
-    """P and Q of the last step that counted, and storage for the next P and Q. The next step subtracts the product P Q'
-    of the old pair from x."""
+    """The factors P and Q of the last step that was not skipped, and storage for the next P and Q. The next step
+    subtracts the product P Q' of the stored factors from x."""
 
     def __init__(self, segments: np.ndarray, p: int, q: int) -> None:
         self._factors = [(np.empty(p, np.float32), np.empty(q, np.float32)) for _ in range(2)]
@@ -265,7 +266,7 @@ class _SentFactors:
         bucket.factors = self
 
     def commit(self) -> None:
-        """Keeps this step's factors. The next step writes the other pair."""
+        """Keeps this step's factors. The next step writes its factors to the other pair of arrays."""
         self._turn ^= 1
 
 
@@ -275,7 +276,7 @@ def _width(rows: int) -> int:
 
 
 def as_matrix(xp: ArrayFunctions, x: Array) -> Array:
-    """The tensor as a matrix of `matrix_shape`, with at least the precision of float32."""
+    """The tensor, viewed as a matrix with the shape `matrix_shape`, in float32 or a wider type."""
     return xp.reshape(xp.astype(x, wide_dtype(xp.dtype_name(x))), matrix_shape(tuple(x.shape)))
 
 
@@ -290,7 +291,8 @@ def rank_for(compression_factor: float, shape: tuple[int, ...]) -> int:
 def fit_columns(
     xp: ArrayFunctions, x: Array, kept: Array | None, length: int, rank: int, context: Context, purpose: str
 ) -> Array:
-    """The kept columns (length, any), reduced to `rank` columns, or completed with random columns.
+    """Returns `rank` columns, made from the kept columns (length, any). Surplus columns are dropped, and missing
+    columns are drawn at random.
 
     If the kept columns have a different length (for example because an older checkpoint has a different shape), all
     columns are drawn at random.
@@ -321,7 +323,7 @@ def nonzero_columns(xp: ArrayFunctions, new: Array, old: Array) -> Array:
     """The new columns.
 
     If `orthogonalize` would treat a new column as zero, the old column is used. Columns become zero if the gradient is
-    zero, and without the old column the power iteration could never leave zero again.
+    zero. From a zero column, the power iteration would compute zero in all later steps.
     """
     norms = wide_norms(xp, new)
     return xp.where((norms > SMALLEST_NORM) & (norms < 1 / SMALLEST_NORM), new, old)

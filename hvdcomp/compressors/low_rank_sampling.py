@@ -23,8 +23,8 @@ class ATOMO(Compressor):
     """Sends randomly chosen singular triplets of the gradient matrix, each divided by its probability (Wang et al.
     2018, arXiv:1806.04090, algorithm 1).
 
-    The gradient is viewed as the matrix of shape[0] rows, M = sum of sigma_i u_i v_i'. Triplet i is sent with the
-    probability p_i = min(1, c sigma_i), where c makes the probabilities add up to `rank`.
+    The gradient is viewed as a matrix with shape[0] rows, M = sum of sigma_i u_i v_i'. Triplet i is sent with the
+    probability p_i = min(1, c sigma_i). The factor c is chosen so that the probabilities add up to `rank`.
 
     The paper draws each triplet independently, so the number of triplets varies. This class uses systematic sampling,
     which draws exactly `rank` triplets. The p_i are the lengths of segments that lie end to end on a line of length
@@ -90,7 +90,7 @@ def atoms(xp: ArrayFunctions, matrix: Array) -> tuple[Array, Array]:
 
     The u_i are eigenvectors of M M'. The u_i need not be accurate, because the atoms u_i (M' u_i)' add up to M for any
     orthonormal basis. So the result is unbiased even if rounding changes small singular values, or if M M' overflows.
-    (If it overflows, it is set to zero, because LAPACK needs finite numbers.)
+    (Elements of M M' that overflow are set to zero, because LAPACK needs finite numbers.)
 
     Returns:
         u_i as rows (m, m), and sigma_i v_i = M' u_i as rows (m, n).
@@ -110,15 +110,15 @@ def sampled_triplets(xp: ArrayFunctions, sigma: Array, count: int, offset: float
 
     Returns:
         The triplets' indices (count,) and their weights 1 / p (count,), float64. If fewer than `count` triplets have a
-        sigma above 0, triplets with sigma 0 complete them.
+        sigma above 0, the other returned triplets have sigma 0.
     """
     sigma = xp.astype(sigma, "float64")
     cumulative = sigma.cumsum(0)
     tails = cumulative[-1:] - cumulative + sigma
     budgets = xp.from_numpy(count - np.arange(sigma.shape[0], dtype=np.float64), like=sigma)
     # Algorithm 1 sets p = 1 for one triplet after another, until the rest of the budget can be divided in proportion to
-    # sigma. If this is possible from one triplet on, it is possible from every later triplet on. So all can be tested
-    # at once.
+    # sigma. Once this division is possible, it stays possible after every later triplet. So the test can be made for
+    # all triplets at once.
     certain = sigma * budgets > tails
     budget = count - xp.astype(certain, "float64").cumsum(0)[-1:]
     tail = xp.where(certain, 0.0, sigma).cumsum(0)[-1:]

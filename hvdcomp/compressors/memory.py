@@ -61,7 +61,7 @@ class Memory(Described):
         return None
 
     def prepare(self, xp: ArrayFunctions, gradient: Array, state: State) -> State:
-        """The state that a step starts from: zeros if `state` is empty. The residual is its last array."""
+        """The state that a step starts from: zeros if `state` is empty. The residual is the last array of the state."""
         raise NotImplementedError
 
     def compensate(self, xp: ArrayFunctions, gradient: Array, state: State) -> tuple[Array, State]:
@@ -137,10 +137,10 @@ class MomentumCorrection(Memory):
         u = momentum u + g        v = v + u
 
     v is compressed. The values that a sparsifier sent are subtracted from v, and u becomes zero for these elements
-    (momentum factor masking). Masking prevents old momentum from moving weights after their gradient was sent. Other
-    compressors, and uncompressed steps, have no elements to mask, so C(v) is only subtracted from v. If everything is
-    sent without masking, this is SGD with momentum. If a sparsifier sends everything with masking, this is SGD without
-    momentum.
+    (momentum factor masking). Masking prevents old momentum from moving weights after their gradient was sent. With
+    other compressors, and in uncompressed steps, no single elements are chosen. Then nothing is masked: C(v) is
+    subtracted from v, and u is not changed. If everything is sent without masking, this is SGD with momentum. If a
+    sparsifier sends everything with masking, this is SGD without momentum.
 
     With `nesterov`, v = v + g + momentum u, which gives the same sum as the Nesterov momentum of torch.optim.SGD. The
     momentum does not include weight decay that the optimizer adds later.
@@ -149,8 +149,8 @@ class MomentumCorrection(Memory):
         momentum: the factor of u. The optimizer's own momentum must be 0.
         nesterov: whether to use Nesterov momentum, as above.
         clip: the limit on the 2-norm of this rank's gradient; 0 for no clipping. The norm is computed over all tensors
-            together, before anything is added. With `size` ranks, the limit is multiplied by size**-1/2. With a loss
-            scaler, gradients include the loss scale.
+            together, before u and v are added. With `size` ranks, the limit is multiplied by size**-1/2. With a loss
+            scaler, gradients are multiplied by the loss scale, so the limit applies to the multiplied gradients.
         masking: whether u becomes zero for elements that are sent.
 
     Example:

@@ -1,6 +1,7 @@
-"""The common part of several quantizers: each element is rounded at random to a multiple of a fraction of a scale.
+"""The common part of several quantizers. They divide a scale into equal steps, and round each element at random to a
+multiple of this step.
 
-Each quantizer has a form for one tensor, in array functions, and a form for a bucket, in kernels.
+Each quantizer is implemented twice: with array functions for one tensor, and with kernels for a bucket.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hvdcomp.compressors.protocol import Context
 from hvdcomp.compressors.randomness import random_words, rank_key
 from hvdcomp.kernels.limits import SMALLEST_SCALE
 
-_UNIT = 2.0**23  # one code step while rounding: values are in steps / _UNIT, and 23 random bits are added
+_UNIT = 2.0**23  # fixed point: the distance between two codes is 2**23, so that 23 random bits can be added
 
 
 def steps_of(bits: int) -> int:
@@ -45,7 +46,7 @@ def encode_multiples(
         xp: array functions.
         size: number of elements of the tensor.
         runs: the elements of the tensor, cut into runs and padded with zeros, float32 (runs, length).
-        scales: the scale of each run, (runs, 1). Magnitudes above the scale are clipped to it.
+        scales: the scale of each run, (runs, 1). Magnitudes above the scale are clipped to the scale.
         bits: number of bits of a code.
         purpose: text that distinguishes these random numbers from others of the same step.
         context: the tensor's name, the step, the seed, the rank and the number of ranks.
@@ -64,7 +65,7 @@ def encode_multiples(
 
 
 class Multiples(Gathering):
-    """Base of methods that send packed codes. A code is an integer, and its value is a multiple of a fraction of the
+    """Base of methods that send packed codes. A code is an integer that represents a multiple of a fraction of the
     scale.
 
     Class attributes:

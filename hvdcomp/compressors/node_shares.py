@@ -36,8 +36,8 @@ def deal(sizes: Sequence[int], ranks: int) -> list[int]:
 def payloads_in_node(
     tensors: Sequence[TensorInfo], states: Sequence[int] | None, ranks: int
 ) -> tuple[SentPayload, SentPayload]:
-    """One rank's payloads within its node in a step of a bucket: the payload before the exchange between nodes, and the
-    payload after this exchange.
+    """What one rank sends to the other ranks of its node in a step of a bucket. Returns two payloads: the payload sent
+    before the exchange between nodes, and the payload sent after this exchange.
 
     Args:
         tensors: the tensors of the bucket.
@@ -65,7 +65,7 @@ def largest_share(sizes: Sequence[int], ranks: int) -> float:
 
 
 def tensors_of_ranks(sizes: Sequence[int], ranks: int) -> list[list[int]]:
-    """For each rank, the places of its tensors in the bucket, if tensors are not cut."""
+    """For each rank, the positions in the bucket of the tensors that this rank gets, if tensors are not cut."""
     owners = deal(sizes, ranks)
     return [[place for place, owner in enumerate(owners) if owner == rank] for rank in range(ranks)]
 
@@ -81,8 +81,8 @@ def whole_units(elements: int) -> int:
 
 
 def pieces_of_rank(tensors: Sequence[TensorInfo], own: int, length: int) -> Iterator[tuple[int, TensorInfo]]:
-    """The pieces of tensors in one rank's shard of the concatenated tensors, each with the place of its tensor in the
-    bucket."""
+    """Yields the pieces of tensors in one rank's shard. The shards are equal parts of all tensors, joined end to end.
+    Each piece comes with the position of its tensor in the bucket."""
     place = 0
     for number, tensor in enumerate(tensors):
         inside = min((own + 1) * length, place + tensor.size) - max(own * length, place)

@@ -29,7 +29,8 @@ def pack(xp: ArrayFunctions, codes: Array, bits: int) -> Array:
 
 
 def unpack(xp: ArrayFunctions, packed: Array, bits: int, count: int) -> Array:
-    """The codes, uint8 (count,), that `pack` has packed. With 8 bits this is the same array, otherwise a new array."""
+    """The codes, uint8 (count,), that `pack` has packed. With 8 bits the result is the array `packed` itself, otherwise
+    a new array."""
     codes: Array | None = None
     start = shift = 0
     for width in _planes_of(bits):
@@ -69,7 +70,7 @@ def _pack_plane(xp: ArrayFunctions, codes: Array, width: int) -> Array:
     packed = []
     for group in groups(xp, pad(xp, codes & ((1 << width) - 1), together), GROUP):
         for bits in (4, 2, 1):
-            if bits >= width:  # codes of the second half are `bits` bits above those of the first half
+            if bits >= width:  # combines the two halves: codes of the second half are shifted up by `bits` bits
                 half = group.shape[1] // 2
                 group = group[:, :half] | (group[:, half:] << bits)
         packed.append(xp.flatten(group))
@@ -85,8 +86,8 @@ def _unpack_plane(xp: ArrayFunctions, packed: Array, width: int, count: int) -> 
 
 
 def pad(xp: ArrayFunctions, vector: Array, multiple: int) -> Array:
-    """The vector, padded with zeros until its length is a multiple of `multiple`. Returns the vector itself if nothing
-    is missing."""
+    """The vector, padded with zeros until its length is a multiple of `multiple`. Returns the vector itself if no zeros
+    are needed."""
     missing = -vector.shape[0] % multiple
     return xp.concatenate([vector, xp.zeros((missing,), like=vector)]) if missing else vector
 
@@ -121,7 +122,7 @@ def average_decoded(
         if rank == context.rank:
             sent = values
         if rank == 1:
-            total = total + values  # not in place, because `sent` may be the first rank's values
+            total = total + values  # not in place, because `total` and `sent` may be the same array
         else:
             total += values
     if len(ranks) > 1:

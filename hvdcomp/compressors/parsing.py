@@ -23,10 +23,10 @@ _RULES = """write a compressor for each pattern of names, such as {"embed.*": "t
 def parse_compressor(spec: str) -> Compressor:
     """The compressor that a spec string describes, such as `topk:ratio=0.01` or `powersgd:rank=4`.
 
-    A spec may also be a JSON object of rules for tensors. The first rule that matches a tensor decides. The key of a
-    rule is a pattern of names, or `numel<N` or `ndim<N` for tensors with fewer than N elements or dimensions. The value
-    of a rule is a spec string or another JSON object. Example: `{"embed.*": "topk:ratio=0.001", "numel<10000": "none",
-    "*": "powersgd:rank=4"}`.
+    A spec may also be a JSON object of rules for tensors. The first rule that matches a tensor determines its
+    compressor. The key of a rule is a pattern of names, or `numel<N` or `ndim<N` for tensors with fewer than N elements
+    or dimensions. The value of a rule is a spec string or another JSON object. Example: `{"embed.*":
+    "topk:ratio=0.001", "numel<10000": "none", "*": "powersgd:rank=4"}`.
 
     `two_level(...)` around a spec compresses only between nodes.
 
@@ -70,7 +70,8 @@ def _within(text: str) -> str:
         raise SpecError(
             f"{text!r} is not a valid spec; write two-level compression like this: 'two_level(topk:ratio=0.01)'"
         )
-    # refused here, because otherwise a spec could nest it without limit
+    # A nested two_level is refused here, before the inner spec is parsed, because specs could otherwise be nested
+    # without limit.
     if inside[1:].lstrip().startswith(TwoLevel.name):
         raise SpecError(
             "two_level inside two_level is not allowed, because there are only two levels; write two_level once"
@@ -79,8 +80,8 @@ def _within(text: str) -> str:
 
 
 def _router(rules: tuple[tuple[str, Any], ...]) -> Compressor:
-    """The router for these rules. The rules before the first condition are patterns. The condition and all later rules
-    become a nested router."""
+    """The router for these rules. If a rule's key is a condition, such as `numel<1000`, this rule and all later rules
+    become a nested router. The rules before it are patterns of the outer router."""
     patterns = []
     for place, (key, value) in enumerate(rules):
         condition = CONDITION.fullmatch(key.strip())

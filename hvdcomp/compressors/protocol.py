@@ -29,7 +29,8 @@ class AllReduce:
         with_room: used only for a NumPy vector. It is the storage of the vector with at least 4 unused bytes after its
             end (`bucket.Payload`). The engine can then append its flag and send the vector without a copy.
         group: the ranks that take part, as a `Group`.
-        is_fixed: whether the same object is the request of every step. The engine then keeps what it computes for it.
+        is_fixed: whether this same object is yielded in every step. If True, the engine plans the collective once, and
+            reuses the plan in later steps.
     """
 
     array: Array
@@ -57,8 +58,9 @@ class AllGather:
             the part consists of bytes and `in_rows` is set.
         group: the ranks that take part, as a `Group`.
         in_rows: whether the answer is instead one array with a row for each rank. Creating such an answer takes the
-            same time for any number of ranks. Only bucket forms may set this, with a single part that is a vector.
-        is_fixed: whether the same object is the request of every step, as in `AllReduce`.
+            same time for any number of ranks. Only bucket forms may set `in_rows`, and the request must then have a
+            single part, which is a vector.
+        is_fixed: whether this same object is yielded in every step, as in `AllReduce`.
     """
 
     parts: tuple[Array, ...]
@@ -154,7 +156,8 @@ def run_alone(generator: Generator[Request, Any, Result], ranks: int = 1) -> tup
 
     Args:
         generator: the generator that `aggregate` or `aggregate_bucket` returned for the step.
-        ranks: the number of ranks. All ranks are assumed to send the same, so sums are multiplied by this number.
+        ranks: the number of ranks. All ranks are assumed to send the same values, so a sum is this number times the
+            values of one rank.
     """
     requests: list[Request] = []
     answer: Any = None
@@ -205,9 +208,9 @@ class TensorInfo:
         shape: the shape that compressors see. Methods for matrices use the first dimension as the rows.
         dtype: name of the element type, such as "float32".
         in_framework: the shape in the framework, if it differs from `shape`.
-        is_shared: whether ranks of other groups of ranks have the same tensor with the same gradient, and must get the
-            same mean. These ranks have this tensor in buckets with other tensors, so their compressed means would
-            differ. Therefore the tensor is sent uncompressed, or cast.
+        is_shared: whether ranks of another group have a copy of this tensor with the same gradient. The copies must get
+            the same mean. But in each group, the tensor shares its bucket with different tensors, so the compressed
+            means of the copies would differ. Therefore the tensor is sent uncompressed, or cast.
     """
 
     name: str
@@ -259,8 +262,8 @@ class Context:
         rank: number of this rank.
         world_size: number of ranks.
         node_places: a function that returns this rank's `NodePlaces` for a tensor's name. The first call of this
-            function in a training run may run a collective, so all ranks must call it in the same step. None if every
-            rank counts as a node.
+            function in a training run may run a collective, so all ranks must call it in the same step. `node_places`
+            is None if every rank is treated as a node of its own.
     """
 
     name: str

@@ -1,7 +1,8 @@
 """Quantizers round each element at random to one of a few values. The expectation of the result is the element itself.
 
 To round a number v up with probability v - floor(v), and down otherwise, compute floor(v + u) with u uniform in [0, 1).
-All methods in this file round in this way, each with its own scale. `Natural` rounds with the bits of a float.
+All methods in this file round in this way, each with its own scale. `Natural` does so with integer arithmetic on the
+bits of a float.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ class QSGD(Multiples):
     """Rounds each element at random to a multiple of a fraction of its bucket's 2-norm (Alistarh et al. 2017, section
     3.1).
 
-    A code has 2**bits - 1 values, the multiples -s ... s of norm / s with s = 2**(bits - 1) - 1. With one bit, the
-    values are + norm and - norm, and + is chosen with probability (1 + x / norm) / 2. This choice is also unbiased, but
-    has a variance near bucket * norm**2.
+    A code has 2**bits - 1 possible values. They are the integers from -s to s, with s = 2**(bits - 1) - 1, and are
+    decoded as multiples of norm / s. With one bit, the values are + norm and - norm, and + is chosen with probability
+    (1 + x / norm) / 2. This choice is also unbiased, but has a variance near bucket * norm**2.
 
     Attributes:
         bits: bits per element, including the sign, 1 to 8.
@@ -66,7 +67,7 @@ class QSGD(Multiples):
 
     @property
     def unit(self) -> int:  # type: ignore[override]
-        """A number of elements that is a multiple of the bucket, and of 8."""
+        """`bucket` if it is a multiple of 8, otherwise 8 times `bucket`. Chunks begin at multiples of this number."""
         return self.bucket if self.bucket % 8 == 0 else 8 * self.bucket
 
     @property
@@ -203,9 +204,10 @@ class GlobalQSGD(Compressor):
     allreduce adds up the integers (Xin et al. 2023, uniform levels and maximum norm; integer sums as in IntSGD,
     Mishchenko et al. 2021).
 
-    An int32 contains 32 // bits fields. With N ranks, each rank sends an integer from -s to s in a field. s is (2**bits
-    - 1) // (2 N), so that the sum of N integers fits the field. The payload has the same size for any N, but the
-    precision decreases: with more ranks, s is smaller. `bits` must be large enough for s >= 1.
+    An int32 is divided into 32 // bits fields of `bits` bits, and each field contains one integer. With N ranks, each
+    rank sends integers from -s to s, with s = (2**bits - 1) // (2 N), so that the sum of N integers fits the field. The
+    payload has the same size for any N, but the precision decreases: with more ranks, s is smaller. `bits` must be
+    large enough for s >= 1.
 
     Attributes:
         bits: bits per element in the sum, 2 to 16. Only 2, 4, 8 and 16 use all bits of an int32.
@@ -221,7 +223,7 @@ class GlobalQSGD(Compressor):
     examples: ClassVar[tuple[str, ...]] = ("globalqsgd",)
     level_name: ClassVar[str | None] = "bits"
     sends: ClassVar[str] = "the largest magnitude, and then the elements, packed as 32 // bits elements per int32"
-    sent_is_own: ClassVar[bool] = False  # the scale is the largest of all ranks
+    sent_is_own: ClassVar[bool] = False  # the scale is the largest magnitude on any rank
     reference: ClassVar[str] = "Xin et al. 2023, arXiv:2305.18627; Mishchenko et al. 2021, arXiv:2102.08374"
 
     def levels(self, ranks: int) -> int:

@@ -30,8 +30,8 @@ from hvdcomp.kernels.limits import SMALLEST_SCALE
 from hvdcomp.specs.described import Rule
 
 _TO_WHOLE = 1.5 * 2.0**23
-"""A number that rounds to integers. If it is added to a float32 below 2**22 in magnitude, the sum has no bits for a
-fraction, and the sum's lowest bits are the nearest integer, ties to even."""
+"""Adding this number rounds a float32 to an integer. If the magnitude of the float32 is below 2**22, the sum has no
+bits for a fraction. The lowest bits of the sum are then the nearest integer (ties to even)."""
 
 _FORMAT = Rule(lambda value: value in ("e4m3", "e5m2"), '"e4m3" or "e5m2"')
 
@@ -189,8 +189,8 @@ class FP8(BlockQuantizer):
         """Computes the codes and the scales with the bits of float32 numbers.
 
         `kernels/src/float8.h` does the same in C. Between two powers of two, and below the smallest normal number,
-        codes are equally spaced. So the distance from the power of two is divided by the spacing, rounded, and added to
-        the code of the power of two.
+        codes are equally spaced. So the distance of a magnitude from the power of two below it is divided by the
+        spacing, rounded, and added to the code of this power of two.
         """
         size = number_of_elements(tuple(x.shape))
         blocks, scales = self._blocks(xp, x)

@@ -55,9 +55,9 @@ def distinct_indices(xp: ArrayFunctions, key: int, count: int, size: int, like: 
     A bijection, chosen by the key, maps 0, 1, 2, ... to the indices. The bijection is a Feistel network of eight
     rounds. The numbers in the network have the number of bits that `size` needs, but at least six bits. If a result is
     not below `size`, the bijection is applied again ("cycle walking", Black and Rogaway 2002,
-    doi:10.1007/3-540-45760-7_9). Each half has at most 32 bits, which is enough for sizes up to 2**63. At the end, all
-    indices are shifted by `rotations`, so that each index is equally likely for any bijection.
-    `kernels/src/isa_sparse_random.c` does the same in C.
+    doi:10.1007/3-540-45760-7_9). The network splits each number into two halves. A half has at most 32 bits, which is
+    enough for sizes up to 2**63. At the end, all indices are shifted by `rotations`, so that each index is equally
+    likely for any bijection. `kernels/src/isa_sparse_random.c` does the same in C.
 
     Args:
         xp: array functions.
@@ -85,7 +85,8 @@ def distinct_indices(xp: ArrayFunctions, key: int, count: int, size: int, like: 
 
 
 def rotations(keys: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """For each key, the shift that `distinct_indices` adds to its indices modulo the size; uint64, below `sizes`."""
+    """For each key, the number that `distinct_indices` adds to all its indices, modulo the size. The result is uint64,
+    and each number is below its size."""
     return step_keys(keys, 0, None) % sizes.astype(np.uint64)
 
 
@@ -115,8 +116,8 @@ def step_keys(keys: np.ndarray, step: int, rank: int | None) -> np.ndarray:
     """The keys of a step, computed from `tensor_keys`. With rank None, all ranks get the same keys.
 
     The generator SplitMix64 is applied to each key twice (Steele et al. 2014, doi:10.1145/2660193.2660195). The key is
-    the seed of a first generator, and output number `step` of this generator is the seed of a second one. Output number
-    `rank` of the second generator is the result.
+    the seed of a first generator, and output number `step` of this generator is the seed of a second generator. Output
+    number `rank` of the second generator is the result.
     """
     return _mixed(_mixed(keys, step), -1 if rank is None else rank)
 
@@ -141,7 +142,7 @@ def rank_key(context: Context, purpose: str) -> int:
 
 
 def _key(context: Context, purpose: str, rank: int) -> int:
-    """The result of `step_keys` for one tensor, but much faster."""
+    """Computes the same key as `step_keys` for one tensor, but much faster."""
     key: int = _mixed(_mixed(_name_key(context.name, context.seed, purpose), context.step), rank)
     return key
 

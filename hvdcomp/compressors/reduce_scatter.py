@@ -26,8 +26,8 @@ class Codec(Protocol):
 
     Attributes:
         unit: chunks begin at multiples of this number of elements of a tensor.
-        of_means: the method that compresses the means of chunks. The compressor of means is this method, possibly at a
-            different level.
+        of_means: the method that compresses the means of chunks. `of_means` is the same method, possibly at a different
+            level.
     """
 
     @property
@@ -46,7 +46,7 @@ class Codec(Protocol):
         """The storage of the bucket's payload."""
 
     def encode_bucket(self, bucket: Bucket) -> None:
-        """Writes the bucket's payload and sets its `found_inf`."""
+        """Writes the bucket's payload, and sets the attribute `found_inf` of the bucket."""
 
     def decode_bucket(self, bucket: Bucket, first: Any, ranks: int, stride: int) -> bool | Array:
         """Writes the mean of the ranks' payloads to the results. The arguments come from `gathered`. Returns whether
@@ -138,12 +138,12 @@ def _stacked(xp: ArrayFunctions, parts: Sequence[Array]) -> Array:
 
 
 class ShardKernels:
-    """The same as `reduce_scatter`, with kernels, for the rows of one flat gradient. Each row is a bucket of one
-    tensor.
+    """Does the same as the function `reduce_scatter`, but with kernels, for the rows of one flat gradient. Each row is
+    a bucket of one tensor.
 
     Args:
         method: the method that encodes rows. It must have a bucket form.
-        memory: the memory of all rows, from `KNOWN_TO_KERNELS`.
+        memory: the memory of all rows, whose class is in `KNOWN_TO_KERNELS`.
         length: number of elements of a row.
         context: the context of the first step. Its ranks are the ranks that exchange rows, one on each node.
         device: the device of the rows, if there are kernels for it; None for the host.
@@ -181,7 +181,7 @@ class ShardKernels:
         Args:
             rows: this rank's gradient with one row for each node, float32 (nodes, length).
             residual: the residuals of the rows of the other nodes, in the order of nodes, float32 (nodes - 1, length).
-                The residuals are updated in place. None if there is no memory.
+                The residuals are updated in place. `residual` is None if there is no memory.
             context: the context of the step.
         """
         method, xp = self.method, self._xp
@@ -197,8 +197,8 @@ class ShardKernels:
             self._sent[node] = method.payload(bucket).vector
             if residual is not None:
                 take_off(bucket, self._zeros)
-                # Otherwise an inf or NaN would remain in the residual for all later steps. On a device this is always
-                # done, because the host does not wait for the device's flag.
+                # An inf or NaN would remain in the residual for all later steps, so it is replaced with zero. On a
+                # device this is always done, because the host does not wait for the device's flag.
                 if bucket.device is not None or bucket.found_inf:
                     residual[place] = xp.finite_or_zero(residual[place])
         received = yield AllToAll((self._sent,))

@@ -23,11 +23,11 @@ from hvdcomp.compressors.protocol import Aggregation, Context, TensorInfo
 from hvdcomp.errors import SpecError
 from hvdcomp.specs.levels import Level
 
-MOST_NESTED = 32  # maximum depth of nested routers, because most methods are recursive
+MOST_NESTED = 32  # maximum depth of nested routers; the depth is limited because most methods are recursive
 ANY = "*"  # the pattern that matches every name
 _PATTERNS_SHOWN, _NAMES_SHOWN = 3, 3  # numbers of patterns and names that an error message shows
 _NUMBERED = re.compile(r"(allreduce\.noname\.)?\d+(\.\d+)*")  # names of parameters that the user has not named
-CONDITION = re.compile(r"(numel|ndim)\s*<\s*(\d+)")  # the condition of a rule, which may replace a pattern
+CONDITION = re.compile(r"(numel|ndim)\s*<\s*(\d+)")  # a condition, which a rule may have instead of a pattern
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _has_level(compressor: Compressor) -> bool:
 
 @dataclass(frozen=True, init=False)
 class ByName(Router):
-    """Chooses by the name of the tensor. The first pattern that matches decides.
+    """Chooses by the name of the tensor. The first pattern that matches the name determines the compressor.
 
     Patterns work as in Python's `fnmatch`: `*` matches any text (including dots and slashes), `?` matches one
     character, and `[abc]` matches one of the characters a, b and c. A pattern must match the whole name. Upper case and
@@ -319,14 +319,14 @@ def with_small(compressor: Compressor, small: Compressor) -> Router:
 
 
 def require_matches(compressor: Compressor, names: Collection[str]) -> None:
-    """Checks that each pattern of a compressor matches the name of at least one tensor. A match is enough, even if an
-    earlier rule decides for this tensor.
+    """Checks that each pattern of a compressor matches the name of at least one tensor. The check accepts a match even
+    if an earlier rule chooses the compressor of this tensor.
 
-    If a pattern matches nothing, it has a typing error or is meant for another model. Without this check, its rule
-    would be ignored silently. "*" needs no match.
+    A pattern without a match contains a typing error, or was written for another model. Without this check, the rule of
+    such a pattern would be ignored silently. "*" needs no match.
 
     Args:
-        compressor: the compressor. The patterns of its routers are checked.
+        compressor: the compressor. If it is a router or contains routers, their patterns are checked.
         names: the names of all parameters of the model, including frozen parameters.
 
     Raises:
@@ -353,8 +353,9 @@ def require_matches(compressor: Compressor, names: Collection[str]) -> None:
 
 
 def _nearest(pattern: str, names: Collection[str]) -> list[str]:
-    """The names that share most parts with the pattern. Among names that share the same number of parts, the result has
-    the names with the most similar text."""
+    """The names that are most similar to the pattern. Names and pattern are split into parts at dots and slashes. The
+    names that share the most parts with the pattern come first. If several names share equally many parts, the name
+    with the most similar text comes first."""
     text = re.sub(r"[*?\[\]!]", "", pattern).lower()
     parts = set(filter(None, re.split(r"[./]", text)))
 

@@ -24,7 +24,7 @@ from hvdcomp.kernels import cuda
 from hvdcomp.kernels.tables import PRODUCT
 
 _ADDRESSES = ("gradient", "result", "source", "kept", "x", "velocity", "next_velocity")
-_OF_MEANS = "#mean"  # means get different random numbers from the chunks
+_OF_MEANS = "#mean"  # makes the random numbers of means differ from those of chunks
 _OF_KEPT = ("above", "below", "rule", "kept_type")
 
 
@@ -34,19 +34,19 @@ def scatter(method: Codec, xp: ArrayFunctions, x: Array, context: Context) -> Ag
     Each chunk has an owner, which is the rank that averages it. The owner adds its own x without rounding. In chunks of
     other ranks, C(x) is the decoded payload. In this rank's own chunk, C(x) is x minus N times the rounding error of
     the mean, with N ranks. With this definition, the sum of C(x) over all ranks is N times the result, and one residual
-    accounts for both roundings. This residual may overflow even if the mean does not. Such a large mean becomes NaN,
-    and all ranks see the NaN.
+    accounts for both roundings. The residual of the owner may overflow even if the mean does not. If the mean is so
+    large that this might happen, it is replaced with NaN, and all ranks receive the NaN.
     """
     ranks, own = context.world_size, context.rank
     vector = xp.flatten(xp.astype(x, "float32"))
     length = -(-vector.shape[0] // (ranks * method.unit)) * method.unit
     padded = pad(xp, vector, ranks * length)
     chunks = [padded[start : start + length] for start in range(0, ranks * length, length)]
-    # Every rank computes the mean of its chunk,
+    # Every rank computes the mean of its chunk.
     mean, encoded = yield from reduce_chunks(method, xp, chunks, context)
     largest = xp.reshape(xp.row_largest(xp.reshape(mean, (1, length))), (1,))
-    mean = mean * (1 + 0 * (largest * residual_bound(length, ranks)))  # the last factor is 1 or NaN
-    # compresses it, and sends it to all ranks.
+    mean = mean * (1 + 0 * (largest * residual_bound(length, ranks)))  # times 1, or NaN after an overflow
+    # Every rank compresses this mean, and sends it to all ranks.
     of_means, of_mean = method.of_means, of_chunk(context, "mean")
     gathered = yield AllGather(of_means.encode(xp, mean, of_mean))
     means = [of_means.decoded(xp, parts, (length,), of_mean) for parts in gathered]
@@ -106,13 +106,14 @@ def payloads_of_chunks(members: Sequence[tuple[TensorInfo, Any]], ranks: int) ->
     chunks, means = [0] * ranks, [0] * ranks
     for owner, piece in _pieces([tensor.size for tensor, _ in members], members[0][1].unit, ranks):
         _, compressor = members[piece.tensor]
-        chunks[owner] += compressor.payload_bytes((piece.length,))  # the same bytes as with exchange "gather"
+        chunks[owner] += compressor.payload_bytes((piece.length,))  # one payload, as with exchange "gather"
         means[owner] += compressor.of_means.payload_bytes((piece.length,))
     return SentPayload("alltoall", ranks * max(chunks)), SentPayload("allgather", max(means))
 
 
 class _Piece(NamedTuple):
-    """A part of a tensor: the tensor's place in the bucket, the first element and the number of elements."""
+    """A part of a tensor: the position of the tensor in the bucket, the index of the first element, and the number of
+    elements."""
 
     tensor: int
     start: int
@@ -127,7 +128,7 @@ class _Pieces:
         pieces: the pieces of tensors, each with the rank that averages it.
         memory: the memory of the bucket of pieces.
         rows: the rows of the payload.
-        compressors: the compressor of each tensor of the whole bucket. Default: those of the whole bucket itself.
+        compressors: the compressor of each tensor of the whole bucket. Default: the compressors of the whole bucket.
 
     Attributes:
         bucket: the bucket whose tensors are the pieces.
@@ -152,7 +153,8 @@ class _Pieces:
         self.bucket.context = whole.context
 
     def enter(self, whole: Bucket) -> None:
-        """Begins a step. The pieces get the addresses of their places in the tensors of the whole bucket."""
+        """Begins a step. The address of each piece is set to the address of its first element in the whole bucket's
+        tensor."""
         bucket = self.bucket
         bucket.begin(whole.context, whole.factor)
         for name in _ADDRESSES:
@@ -169,8 +171,8 @@ class _Pieces:
         return np.where(tensors == 0, tensors, tensors + np.uint64(width) * self._starts)
 
     def decode_means(self, method: Codec, whole: Bucket, payloads: AnyArray) -> bool | AnyArray:
-        """Decodes payloads of means to the results. `payloads` has the payloads of all ranks. The bucket reads only the
-        rows of its own pieces."""
+        """Decodes payloads of means, and writes the means to the results. `payloads` contains the payloads of all
+        ranks. The bucket reads only the rows of its own pieces."""
         self.bucket.suffix = _OF_MEANS
         self.bucket.segments["result"] = self.addresses(whole, "result")
         # `flatten` copies the rows only if payloads of other requests of the round are between them.
@@ -190,7 +192,7 @@ class _OtherChunks(_Pieces):
         return self.bucket.found_inf
 
     def decode(self, method: Codec, whole: Bucket, payloads: AnyArray) -> bool | AnyArray:
-        """Decodes the other ranks' payloads of means to the results."""
+        """Decodes the other ranks' payloads of means, and writes the means to the results."""
         return self.decode_means(method, whole, payloads) if self.elements else False
 
 
@@ -199,7 +201,7 @@ class _AllChunks(_Pieces):
     a different level."""
 
     def decode(self, method: Codec, whole: Bucket, payloads: AnyArray) -> bool | AnyArray:
-        """Decodes all payloads of means to the results."""
+        """Decodes all payloads of means, and writes the means to the results."""
         self.bucket.begin(whole.context)
         return self.decode_means(method, whole, payloads)
 
@@ -240,7 +242,7 @@ class _OwnChunk:
         """Computes this rank's x of the chunk. Returns whether x contains an inf or NaN."""
         if not self.elements:
             return False
-        if whole.device is not None:  # the memory was used before, and is not zero
+        if whole.device is not None:  # this storage was used before, so it is not zero
             self._x, self._mean = (whole.kernels.passing(self.elements, "float32") for _ in range(2))
         self._copies.enter(whole)
         return self._copies.bucket.call("dense_encode", self._x)
@@ -260,7 +262,7 @@ class _OwnChunk:
         self._mean += self._x
         with np.errstate(over="ignore", invalid="ignore"):
             largest = xp.flatten(xp.row_largest(xp.reshape(self._mean, (1, -1))))
-            self._mean *= 1 + 0 * (largest * residual_bound(self.elements, ranks))  # the last factor is 1 or NaN
+            self._mean *= 1 + 0 * (largest * residual_bound(self.elements, ranks))  # times 1, or NaN after an overflow
         return found_inf
 
     def encode_mean(self, method: Codec, whole: Bucket, zeros: np.ndarray) -> None:
@@ -276,7 +278,7 @@ class _OwnChunk:
         take_off(means, zeros)
 
     def decode(self, method: Codec, whole: Bucket, payloads: AnyArray) -> bool | AnyArray:
-        """Decodes the payload of the mean to the results."""
+        """Decodes the payload of the mean, and writes the mean to the results."""
         if not self.elements:
             return False
         self._codes.bucket.suffix = _OF_MEANS

@@ -203,7 +203,7 @@ class OneBit(Gathering):
 
 @dataclass(frozen=True)
 class EFSignSGD(Gathering):
-    """Sends the sign of each element, and one magnitude for all of them: the mean magnitude |x|_1 / d (Karimireddy et
+    """Sends the sign of each element, and one magnitude for all elements: the mean magnitude |x|_1 / d (Karimireddy et
     al. 2019, algorithm 1). Zero counts as positive.
 
     Example:
@@ -228,7 +228,7 @@ class EFSignSGD(Gathering):
         return pack(xp, xp.astype(vector >= 0, "uint8"), 1), representable(xp, magnitude, x)
 
     def decode(self, xp: ArrayFunctions, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
-        """Computes 2 magnitude bit - magnitude, which is plus or minus the magnitude."""
+        """Decodes each bit to plus or minus the magnitude, computed as 2 * magnitude * bit - magnitude."""
         bits, magnitude = parts
         values = xp.astype(unpack(xp, bits, 1, number_of_elements(shape)), "float32")
         values *= 2 * magnitude
@@ -252,7 +252,8 @@ def _encode_two_values(bucket: Bucket, rule: int) -> None:
         bucket: the bucket that is compressed.
         rule: which elements have the bit 1, given as `POSITIVE` or `NOT_NEGATIVE`.
     """
-    bucket.segments["sent_rule"] = rule  # before the first call, so that a device gets the table once
+    # This is set before the first kernel call, so that the table is copied to a device only once.
+    bucket.segments["sent_rule"] = rule
     bucket.found_inf = bucket.call("two_values_encode", rule, bucket.layout.payload.vector)
 
 

@@ -17,7 +17,8 @@ class SentPayload(NamedTuple):
 
     Attributes:
         kind: kind of collective, that is, "allreduce", "reducescatter", "allgather" or "alltoall".
-        bytes: the bytes of the payload, including indices and scales. The parts for all ranks are counted together.
+        bytes: the bytes of the payload, including indices and scales. If the payload has a different part for each
+            rank, the bytes of all parts are added.
         reduction: the operation and element type of an allreduce or reduce-scatter, such as "mean float32". Payloads
             with different reductions do not share a collective. The reduction is empty for allgather and alltoall,
             which send bytes.

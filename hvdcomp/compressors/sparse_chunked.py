@@ -57,18 +57,19 @@ class ChunkedTopK(Compressor):
     (`memory=error_feedback:decay=0.95`).
 
     With `values=sign`, only the sign of a value is sent. The sign is decoded as plus or minus the mean magnitude of the
-    sent values of the tensor. Zero counts as positive. For example, sending the largest of each 8 elements takes 4
-    bits: one for the sign, and 3 for the place. The mean magnitude is a float64 sum, multiplied by 1 / number in
-    float64. The mean magnitude is then rounded to float32, or to the gradient's type if this has 16 bits. NumPy,
-    PyTorch and kernels may add in different orders, but the error of a float64 sum hardly ever changes the float32
-    result. Ranks never differ, because all ranks decode with the magnitude that was sent.
+    sent values of the tensor. Zero counts as positive. For example, if each chunk of 8 elements sends its largest
+    element, a chunk takes 4 bits: one bit for the sign, and 3 bits for the index. To compute the mean magnitude, the
+    magnitudes are added in float64, and the sum is multiplied by 1 / n in float64, for n values. The mean magnitude is
+    then rounded to float32, or to the gradient's type if this has 16 bits. NumPy, PyTorch and kernels may add in
+    different orders, but the error of a float64 sum hardly ever changes the float32 result. Ranks never differ, because
+    all ranks decode with the magnitude that was sent.
 
     Attributes:
         chunk: number of elements in a chunk.
         k: number of elements of each chunk that are sent, at most `chunk`.
-        values: how a value is sent. With "2bit", it is sent as one of four numbers. With "sign", only its sign is sent,
-            with one mean magnitude for the tensor. With "fp16" or "float32", it is sent as a float. The memory keeps
-            the rounding error.
+        values: how a value is sent. With "2bit", each value is sent as one of four numbers. With "sign", only the sign
+            of each value is sent, together with one mean magnitude for the tensor. With "fp16" or "float32", each value
+            is sent as a float. The memory keeps the rounding error.
 
     Raises:
         SpecError: if k is more than `chunk`.
@@ -104,7 +105,8 @@ class ChunkedTopK(Compressor):
 
     @property
     def nested(self) -> bool:  # type: ignore[override]
-        """False with 2 bits or a sign, because means depend on which elements are chosen."""
+        """False if values are sent as 2 bits or as signs. The means that are sent with them depend on which elements
+        are chosen."""
         return VALUES[self.values] not in CODE_BITS
 
     def aggregate(self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
@@ -147,8 +149,8 @@ class ChunkedTopK(Compressor):
         return -(-self.k * length // self.chunk)
 
     def _choose(self, xp: ArrayFunctions, vector: Array) -> Array:
-        """The places, int32 (count,), of the elements to send. Places are counted from the start of the chunk. The
-        places of one chunk follow those of the previous chunk."""
+        """The positions of the elements to send, int32 (count,). Each position is counted from the start of its chunk.
+        The positions are in the order of the chunks."""
         magnitudes, functions = abs(xp.astype(vector, wide_dtype(xp.dtype_name(vector)))), xp
         if not xp.waits(vector):  # so that all frameworks make the same choice among equal elements as NumPy
             magnitudes, functions = arrays_for(magnitudes).to_numpy(magnitudes), numpy_arrays
@@ -158,14 +160,15 @@ class ChunkedTopK(Compressor):
         return places if functions is xp else xp.from_numpy(np.asarray(places), like=vector)
 
     def _indices(self, xp: ArrayFunctions, places: Array, size: int) -> Array:
-        """Converts places in chunks to indices in the tensor, (count,), int32 if they fit."""
+        """Converts positions within chunks to indices within the tensor, (count,). The indices are int32 unless the
+        tensor is too long for int32."""
         places = xp.astype(places, "int32" if size < 2**31 else "int64")
         starts = xp.arange(-(-size // self.chunk), like=places) * self.chunk
         starts = xp.reshape(starts, (-1, 1)) + xp.zeros((1, self.k), like=places)
         return places + xp.flatten(starts)[: places.shape[0]]
 
     def place_bits(self, size: int) -> int:
-        """The number of bits of a place in a chunk, for a tensor with `size` elements."""
+        """The number of bits of a position within a chunk, for a tensor with `size` elements."""
         return max(1, (min(self.chunk, size) - 1).bit_length())
 
     def _pack_places(self, xp: ArrayFunctions, places: Array, size: int) -> Array:
@@ -233,7 +236,7 @@ def _to_bins(xp: ArrayFunctions, values: Array, like: Array) -> tuple[Array, Arr
 class _Layout:
     """The offsets of the tensors' parts in the payload, as in `isa_sparse_chunked.c`, and scratch memory.
 
-    The payload has first the values of all tensors, and then all packed codes.
+    The payload contains first the values of all tensors, and then all packed codes.
     """
 
     def __init__(self, bucket: Bucket, chunk: int, encoding: int) -> None:

@@ -1,9 +1,10 @@
 """Encodes chosen elements. Values are unchanged or in half precision, and indices take as few bytes as possible.
 
 In a tensor of at most 65536 elements, an index takes two bytes. Larger tensors are cut into blocks of 65536 elements.
-An index then takes two bytes, for the place in the block, and each block sends a count of four bytes. If only a few
-elements are sent, it takes fewer bytes to send four bytes for each index and no counts (eight bytes for tensors of
-2**31 or more elements). In this case, indices are sent in this way.
+An index is then the position within a block, and takes two bytes. For each block, a count of four bytes tells how many
+of the indices belong to this block. If only a few elements are sent, the counts would take more bytes than the shorter
+indices save. No counts are sent in this case, and each index takes four bytes (eight bytes for tensors of 2**31 or more
+elements).
 
 All sizes depend only on the number of elements of the tensor and the number of chosen elements. So every rank knows all
 sizes before the exchange.
@@ -70,12 +71,13 @@ def encode(xp: ArrayFunctions, vector: Array, indices: Array, values: str) -> tu
     Args:
         xp: array functions.
         vector: the vector from which elements are sent, (d,).
-        indices: the indices of the sent elements, (k,), int32 or int64. Each occurs at most once, in any order.
+        indices: the indices of the sent elements, (k,), int32 or int64. Each index occurs at most once. The indices may
+            be in any order.
         values: the element type of the sent values. "same" means the type of the vector. The alternative is "fp16".
 
     Returns:
         The parts of the payload, and the sparse vector that receivers decode. The parts are (values, indices) or
-        (values, places in the blocks, counts of the blocks).
+        (values, positions within the blocks, counts of the blocks).
     """
     size = vector.shape[0]
     blocks = counted_blocks(indices.shape[0], size)

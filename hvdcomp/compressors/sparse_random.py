@@ -1,4 +1,5 @@
-"""Random-k sends elements at random places. All ranks draw the same places, so an allreduce adds up the values."""
+"""Random-k sends elements at random positions. All ranks draw the same positions, so an allreduce adds up the
+values."""
 
 from __future__ import annotations
 
@@ -25,12 +26,12 @@ class RandomK(ByRatio):
     allreduce adds them up (Stich et al. 2018, arXiv:1809.07599, section 2; Wangni et al. 2018 for the unbiased form).
 
     Attributes:
-        unbiased: whether values are multiplied by d / k, for d elements of which k are sent. The expectation is then
-            the gradient itself, and no error feedback is needed.
+        unbiased: whether values are multiplied by d / k, if k of d elements are sent. The expectation is then the
+            gradient itself, and no error feedback is needed.
         values: the element type of the values that are sent. "same" means the type of the gradient. The alternative is
             "fp16". With "fp16", sums are in half precision. Values are clipped to half the largest half-precision
             number divided by the number of ranks, so that sums cannot overflow in any order. If `unbiased`, a value
-            beyond this limit counts as not finite, unless a bucket's memory keeps the excess.
+            beyond this limit is treated as infinite, unless the memory of a bucket keeps the excess.
 
     Example:
         >>> RandomK(ratio=0.01).payload_bytes((1000, 1000))
@@ -79,12 +80,12 @@ class RandomK(ByRatio):
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
         """Like `aggregate`, but in passes over all tensors of the bucket. The names in parentheses are the kernels on a
-        device, which compute the places again instead of storing them.
+        device. Instead of storing the random positions, these kernels compute them again in each pass.
 
-        1. `random_encode` (`random_take`) draws the places, computes x, and writes its values at the places to the
-           payload.
+        1. `random_encode` (`random_take`) draws the positions, computes x, and writes the values of x at these
+           positions to the payload.
         2. `random_keep` (`random_take_off`) subtracts the sent values from x.
-        3. `random_decode` (`random_put`) writes the means to the places in the results, and zeros elsewhere.
+        3. `random_decode` (`random_put`) writes the means to the drawn positions in the results, and zeros elsewhere.
         """
         on_host, half = bucket.device is None, carried_dtype(self.values, bucket.dtype) == "float16"
         if bucket.layout is None:
@@ -115,15 +116,15 @@ class RandomK(ByRatio):
 
 
 class _Layout:
-    """The offsets of each tensor's values in the payload, and storage for the drawn places.
+    """The offsets of each tensor's values in the payload, and storage for the drawn positions.
 
     Args:
-        bucket: the bucket. `count`, `values` and `ends` in its table are set.
+        bucket: the bucket. The constructor writes the columns `count`, `values` and `ends` of its table.
         half: whether the payload is in half precision.
 
     Attributes:
-        payload: the sent values of all tensors. The values of a tensor are next to each other, and so are, within a
-            tensor, the values of a task.
+        payload: the sent values of all tensors. The values are in the order of tensors, and the values of a tensor are
+            in the order of tasks.
         sent: the sent values, as receivers decode them, (values,).
         places: for each sent value, the index of its element within its task, (values,).
         ends: for each task, the end of its values among the values of its tensor (tasks,).
@@ -143,7 +144,7 @@ class _Layout:
         self.payload = bucket.payload(total, "float16" if half else "float32")
         self.sent = bucket.zeros(total, "float32")
         if bucket.device is not None:
-            # Kernels compute the places again instead of storing them.
+            # Kernels compute the positions again instead of storing them.
             scales = np.array([size / count for size, count in zip(sizes, counts, strict=True)], np.float32)
             self.scales = bucket.xp.from_numpy(scales, like=self.sent)
             return

@@ -49,8 +49,8 @@ class BlocksTogether(WithRatio):
         raise NotImplementedError
 
     def judge(self, xp: ArrayFunctions, blocks: Array, context: Context) -> Array:
-        """This rank's numbers for each block (blocks, numbers). `scores` gets the means of these numbers over the
-        ranks."""
+        """Computes numbers that describe each block of this rank (blocks, numbers). `scores` gets the means of these
+        numbers over the ranks."""
         raise NotImplementedError
 
     def scores(self, xp: ArrayFunctions, judged: Array) -> Array:
@@ -83,7 +83,7 @@ class BlocksTogether(WithRatio):
         mean = yield AllReduce(xp.astype(values, allreduce_dtype(dtype)))
 
         def spread(elements: Array) -> Array:
-            """A tensor with the elements at their places, and zeros elsewhere."""
+            """Returns a tensor with the given elements at the chosen positions, and zeros elsewhere."""
             zeros = xp.zeros((padded.shape[0],), like=xp.astype(vector[:0], wide))
             return xp.reshape(xp.add_at(zeros, places, xp.astype(elements, wide))[:size], shape)
 
@@ -155,7 +155,7 @@ class TopKC(BlocksTogether):
 
     def judge(self, xp: ArrayFunctions, blocks: Array, context: Context) -> Array:
         """Computes |x_c|^2 of each chunk c."""
-        norms = xp.astype(xp.row_norms(blocks), "float32")  # precise enough for a choice, even if x is float64
+        norms = xp.astype(xp.row_norms(blocks), "float32")  # precise enough to compare chunks, even if x is float64
         return norms * norms
 
     def scores(self, xp: ArrayFunctions, judged: Array) -> Array:
@@ -175,7 +175,8 @@ class ARCTopK(BlocksTogether):
 
     V is a matrix with `sketch` random columns. V is the same on all ranks and is drawn again in each step. The ranks
     average G V for their gradients G. The norm of a row of this average estimates the norm of the same row of the mean
-    gradient. So gradients that cancel between ranks do not count, although they would count in sums of squares.
+    gradient. So gradients that cancel between ranks do not raise the estimate, although they would raise a sum of
+    squares.
 
     Attributes:
         ratio: the share of the elements that is sent, rounded to whole rows; at least one row is sent.
@@ -240,9 +241,9 @@ class _BlocksLayout:
     on a device `together.py` does.
 
     Attributes:
-        numbers: how many numbers describe a block when blocks are chosen.
-        judged: the numbers that describe this rank's blocks, tensor after tensor.
-        sent: the elements of the chosen blocks, which are sent.
+        numbers: how many numbers `judge` computes for each block.
+        judged: the numbers that `judge` computes for this rank's blocks, in the order of tensors.
+        sent: the payload of the second allreduce: the elements of the chosen blocks.
         chosen: the indices of the chosen blocks.
         half: whether elements are sent in half precision.
         scratch: storage that the kernel `together_encode` needs. On a device, it contains the number of chosen blocks

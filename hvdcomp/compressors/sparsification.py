@@ -21,7 +21,8 @@ from hvdcomp.kernels.tables import CANDIDATES, CHOICE, FITTED, KTH_LARGEST, NARR
 from hvdcomp.specs.described import SHARE, Rule
 from hvdcomp.specs.levels import Level
 
-# about 2.3 are expected; if a task has more candidates, the kernel searches all its elements
+# The storage for candidates, per element that is needed. About 2.3 candidates per needed element are expected. If a
+# task has more candidates than fit into its storage, the kernel searches all elements of the task.
 _CANDIDATES_PER_NEEDED = 8
 
 
@@ -154,7 +155,7 @@ class SparseTernary(ByRatio):
         (values, *places), masked = sparse_payload.encode(xp, vector, chosen, "same")
         signs, mu = to_signs(xp, values, x)
         ranks = yield AllGather((signs, mu, *places))
-        # mu sign(x) at the places of each rank, added in rank order.
+        # The values mu sign(x) of each rank, at the positions that this rank chose. They are added in rank order.
         decoded = ((from_signs(xp, signs, mu, k), *places) for signs, mu, *places in ranks)
         mean = sparse_payload.mean_of_sparse(xp, decoded, vector, context)
         sent = xp.astype(from_signs(xp, signs, mu, k), xp.dtype_name(x))
@@ -175,7 +176,7 @@ class SparsePlaces:
     with wider element types come first.
 
     Args:
-        bucket: the bucket. `count` and the offsets of the parts in its table are set.
+        bucket: the bucket. The constructor writes `count` and the offsets of the parts to its table.
         values: the element type of the sent values, "same" or "fp16", as in `sparse_payload`.
 
     Attributes:
@@ -221,8 +222,8 @@ class Selection:
         rounds: the number of rounds of the search.
         type: the element type of the values in the payload, as a number of `NARROW`.
         masks: whether the velocity of an element is set to zero when the element is sent.
-        most: a threshold is good if at least `count` and at most this number of elements reach it. Like all following
-            attributes, it is int64 (tensors,).
+        most: a threshold is good if at least `count` and at most this number of elements reach it. `most`, `need`,
+            `stride`, `sampled` and `reaching` are int64 (tensors,).
         limited: whether `most` may be larger than `count`.
         need: number of candidate elements that is enough for the search.
         stride: the distance between sampled elements.
@@ -303,9 +304,9 @@ def aggregate_by_magnitude(
 ) -> BucketAggregation:
     """Like `Sparsifier.aggregate`, but in passes over all tensors of the bucket:
 
-    1. `sparse_encode` computes x and collects candidates. A sample gives a floor, and the candidates are the few
-       elements that reach the floor. Among the candidates, the kernel searches for the threshold, chooses k elements,
-       and writes them to the payload.
+    1. `sparse_encode` computes x and collects candidates. A lower limit is estimated from a sample, and the candidates
+       are the few elements that reach this limit. Among the candidates, the kernel searches for the threshold, chooses
+       k elements, and writes them to the payload.
     2. `sparse_keep` subtracts the sent elements from x, so that x becomes the residual.
     3. `sparse_decode` adds the elements of all ranks to the results.
 

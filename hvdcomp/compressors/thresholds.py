@@ -53,8 +53,8 @@ class Bracket:
         return too_few, too_many
 
     def choose(self) -> Array:
-        """The indices of the k largest among `most` elements. First come the elements that reach `high`, and then
-        elements that reach only `low`, in index order."""
+        """The indices of the k largest among `most` elements. These `most` elements are first the elements that reach
+        `high`, and then elements that reach only `low`, both in index order."""
         return self._magnitudes.pick(self.low, self.high, self._k, self._most)
 
 
@@ -71,7 +71,7 @@ def bisect(magnitudes: Magnitudes, bracket: Bracket, rounds: int) -> None:
         too_few, too_many = bracket.test(mean + middle * width)
         # At least k elements reach this threshold, so a higher threshold is possible.
         left = bracket.where(too_few, left, middle)
-        # not too many elements reach it, so a lower threshold is possible
+        # At most `most` elements reach this threshold, so a lower threshold is possible.
         right = bracket.where(too_many, right, middle)
 
 
@@ -106,14 +106,14 @@ class ThresholdSparsifier(Sparsifier):
 
 @dataclass(frozen=True)
 class MSTopK(ThresholdSparsifier):
-    """Sends about the k largest elements. A bisection finds a threshold for them (Shi et al. 2021, arXiv:2010.10458,
-    algorithm 1).
+    """Sends approximately the k largest elements. A bisection finds the threshold that they reach (Shi et al. 2021,
+    arXiv:2010.10458, algorithm 1).
 
     The bisection starts between the mean and the largest magnitude. The bisection ends when exactly k elements reach
-    the threshold, or after `rounds` rounds. All elements that reach the upper bound (at most k) are sent. To complete k
-    elements, elements between the lower and the upper bound are sent in index order. (The paper instead chooses a
-    random run of these elements.) An element that is not sent is larger than a sent element by at most the distance
-    between the two bounds.
+    the threshold, or after `rounds` rounds. All elements that reach the upper bound (at most k) are sent. If fewer than
+    k elements reach the upper bound, elements between the lower and the upper bound are also sent, in index order,
+    until k elements are sent. (The paper instead chooses a random run of these elements.) An element that is not sent
+    is larger than a sent element by at most the distance between the two bounds.
 
     Attributes:
         rounds: maximum number of rounds of the bisection, at most 100.
@@ -139,12 +139,14 @@ class MSTopK(ThresholdSparsifier):
 
 @dataclass(frozen=True)
 class RedSync(ThresholdSparsifier):
-    """Sends the k largest elements. A bisection finds a threshold that between k and 2k elements reach. Of these
-    elements, exactly the k largest are chosen (Fang et al. 2019, arXiv:1808.04357, trimmed top-k with threshold binary
+    """Sends the k largest elements. A bisection finds a threshold that between k and 2k elements reach. Exactly the k
+    largest of these elements are chosen (Fang et al. 2019, arXiv:1808.04357, trimmed top-k with threshold binary
     search).
 
     If there is no such threshold (for example because many elements are equal), or 25 rounds do not find one, the k
-    elements are chosen among 2k elements: those that reach the nearest tested thresholds, in index order.
+    largest of 2k elements are sent. These 2k elements are first the elements that reach the nearest tested threshold
+    with too few elements, and then, in index order, elements that reach the nearest tested threshold with too many
+    elements.
 
     Example:
         >>> RedSync(ratio=0.01).payload_bytes((1000, 1000))
@@ -168,12 +170,14 @@ class DGC(ThresholdSparsifier):
     """Deep gradient compression: sends the k largest elements of the gradients that momentum correction accumulates.
     The threshold is estimated from a sample (Lin et al. 2018, arXiv:1712.01887, sections 3 and 5).
 
-    The first threshold is the magnitude that a share `ratio` of a strided 1 % sample reaches. While fewer than k
-    elements reach the threshold, it is multiplied by 0.8. While more than 2 k elements reach it, it is multiplied by
-    1.3. The threshold is changed at most 10 times. If a product would pass a threshold that was already tested, the
-    next threshold is halfway between the current threshold and the tested threshold. When between k and 2 k elements
-    reach the threshold, the k largest of them are sent, which are the k largest of the tensor. If no such threshold is
-    found, the k elements are chosen among 2 k elements: those that reach the nearest tested thresholds, in index order.
+    The first threshold is the magnitude that the fraction `ratio` of a sample reaches. The sample is about 1 % of the
+    elements, at equal distances. While fewer than k elements reach the threshold, the threshold is multiplied by 0.8.
+    While more than 2 k elements reach the threshold, it is multiplied by 1.3. The threshold is changed at most 10
+    times. If a product would lie beyond a threshold that was already tested, the next threshold is halfway between the
+    current threshold and the tested threshold. When between k and 2 k elements reach the threshold, the k largest of
+    them are sent, which are the k largest of the tensor. If no such threshold is found, the k largest of 2 k elements
+    are sent. These 2 k elements are first the elements that reach the nearest tested threshold with too few elements,
+    and then, in index order, elements that reach the nearest tested threshold with too many elements.
 
     The optimizer must have no momentum of its own. Momentum and clipping are settings of the default memory
     (`MomentumCorrection`). These settings have no effect if you choose a different memory.
@@ -191,7 +195,7 @@ class DGC(ThresholdSparsifier):
     clip: float = 0.0
 
     name: ClassVar[str] = "dgc"
-    room: ClassVar[int] = 2  # the threshold from a sample is close
+    room: ClassVar[int] = 2  # the threshold from a sample is nearly right
     examples: ClassVar[tuple[str, ...]] = ("dgc:ratio=0.01",)
     reference: ClassVar[str] = "Lin et al. 2018, arXiv:1712.01887"
 
@@ -221,24 +225,25 @@ class DGC(ThresholdSparsifier):
 
 @dataclass(frozen=True)
 class SIDCo(ThresholdSparsifier):
-    """Sends about the k largest elements. The threshold is estimated from a fitted distribution (Abdelmoniem et al.
-    2021, arXiv:2101.10761, algorithm 1 with double-exponential gradients).
+    """Sends approximately the k largest elements. The threshold is estimated from a fitted distribution (Abdelmoniem et
+    al. 2021, arXiv:2101.10761, algorithm 1 with double-exponential gradients).
 
-    If gradients are double-exponential, a share delta of the magnitudes reaches mean * log(1 / delta). The excess of
-    magnitudes above a threshold then has the same distribution as the magnitudes. Therefore the estimate has several
-    stages. The threshold of the first stage should keep a quarter of the elements. Each later stage should keep a fixed
-    share of the elements that reached the previous threshold.
+    If gradients are double-exponential, a fraction delta of the magnitudes is at least mean * log(1 / delta). The
+    excess of magnitudes above a threshold then has the same distribution as the magnitudes. Therefore the estimate has
+    several stages. The threshold of the first stage should keep a quarter of the elements. Each later stage should keep
+    a fixed share of the elements that reached the previous threshold.
 
     The payload always has k elements, even if the estimate is bad. If between k and 4 k elements reach the last
-    threshold, the k largest of them are sent. If more than 4 k elements reach it, the k largest of the first 4 k in
-    index order are sent. If fewer than k elements reach it, all of them are sent. To get k elements, the largest
-    elements above the threshold of the previous stage are also sent. Only the first 4 k elements in index order are
-    considered. If too few elements reach the previous threshold, all elements are considered. Each element is sent at
-    most once, with its true value.
+    threshold, the k largest of these elements are sent. If more than 4 k elements reach the last threshold, the k
+    largest of the first 4 k in index order are sent. If fewer than k elements reach the last threshold, all of them are
+    sent. The other elements, up to k in total, are then the largest elements that reach the threshold of the previous
+    stage. Only the first 4 k elements in index order are considered. If too few elements reach the previous threshold,
+    all elements are considered. Each element is sent at most once, with its true value.
 
     Attributes:
         stages: number of stages of the estimate, at most 100. With 1 stage, the first threshold should already keep the
-            share `ratio` of the elements. The paper adapts the number of stages; here it is fixed.
+            share `ratio` of the elements. The paper adapts the number of stages during training. In hvdcomp, the number
+            is fixed.
 
     Example:
         >>> SIDCo(ratio=0.01).payload_bytes((1000, 1000))
@@ -255,7 +260,7 @@ class SIDCo(ThresholdSparsifier):
     def search(self, magnitudes: Magnitudes, bracket: Bracket) -> None:
         threshold: Any = 0.0
         for share in stage_shares(self.ratio, self.stages):
-            # Of the elements above a threshold t, a share delta exceeds t by at least the mean excess times log(1 /
+            # A fraction delta of the elements above a threshold t exceeds t by at least the mean excess times log(1 /
             # delta).
             threshold = threshold + magnitudes.mean_excess(threshold) * math.log(1 / share)
             bracket.test(threshold)

@@ -63,14 +63,15 @@ class TwoLevel(Compressor):
     """Exchanges the mean of each node through a compressor. Each rank of a node exchanges one shard, or whole matrices.
 
     The residual of a rank is x - C(x) of its shard of the node's mean, multiplied by the number of ranks of the node.
-    The rank adds this residual to its gradient in the next step. Because of the factor, the residual then counts once
-    in the mean of the node. So the compressor can use its own memory, and the values of C(x) on all ranks add up to the
-    result. The state of the compressor, such as PowerSGD's Q, is sent back with the result. All ranks then have the
-    same state, and any rank may own the matrix in the next step.
+    The rank adds this residual to its gradient in the next step. Averaging over the ranks of the node divides by the
+    same number, so x - C(x) itself enters the next mean of the node. Therefore the compressor can use its own memory,
+    and the values of C(x) on all ranks add up to the result. The state of the compressor, such as PowerSGD's Q, is sent
+    to all ranks of the node together with the result. All ranks then have the same state, and any rank may own the
+    matrix in the next step.
 
     Attributes:
-        compressor: the compressor of the shards, which are sent between nodes. It must not have its own momentum, as
-            DGC has.
+        compressor: the compressor of the shards, which are sent between nodes. A compressor with its own momentum, such
+            as DGC, is not allowed.
 
     Example:
         >>> from hvdcomp import TopK
@@ -149,7 +150,7 @@ class TwoLevel(Compressor):
             yield self
 
     def bytes_in_bucket(self, tensor: TensorInfo, context: Context) -> tuple[float, float]:
-        """An equal share of the tensor's bytes for each rank of a node. The real share of a rank differs between
+        """Divides the tensor's bytes equally among the ranks of a node. The real share of a rank differs between
         tensors, and may be zero."""
         ranks, nodes = (group.size for group in _node_places(context)[:2])
         wide = dataclasses.replace(tensor, dtype=wide_dtype(tensor.dtype))
@@ -186,7 +187,7 @@ class TwoLevel(Compressor):
         outcome = yield from across(checked.aggregate(self.compressor, xp, mean, (), shard), places.across.size)
         result = xp.astype(xp.flatten(outcome.mean), xp.dtype_name(vector))
         shards = yield AllGather((result,), group="node")
-        # C(x) is x minus the part of this rank's shard that the exchange lost, times the number of ranks of the node.
+        # C(x) is x minus n times the part of this rank's shard that the exchange lost, with n ranks on the node.
         before, own_part, after = whole[: own * length], whole[own * length :][:length], whole[(own + 1) * length :]
         sent = xp.concatenate([before, own_part - _lost(xp, mean, outcome) * ranks, after])
         return outcome_like(xp, x, xp.concatenate([part for (part,) in shards])[:size], sent[:size])
@@ -270,7 +271,8 @@ def aggregate_two_levels(bucket: Bucket, places: NodePlaces) -> BucketAggregatio
     if states is not None:
         states.write(bucket, [state for _, state in gathered])
     if bucket.keeps:  # before decoding, because decoding adds the rounding error of 16-bit means to the residuals
-        # The lost part of this rank's shard, times the number of ranks of the node, and zeros elsewhere.
+        # `whole` becomes the part that this rank's shard lost, times the number of ranks of the node, and zero
+        # elsewhere.
         whole[:] = 0
         with np.errstate(over="ignore"):
             rows[own] = xp.finite_or_zero(shard.lost * ranks)  # as in `memory.without`
@@ -285,8 +287,8 @@ class _Shard:
 
     Args:
         whole: the bucket that the ranks of a node cut into shards.
-        pieces: for each piece of a tensor in this shard, the tensor's place in the whole bucket, and the name and shape
-            of the piece.
+        pieces: for each piece of a tensor in this shard, the position of the tensor in the whole bucket, and the name
+            and shape of the piece.
         length: the number of elements of the shard, including padding.
 
     Attributes:
@@ -333,14 +335,14 @@ class _Shard:
 
 
 class _States:
-    """Copies a method's states of tensors that are not cut. The bucket has the states of all tensors, and the shard has
-    the states of this rank's tensors.
+    """Copies a method's states between a bucket and a shard, if tensors are not cut. The bucket contains the states of
+    all tensors, and the shard contains the states of this rank's tensors.
 
     Args:
         whole: the bucket of all tensors, with their states.
         shard: the bucket of the tensors that this rank owns. If this rank owns no tensors, the bucket has one tensor
             with a single zero.
-        dealt: for each rank of the node, the tensors that the rank owns, as places in the whole bucket.
+        dealt: for each rank of the node, the positions in the whole bucket of the tensors that the rank owns.
         own: number of this rank in its node.
     """
 
@@ -385,7 +387,7 @@ class _States:
 
 
 class _Layout:
-    """The division of a bucket among the ranks of a node, and its storage.
+    """The shards into which the ranks of a node divide a bucket, and the storage for a step.
 
     Attributes:
         result: the mean of this rank's shard. On a device `result` exists only during a step.
@@ -424,8 +426,8 @@ class _Layout:
     def begin(self, bucket: Bucket) -> AnyArray:
         """Storage for x of all tensors, float32.
 
-        The storage has the shard of each rank of the node, padded with zeros. On a device this storage is freed after
-        each step, so that between steps a bucket uses memory only for residuals and states.
+        The storage contains the shard of each rank of the node, padded with zeros. On a device this storage is freed
+        after each step, so that between steps a bucket uses memory only for residuals and states.
         """
         if bucket.device is None:
             return self._whole
@@ -454,7 +456,7 @@ def within(compressor: Compressor) -> Compressor:
 
 
 def _node_places(context: Context) -> NodePlaces:
-    """This rank's `NodePlaces`. Without information about nodes, every rank counts as a node."""
+    """This rank's `NodePlaces`. Without information about nodes, every rank is treated as a node of its own."""
     if context.node_places is None:
         return NodePlaces(Place(0, 1), Place(context.rank, context.world_size))
     return context.node_places(context.name)

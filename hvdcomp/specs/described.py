@@ -13,7 +13,7 @@ from hvdcomp.errors import SpecError
 
 
 class Rule(NamedTuple):
-    """A rule for the values of a setting. It is part of the setting's type:
+    """A rule for the values of a setting. The rule is part of the setting's type:
 
         rank: Annotated[int, Rule(allows, allowed_text)]
 
@@ -76,7 +76,7 @@ def fields_of(kind: type[Described]) -> list[dataclasses.Field[Any]]:
 
 def is_number(value: object) -> bool:
     """Whether a value is a finite number."""
-    # Integers larger than the largest float give False here, but an error in math.isfinite.
+    # For an integer beyond the largest float, this comparison is False, but math.isfinite raises an error.
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 

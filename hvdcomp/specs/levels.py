@@ -13,12 +13,12 @@ Unit = Literal["bytes", "elements"]
 (without indices)."""
 
 DENSE: Final = "dense"
-"""The value that takes the place of a level if gradients are sent uncompressed."""
+"""The value that is used instead of a level if gradients are sent uncompressed."""
 
 LevelsBySize = tuple[tuple[int | None, Level], ...]
 """The levels of tensors by their number of elements: pairs (size, level) in ascending order of sizes. A tensor has the
-level of the first pair whose size is larger than the tensor's number of elements. The last size is None, and its level
-is that of all other tensors."""
+level of the first pair whose size is larger than the tensor's number of elements. The size in the last pair is None,
+and the level of this pair applies to all larger tensors."""
 
 
 def level_of_size(levels: Sequence[Sequence[int | Level | None]], size: int) -> Level:

@@ -33,7 +33,7 @@ class Plugins:
     Args:
         noun: word for an object of these classes in error messages, such as "compressor".
         group: the group of entry points in which packages offer such classes.
-        bases: the base classes. Each class must be a subclass of one of them.
+        bases: the base classes. Each class must be a subclass of one of these base classes.
         known: hvdcomp's own classes of this kind, by name.
     """
 
@@ -114,8 +114,8 @@ def named_modules() -> list[str]:
 
 
 def name_modules(names: tuple[str, ...]) -> None:
-    """Adds modules to those that are searched for plugins, in this process and in the processes that it starts. Modules
-    in the current folder are also found."""
+    """Adds modules to the list of modules in which this process, and the processes that it starts, search for plugins.
+    Modules in the current folder are also found."""
     os.environ[VARIABLE] = ",".join(dict.fromkeys([*named_modules(), *names]))
     if names and os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())  # with `python -m hvdcomp`, this folder is already in the path
@@ -142,7 +142,7 @@ def imported(name: str) -> ModuleType:
 
 @functools.cache
 def _entry_points(group: str) -> Mapping[str, tuple[metadata.EntryPoint, ...]]:
-    """The entry points of a group, by name. The classes that they name are not imported."""
+    """The entry points of a group, by name. The classes to which the entry points refer are not imported."""
     points: dict[str, tuple[metadata.EntryPoint, ...]] = {}
     for point in metadata.entry_points(group=group):
         points[point.name] = (*points.get(point.name, ()), point)

@@ -22,8 +22,8 @@ def classes_by_name(package: str, base: type[Kind]) -> dict[str, type[Kind]]:
             only a base of other classes.
 
     Returns:
-        The classes, by name. They are in the order of the modules' names and, within a module, in the order of the
-        lines.
+        The classes, by name. The classes are sorted by the names of their modules. The classes of a module are in the
+        order of their definitions.
 
     Raises:
         TypeError: if two classes have the same name.

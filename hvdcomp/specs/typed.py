@@ -31,13 +31,13 @@ def typed(kind: Any, value: Any, where: str, texts: Mapping[str, float] | None =
         typed(tuple[int, ...], [1, 2], "ranks")  # (1, 2)
 
     Args:
-        kind: the expected type. Allowed are Any, str, int, float (which also accepts whole numbers), bool, Path, a
-            Literal, an optional of these, `int | float`, a tuple of one type, a Mapping whose keys are texts or
+        kind: the expected type. The allowed types are Any, str, int, float (which also accepts whole numbers), bool,
+            Path, a Literal, an optional of these, `int | float`, a tuple of one type, a Mapping whose keys are texts or
             numbers, or a dataclass of these.
         value: the value from parsed JSON or TOML.
         where: place of the value in the file, for error messages.
-        texts: numbers that JSON cannot contain, such as not-a-number, by their texts in the file, such as "NaN". None
-            if such texts are not allowed.
+        texts: the numbers that JSON cannot express, such as not-a-number. The key of each number is the text that
+            stands for it in the file, such as "NaN". Pass None if such texts are not allowed.
 
     Raises:
         ValueError: if the value does not have the type, or if the dataclass does not accept it.
@@ -111,8 +111,8 @@ def _dataclass(kind: Any, value: Any, where: str, texts: Mapping[str, float] | N
     return kind(**{name: typed(hints[name], item, name, texts) for name, item in value.items()})
 
 
-# The type hints are cached, because each decision reads the state of a policy, and finding them would take most of the
-# time.
+# The type hints are cached, because each decision reads the state of a policy, and without the cache, the search for
+# the type hints would take most of the time.
 type_hints = functools.cache(typing.get_type_hints)
 
 
