@@ -6,8 +6,8 @@ kernel `settle` copies the old residual to where the next step reads it.
 
 Between steps, a tensor has one place. In a step, a bucket allocates memory for x of its tensors, and at the end it
 frees the memory of the old residuals. The forward and backward pass can use the freed memory, for example for
-activations. New work can use it only after all work that was on the step's stream when the memory was freed: the
-framework's allocator ensures this.
+activations. The framework's allocator ensures that new work uses this memory only after the work that was on the step's
+stream when the memory was freed.
 """
 
 from __future__ import annotations

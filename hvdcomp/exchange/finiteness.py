@@ -106,8 +106,8 @@ def with_flag(
         like: an array of the framework, on the device of the gradients.
 
     Returns:
-        The requests including the added one, and a function. The function gets the list of answers, removes the answer
-        to the added request, and returns the combined flag of all ranks, float32 (1,).
+        The requests including the added request, and a function. The function gets the list of answers, removes the
+        answer to the added request, and returns the combined flag of all ranks, float32 (1,).
     """
     means = [
         request.array

@@ -255,8 +255,8 @@ def _pack(xp: AllFunctions, fused: Sequence[AllGather | AllToAll]) -> tuple[Arra
         if gather.with_room is None:
             parts += [(number, place, part) for place, part in enumerate(gather.parts)]
             continue
-        # Payloads with room come first: so their numbers are aligned, whatever the size of a number is. The length of
-        # such a payload is a multiple of eight bytes.
+        # Payloads with room come first. They may contain numbers of any size, and their lengths are multiples of eight
+        # bytes. So all numbers are aligned.
         offsets[number][0] = end
         end += gather.with_room.shape[0]
         pieces.append(gather.with_room)

@@ -195,7 +195,7 @@ class Overlap:
             buckets: the buckets of the wave.
             number: the number of the bucket that may start early; None for other buckets.
             alone: whether this rank does nothing else between two rounds, as in `Wave`.
-            part: number of the wave, if the buckets that may not start early need several waves; otherwise 0.
+            part: number of the wave among the waves of buckets that may not start early, from 0.
         """
         name = "round" if number is None else f"order{self.era}.early{number}.round"
         if part:

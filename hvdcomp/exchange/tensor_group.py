@@ -230,8 +230,8 @@ class _TensorExchange:
             x = xp.astype(x, wide_dtype(self._dtype))
         if factor is not None:
             x = x * xp.astype(enter(factor), xp.dtype_name(x))
-        # The memory's arrays before the step. They stay the residual if the step does not count. In the same way,
-        # `_state_before` has the method's arrays before the step.
+        # The memory's arrays before the step. They are kept if the step does not count. In the same way,
+        # `_state_before` below has the method's arrays before the step.
         self._kept_before = memory.prepare(xp, x, tuple(map(enter, member.state.memory)))
         self._x, self._compensated = memory.compensate(xp, x, self._kept_before)
         self.cost = Cost(dense_bytes=part_bytes(xp, self._gradient), floats_sent=member.floats)

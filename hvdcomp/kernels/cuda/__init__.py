@@ -51,8 +51,8 @@ METHODS = {
 """The methods for which this folder has all kernels."""
 
 MOST_ELEMENTS = 2**31 - 2**16
-"""The largest number of elements of a tensor. Kernels number elements in 32 bits. These numbers may exceed the size of
-the tensor by up to one block of a sparse payload (`sparse_decode.COUNTED`)."""
+"""The largest number of elements of a tensor. Kernels use 32-bit integers as indices of elements. These indices may
+exceed the size of the tensor by up to one block of a sparse payload (`sparse_decode.COUNTED`)."""
 
 _COMPILED_AHEAD = "HVDCOMP_TRITON_CACHE"
 _OLDEST = 3, 6  # the oldest version of Triton that works

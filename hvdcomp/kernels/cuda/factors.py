@@ -5,7 +5,8 @@ bucket, and a tensor's P begins at the index `p_factor`. Another array contains 
 at the index `q_factor`. `columns` is the number of columns of the matrix. Factors are stored column by column. Kernels
 work on tiles, so that several programs share a long column. The method is Cholesky-QR: it computes the orthonormal
 columns from the products of all pairs of columns. It computes in double precision, so its columns are closer to
-orthonormal than columns from modified Gram-Schmidt in single precision, which other implementations of PowerSGD use.
+orthonormal than columns from modified Gram-Schmidt in single precision. The other implementations of PowerSGD use this
+second method.
 """
 
 import numpy as np

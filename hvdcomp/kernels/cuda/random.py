@@ -139,7 +139,7 @@ def _launch(on, kernel, *arguments, **constants):
     bits of an index."""
 
     def make():
-        fewest = 6  # smallest number of bits; with fewer bits, not all choices are equally likely
+        fewest = 6  # smallest number of bits of an index; with fewer bits, not all choices are equally likely
         pairs = zip(on.segments["size"].tolist(), on.segments["count"].tolist(), strict=True)
         chunks = [
             (tensor, first, max(fewest, (size - 1).bit_length()))

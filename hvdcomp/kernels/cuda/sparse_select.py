@@ -1,10 +1,10 @@
 """Finds two magnitudes for each tensor. A sparsifier sends all elements above the upper magnitude, and no elements
 below the lower magnitude.
 
-A sample of x gives a floor: a magnitude that somewhat more elements reach than are sent. The elements that
-reach the floor are the candidates: about 2 % of all elements if 1 % are sent. The pass that computes x records the
-places of the candidates, and all later passes read only the candidates. If the sample was misleading, all elements of
-the tensor are candidates. The launches do not depend on the data.
+A sample of x gives a floor, which is a magnitude. The elements that reach the floor are the candidates. There are
+somewhat more candidates than sent elements: about 2 % of all elements are candidates if 1 % are sent. The pass that
+computes x records the places of the candidates, and all later passes read only the candidates. If the sample was
+misleading, all elements of the tensor are candidates. The launches do not depend on the data.
 
 Magnitudes are compared by their bits. The magnitude that k elements reach is found digit by digit, beginning with the
 highest digit. In each pass, a histogram counts the values of the next digit among the elements that begin with the
