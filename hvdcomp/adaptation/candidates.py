@@ -4,9 +4,9 @@ time of a step.
 The performance model predicts the time of a step for a few candidates. In the simplest candidates, all tensors are
 uncompressed, all are in half precision, or all are compressed. In mixtures, the tensors for which compression is most
 worthwhile are compressed, and all other tensors are uncompressed or in half precision. There may be several
-compressors. If a compressor has `exchange="auto"`, "gather" and "scatter" are two candidates. If the policy requests
-more compressors, this module proposes some. Only the two fastest compressed candidates are mixed with others, so that
-there are few candidates. Only rank 0 reads the calibration, and the other ranks receive the result.
+compressors. A compressor with `exchange="auto"` makes two candidates: one with "gather" and one with "scatter". If the
+policy requests more compressors, this module proposes some. To limit the number of candidates, only the two fastest
+compressors are used in mixtures. Only rank 0 reads the calibration, and the other ranks receive the result.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ their numbers of elements, each increased by this constant. The estimates only d
 tried. The trials measure the real times.
 """
 
-_MIXED = 2  # number of compressed candidates that are mixed with others: the fastest according to the model
-_CUTS = 16  # number of mixtures whose time is predicted for each other method
+_MIXED = 2  # number of compressors that are used in mixtures; these are the fastest according to the model
+_CUTS = 16  # number of mixtures that are tried for each pair of a compressor and a method of `_OTHER_METHODS`
 
 
 def candidates_of(
@@ -64,7 +64,7 @@ def candidates_of(
         model: the model in the calibration; None for the model whose tensors have the same shapes as in this training
             run.
         batch: the batch size of one rank; None for the batch size of the calibration.
-        overlaps: whether Horovod itself exchanges, during the backward pass, the tensors that are only cast.
+        overlaps: whether Horovod itself exchanges the tensors that are only cast, and does so during the backward pass.
         others: the specs of further compressors, in addition to the compressor of the training run.
         criteria: the criteria for proposed compressors; None for no proposals. A warning lists the compressors that
             cannot be proposed.
@@ -80,14 +80,13 @@ def candidates_of(
 
 
 class _SingleMethod(NamedTuple):
-    """A candidate with one compressor for all tensors.
+    """A candidate with one compressor for all tensors that are large enough to be compressed.
 
     Attributes:
-        candidate: the candidate that compresses some tensors with this method, and sends all others in the same way as
-            the training run.
+        candidate: the candidate, with the predicted time of a step and the spec of the compressor.
         encode: the time to encode all tensors that the candidate compresses; None if it compresses none.
-        weights: the share of each compressed tensor in `encode`, by tensor name. The tensors for which compression
-            saves most time come first.
+        weights: a weight for each compressed tensor, by tensor name. `encode` is divided among the tensors in
+            proportion to these weights. The tensors for which compression is most worthwhile come first.
     """
 
     candidate: Candidate
@@ -179,7 +178,7 @@ class _CandidateModel:
         return in_each_way(compressor) if open_ else (compressor,)
 
     def _way(self, method: str | None, plan: Plan) -> _SingleMethod:
-        """The candidate that uses one compressor for all tensors. `plan` is the plan of this compressor."""
+        """The candidate that uses the compressor `method` for all tensors. `plan` is the plan with this compressor."""
         self._steps.exchange(plan, overlapped=False)  # raises an error for methods that are unknown to the model
         weights = self._worthwhile(plan)
         encode = self._steps.encode(self._compressor(method)) if weights else None
@@ -191,7 +190,8 @@ class _CandidateModel:
         return {name: method.wire_dtype(tensors[name].dtype) or method for name, method in plan.items()}
 
     def _cast_time(self, spec: str, plan: Plan) -> EncodeTime | None:
-        """The time to cast all tensors. The time is an estimate if the framework casts, otherwise the measured time."""
+        """The time to cast all tensors to the type that is sent. If Horovod exchanges the tensors itself, the time is
+        an estimate. Otherwise it is the measured time."""
         known = self._steps.facts.compute.encode
         if self._steps.carried(plan):
             return encode_time_of(parse_compressor(spec), known)
@@ -202,8 +202,8 @@ class _CandidateModel:
         return self.engine.compressor if method is None else parse_compressor(method)
 
     def _worthwhile(self, plan: Plan) -> dict[str, float]:
-        """The weights of the tensors that a plan compresses, by name. Tensors that save most bytes for their weight are
-        first."""
+        """The weights of the tensors that a plan compresses, by name. The tensors are sorted by the number of bytes
+        that compression saves, divided by the weight of the tensor. The largest quotient comes first."""
         savings = []
         uncompressed = self._plans.with_methods({}, "none")
         for name, compressor in plan.items():
@@ -216,7 +216,8 @@ class _CandidateModel:
         return {name: weight for _, name, weight in sorted(savings)}
 
     def _best_mixture(self, order: Sequence[str], way: _SingleMethod, other_method: str) -> Candidate | None:
-        """The fastest of several mixtures of compressed and other tensors; None if there are fewer than two tensors."""
+        """The fastest of several mixtures. A mixture sends the first tensors of `order` with one compressor, and all
+        other tensors with `other_method`. The result is None if there are fewer than two tensors."""
         assert way.encode is not None
         places = [place for place, name in enumerate(order) if name in way.weights]
         first, count, total = places[0], places[-1] + 1, sum(way.weights.values())

@@ -1,5 +1,5 @@
-"""Messages from rank 0 to all ranks, such as the decisions of a policy. Sending does not wait; ranks receive a message
-later."""
+"""Sends messages from rank 0 to all ranks, such as the decisions of a policy. Rank 0 does not wait until the other
+ranks have received a message."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from hvdcomp.policies.decisions import Decision
 from hvdcomp.policies.request import Statistics
 
 _HEADER_BYTES = 8
-_FAILED = "the policy failed"  # the key of a message that replaces a state
+_FAILED = "the policy failed"  # the key of a message that reports an error of the policy instead of a state
 
 
 class Broadcaster(Protocol):
     """Sends bytes from rank 0 to all ranks. Every rank must call `start` and `wait` in the same order."""
 
     def start(self, message: np.ndarray) -> Any:
-        """Starts a broadcast of uint8 (length,). The length must be the same on all ranks. Only the content of rank 0
-        is sent."""
+        """Starts a broadcast of a message, which is a vector of uint8. The vectors of all ranks must have the same
+        length, but only the content of rank 0's vector is sent."""
 
     def wait(self, started: Any) -> np.ndarray:
         """Waits for a broadcast, and returns rank 0's message."""
@@ -73,8 +73,8 @@ class MessageChannel:
     def start(self, message: bytes) -> None:
         """Starts sending rank 0's message. The messages of other ranks are ignored.
 
-        If sending fails, `finish` raises the error. After the last step of a training run, `finish` is not called,
-        because other ranks may have ended and sending may fail.
+        If sending fails, `finish` raises the error. `finish` is not called after the last step of a training run. By
+        then, other ranks may have ended, so that sending may fail.
         """
         self._message = message
         head = len(message).to_bytes(_HEADER_BYTES, "little") + message

@@ -4,10 +4,11 @@ Rank 0 runs the policy. A `DecisionChannel` sends the policy's decisions, and `O
 the policy requests. The coordinator counts steps and epochs, and sets the plan of the engine according to the
 decisions.
 
-With `lag=1`, rank 0 makes a decision at the end of a step, and the decision takes effect when the next step begins. So
-the broadcast overlaps with the optimizer's step and the forward pass. A decision may need the learning rate of the step
-that follows the period. Such a decision is made at the end of this step. With `lag=0`, a decision is made within the
-step, before compression, and the ranks wait for the broadcast.
+A policy decides at the end of a period, which is a number of steps or epochs. With `lag=1`, rank 0 makes the decision
+at the end of a step, and the decision takes effect when the next step begins. So the broadcast overlaps with the
+optimizer's step and the forward pass. If the decision needs the learning rate of the first step after the period, rank
+0 makes the decision at the end of this first step. With `lag=0`, rank 0 makes the decision within the step, before
+compression, and the ranks wait for the broadcast.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Coordinator:
         policy: the policy, the same on all ranks.
         engine: the engine. Decisions change the engine's plan.
         make_broadcaster: function that creates the broadcaster. It is called before the first decision is sent.
-        like: an array of the framework and device of the engine's communicator.
+        like: an array with the framework and the device of the engine's communicator.
         steps_per_epoch: the number of steps of an epoch; None if the policy does not count epochs.
         log: rank 0's decision log; None for no log.
         candidates: on rank 0, the candidates for the policy's first decision, if the policy requests candidates.
@@ -125,7 +126,7 @@ class Coordinator:
                 self._apply(self.policy.decision(self.channel.state))
 
     def receive(self) -> None:
-        """Receives and applies a decision that was sent, between two steps."""
+        """Receives a decision, if one was sent, and applies it. Call this between two steps."""
         if self.channel.in_flight:
             self._apply(self.channel.receive())
 
@@ -139,8 +140,8 @@ class Coordinator:
 
     @property
     def needs_engine(self) -> bool:
-        """Whether the current step needs the engine for a decision or for measurements, even if its plan has only
-        casts."""
+        """Whether the current step needs the engine, for a decision or for measurements. This may be so even if the
+        plan only casts the tensors."""
         return self.decides_before_exchange or self.decision.measures(self._period_ends)
 
     @property
@@ -154,8 +155,8 @@ class Coordinator:
         if self._decides_before_step:
             self._decide_by(self._rates)
         elif Statistic.CANDIDATES in self.channel.request.statistics:
-            # This is not done earlier, because the other ranks do not expect candidates until all ranks have compared
-            # their settings.
+            # Rank 0 does not send the candidates earlier, because the other ranks expect them only after all ranks have
+            # compared their settings.
             self._decide(Statistics(self.progress.step, self.progress.epoch_or_none, candidates=self._candidates))
         else:
             return
@@ -171,9 +172,9 @@ class Coordinator:
         If any gradient is not finite, no gradient is added.
 
         Args:
-            gradients: the gradients of this rank, or their means, by tensor name.
-            factor: the number by which gradients are multiplied to remove the loss scale. This method also multiplies
-                by the number of accumulated batches.
+            gradients: either the gradients of this rank, or the means of all ranks' gradients, by tensor name.
+            factor: the number by which gradients are multiplied to remove the loss scale. In addition, this method
+                multiplies the gradients by the number of accumulated batches.
         """
         if self.observes and gradients:
             arrays = list(gradients.values())
@@ -203,7 +204,7 @@ class Coordinator:
     def end_step(self) -> None:
         """Ends a step. Call this when the results of the step are ready."""
         request = self.channel.request
-        # After the last decision of a policy, nothing reads the observations, so nothing would clear them.
+        # After the last decision of a policy, nothing is measured, because nothing would read and clear the results.
         self.observers.end_step(request.ever if request.period is not None else frozenset())
         epoch_ended = self.progress.advance(self.batch_size.accumulation)
         if self._ended is not None and self.policy.lag:
@@ -231,7 +232,7 @@ class Coordinator:
             "steps_per_epoch": self.progress.steps_per_epoch,
             "ended": None if self._ended is None else [self._ended.step, self._ended.epoch],
             "period_rates": self._first_rates,
-            # only if True, because earlier versions cannot read this key
+            # written only if True, because earlier versions cannot read this key
             **({"partial": True} if self._partial else {}),
         }
 
@@ -263,14 +264,14 @@ class Coordinator:
 
     @property
     def _period_ends(self) -> bool:
-        """Whether the current step (or, between two steps, the next one) is the last of a period of steps. The result
-        is the same on all ranks."""
+        """Whether the current step is the last step of a period of steps. Between two steps, the current step is the
+        step that follows. The result is the same on all ranks."""
         return self.progress.next_ends(self.channel.request.period)
 
     @property
     def _decides_before_step(self) -> bool:
-        """Whether the current step (or, between two steps, the next one) waits for the decision of the previous
-        period."""
+        """Whether the current step waits for the decision of the previous period. Between two steps, the current step
+        is the step that follows."""
         return self.policy.lag == 0 and self._ended is not None
 
     def _period_statistics(self, steps: int) -> Statistics:
@@ -292,7 +293,8 @@ class Coordinator:
         assert self._ended is not None
         assert self._first_rates is not None
         statistics, self._ended = self._ended, None
-        if following:  # empty if no optimizer is known, which is allowed if the policy does not read learning rates
+        # `following` is empty if no optimizer is known. This is allowed if the policy does not read learning rates.
+        if following:
             # New parameter groups are at the end. If a parameter group did not exist when the period began, its rate
             # counts as unchanged.
             before = (*self._first_rates, *following[len(self._first_rates) :])[: len(following)]
@@ -306,7 +308,7 @@ class Coordinator:
         if self.channel.decides:
             try:
                 decision = self.channel.decide(statistics)
-            except Exception as error:  # all ranks raise it when they receive the decision
+            except Exception as error:  # all ranks raise this error in `receive`
                 self.channel.refuse(error)
             else:
                 self._log.decision(statistics, decision)

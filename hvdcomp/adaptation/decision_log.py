@@ -48,7 +48,7 @@ FILE_BYTES = 64 * 2**20
 """The default size, in bytes, at which the log continues in a new file."""
 
 FILES = 16
-"""The default largest number of files of a log."""
+"""The default limit on the number of files of a log."""
 
 
 class DecisionLogError(ValueError):
@@ -147,7 +147,7 @@ class DecisionLog:
         self._file_bytes = file_bytes
         self._files = files
         self._file: RecordFile | None = None
-        self._header: Start | None = None  # the start line for a new file, if one begins now
+        self._header: Start | None = None  # the start line that a new file would get now
         self._shorthand = Shorthand(())  # the shorthand of the lines after the latest start line
         self._before: Parts = {}  # the parts of the previous line, not shortened
         try:
@@ -352,9 +352,9 @@ def to_json(value: Any) -> Any:
 
 
 def with_numbers(value: Any) -> Any:
-    """Reads non-finite numbers in a logged state: texts such as "NaN" become numbers.
+    """Replaces texts such as "NaN" in a logged state by the numbers that these texts represent.
 
-    Only the values of objects are replaced, because a text in a list is the name of a tensor.
+    Only texts that are values of JSON objects are replaced, because a text in a list is the name of a tensor.
     """
     if isinstance(value, Mapping):
         return {
@@ -416,11 +416,11 @@ def _fields_of(line: bytes) -> dict[str, Any]:
 
 
 def _shorthand_of(start: dict[str, Any]) -> Shorthand | None:
-    """The shorthand of the lines after a start line; None if an earlier version wrote them. Removes the format from the
-    start line.
+    """The shorthand of the lines after a start line; None if an earlier version wrote these lines without a shorthand.
+    Removes the format number from the start line.
 
     Raises:
-        ValueError: if the format belongs to a later version.
+        ValueError: if the format number belongs to a later version of hvdcomp.
     """
     form = start.pop("format", None)
     if form not in (None, _FORMAT):

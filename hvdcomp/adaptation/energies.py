@@ -1,5 +1,5 @@
-"""Sums of squares (energies) of x, and of the compression error x - C(x). The sums stay on the device of the gradients
-until they are read."""
+"""Sums of squares (energies) of x, and of the compression error x - C(x). Here x is the gradient plus the residual, and
+C(x) is x after compression and decompression. The sums stay on the device of the gradients until they are read."""
 
 from __future__ import annotations
 
@@ -57,11 +57,12 @@ class Energies:
 def _numbers(part: _Part) -> Iterator[tuple[str, float]]:
     values = part.values.tolist()
     for name, place, weight in zip(part.names, part.places, part.weights, strict=True):
-        yield name, weight * values[place] if weight else 0.0  # not weight * value, because 0 times infinity is NaN
+        # With weight 0, the product would be NaN if the value is infinite.
+        yield name, weight * values[place] if weight else 0.0
 
 
 def of_arrays(xp: AllFunctions, xs: dict[str, Array], factor: Array | None = None) -> Energies:
-    """||factor x||^2 of each array x, by name. `factor` is None for 1."""
+    """The energy ||factor * x||^2 of each array x, by name. If `factor` is None, it is 1."""
     energies = Energies()
     if xs:
         norms = xp.norms(list(xs.values()))
@@ -70,9 +71,10 @@ def of_arrays(xp: AllFunctions, xs: dict[str, Array], factor: Array | None = Non
 
 
 def of_errors(xp: AllFunctions, pairs: dict[str, tuple[Array, Array | SparseVector]]) -> Energies:
-    """||x - C(x)||^2 of each pair of x and C(x), by name.
+    """The squared compression error ||x - C(x)||^2 of each pair of x and C(x), by name.
 
-    If C(x) is sparse, the error is computed from ||x||^2 and, for the sent elements only, from x and x - C(x).
+    If C(x) is sparse, the error is computed in three terms: ||x||^2, minus the squares of the sent elements of x, plus
+    the squared errors of the sent elements.
     """
     names: list[str] = []
     weights: list[float] = []

@@ -22,15 +22,15 @@ def exchange_seconds_of(
     batch: int | None = None,
     overlaps: bool = True,
 ) -> dict[int, float]:
-    """Predicts the time of a step's exchange for several levels. For each of these levels, the own levels of all
-    tensors are multiplied by the same factor.
+    """Predicts the time of a step's exchange for several factors. For each factor, the levels of all tensors are
+    multiplied by this factor.
 
-    The time is the difference between the step and a step without an exchange. This difference covers encoding,
-    exchange and decoding, except for the parts that overlap with the backward pass. If a tensor's method does not have
-    one of these levels, the tensor gets the nearest level.
+    The predicted time is the time of the whole step minus the time of a step without an exchange. This difference
+    covers encoding, exchange and decoding, except for the parts that overlap with the backward pass. If a tensor's
+    method does not allow the multiplied level, the tensor gets the nearest allowed level.
 
     Args:
-        around: the factors by which the own levels are multiplied. 1.0 is one of them.
+        around: the factors by which levels are multiplied. One of the factors is 1.0.
         engine, source, model, batch, overlaps: as in `StepModel`.
 
     Returns:

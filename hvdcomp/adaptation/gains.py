@@ -1,8 +1,9 @@
 """Measures the share of the gradients' energy (sum of squares) that compression keeps or would keep.
 
-The energy of x = g + r is measured for every tensor before compression. If C(x) depends only on this rank's x, the
-residual at the end of the step gives the error of the C(x) that was sent. All other compressions are made only for the
-measurement. These compressions run as if this rank were the only rank, so that no other rank takes part.
+x is the gradient plus the residual, and C(x) is x after compression and decompression. The energy of x is measured for
+every tensor before compression. If the C(x) that is sent depends only on this rank's x, its error is read from the
+residual at the end of the step. All other compressions are made only for the measurement. These compressions run as if
+this rank were the only rank, so that no other rank takes part.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class CompressionGains(Observer):
 
     Args:
         plans: object that creates the plans of the training run.
-        decision: the policy's decision, that is, the compression factors, and which result is sent.
+        decision: the policy's decision: the factors of the two compressions, and which of the two results is sent.
         measuring: whether this rank measures the gains.
         clock: the clock that times steps.
 
@@ -66,13 +67,13 @@ class CompressionGains(Observer):
             sources, start, between, end = self._measure(look, names)
             self._spent = partial(look.xp.seconds_between, between if sends_twice else start, end)
             return sources if sends_twice else {}
-        # If the sent result is compressed twice, every rank must do the first compression, unless it does not change
-        # the result.
+        # If the result that is sent has been compressed twice, every rank must make the first compression. A tensor is
+        # left out if the result is the same without its first compression.
         return self._once(look, self._kept(look, self._twice(names))) if sends_twice else {}
 
     def _twice(self, names: Sequence[str]) -> list[str]:
-        """The tensors whose second compression needs the result of the first. With nested methods, compressing x
-        directly gives the same result."""
+        """The tensors whose second compression needs the result of the first compression. All other tensors have a
+        nested method: it gives the same result if x is compressed only once."""
         if not self._candidate:
             return []
         pairs = {name: (self._minimum[name], self._candidate[name]) for name in names}
@@ -90,8 +91,8 @@ class CompressionGains(Observer):
         """Measures the errors of both compressions of some tensors.
 
         Returns:
-            The inputs of the second compression, without tensors whose input is x; and then three time marks, which
-            were taken before, between and after the two compressions.
+            The inputs of the second compression, except for tensors whose input is x; and three time marks. The marks
+            were taken before the first compression, between the two compressions, and after the second compression.
         """
         like, sends = look.like, self._decision.send
         start = look.xp.mark(like)

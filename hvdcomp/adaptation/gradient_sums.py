@@ -50,8 +50,8 @@ class AccumulatedGradients(Observer):
         self.sums.update(zip(gradients, totals, strict=True))
 
     def of_step(self, factor: float, of_results: bool = False) -> Sums:
-        """The sums that the engine must accumulate in its step: `factor` times the gradients of the step, or, with
-        `of_results`, times the aggregated gradients."""
+        """The sums that the engine must accumulate in its step. The engine adds this rank's gradients, multiplied by
+        `factor`. If `of_results` is True, it adds the aggregated gradients instead, also multiplied by `factor`."""
         add = lambda gradients, found_inf: self.add(gradients, factor, found_inf)  # noqa: E731
         return Sums(self._totals, add, factor, of_results)
 
@@ -60,7 +60,7 @@ class AccumulatedGradients(Observer):
         missing = {name: gradient for name, gradient in gradients.items() if name not in self.sums}
         if missing:
             zeros = _zeros_like(missing)
-            self.sums.update((name, zeros[name]) for name in missing)  # this order is also the order of additions
+            self.sums.update((name, zeros[name]) for name in missing)  # `model_norm` adds up norms in this order
         return [self.sums[name] for name in gradients]
 
     def statistics(self, request: Request, batches: int) -> dict[str, Any]:
@@ -109,7 +109,8 @@ class AccumulatedGradients(Observer):
 
 
 def _zeros_like(gradients: Mapping[str, Array]) -> dict[str, Array]:
-    """Zeros with the shapes of gradients, in single precision or wider. All zeros of one type share a storage."""
+    """Arrays of zeros with the shapes of the gradients, in single precision or wider. The arrays are views of one
+    vector for each element type and device."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for name, gradient in gradients.items():
         xp = arrays_for(gradient)

@@ -1,4 +1,5 @@
-"""The errors of compressing a mean gradient, at several levels around the own level of each tensor.
+"""The errors of compressing a mean gradient, at several levels around the own level of each tensor. The own level is
+the level that the compressor of the training run has for this tensor.
 
 If the relative error of a method is known in advance (`Compressor.known_error`), the error is computed from the norm of
 the mean. For all other methods the error is measured by compressing the mean at every level.
@@ -40,7 +41,7 @@ class LevelErrors:
         # The compressors for `_around`. They are made once, because previews are fastest with compressors that were
         # used before.
         self._levels: list[dict[str, Level]] = []
-        self._known: list[dict[str, float]] = []  # the errors of tensors whose errors are known
+        self._known: list[dict[str, float]] = []  # the errors of tensors whose errors are known in advance
         self._compressors: list[dict[str, Compressor]] = []  # the compressors of all other tensors
         self._bytes: dict[str, dict[Level, int]] = {}
         self._own_bytes: dict[str, int] = {}  # the bytes of all tensors, including tensors without a level
@@ -122,10 +123,11 @@ def _norms(sums: Mapping[str, Array], steps: int) -> dict[str, float]:
 
 
 def _root_mean_squares(norms: Mapping[str, float], like: Mapping[str, Array]) -> tuple[dict[str, float], float]:
-    """The root mean square of each tensor's elements, and the sum of the tensors' 2-norms in these units.
+    """The root mean square of each tensor's elements; and the sum over all tensors of the 2-norm divided by the root
+    mean square.
 
-    The root mean square is 1 for a tensor of zeros, because its errors are 0 in any unit. The root mean square is NaN
-    if the norm is NaN.
+    For a tensor of zeros, 1 is returned as the root mean square, because errors are divided by this number. If the norm
+    of a tensor is NaN, its root mean square is NaN too.
 
     Args:
         norms: the 2-norm of each tensor.
@@ -146,14 +148,16 @@ def bytes_of(engine: Engine, name: str, compressor: Compressor) -> int:
 
 
 def levels_around(engine: Engine, names: Iterable[str], around: Iterable[float]) -> list[dict[str, Level]]:
-    """For each factor, the levels of tensors that are nearest to the factor times their own levels.
+    """For each factor, the level of each tensor that is nearest to the factor times the tensor's own level.
 
-    Each level of a tensor occurs once. Levels that a tensor's method does not have are omitted.
+    If several factors give a tensor the same level, only the first of these factors lists the tensor. A level that the
+    tensor's method does not allow is omitted.
 
     Args:
         engine: the engine of the training run.
         names: names of the tensors whose level is decided.
-        around: the factors by which the own levels are multiplied. The own levels, factor 1, are first in the result.
+        around: the factors by which the own levels are multiplied. The result begins with factor 1, and then has the
+            other factors in the given order.
     """
     several: list[dict[str, Level]] = []
     for factor in (1.0, *(other for other in around if other != 1.0)):

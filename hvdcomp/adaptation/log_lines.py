@@ -1,7 +1,8 @@
 """The short form of the lines of a decision log. Only the start line has the names of tensors. States and decisions are
 written as changes from the previous line.
 
-If the only key of an object is one of these words, the object is an abbreviation of another object:
+An object is an abbreviation if its only key is "by_tensor", "as", "changed" or "plain". The left column shows examples
+of abbreviations, and the right column shows the objects that they replace:
 
     {"by_tensor": [0.5, 2.0]}              {"conv": 0.5, "fc": 2.0}, if the start line has the tensors conv and fc
     {"by_tensor": {"4.0": [0.5, 0.1]}}     {"conv": {"4.0": 0.5}, "fc": {"4.0": 0.1}}
@@ -24,7 +25,7 @@ Parts = Mapping[str, Any]
 
 
 class Shorthand:
-    """Shortens the parts of lines, and restores them exactly. 1 is not changed to 1.0, and the order of keys is kept.
+    """Shortens the parts of lines, and restores them exactly: 1 does not become 1.0, and keys stay in the same order.
 
     Args:
         tensors: the names of the tensors, in the order of the start line.

@@ -1,4 +1,5 @@
-"""Gives observers access to x of a step's tensors before compression, and to the error of the compression."""
+"""Gives observers access to x before it is compressed, and to the compression error. x is the gradient of a tensor plus
+the residual."""
 
 from __future__ import annotations
 
@@ -106,8 +107,8 @@ def observe(engine: Engine, function: Callable[[Look], Mapping[str, Array]] | No
 
     Args:
         engine: the engine that compresses.
-        function: function that gets the `Look`. It returns arrays, by tensor name, that are compressed in place of x.
-            None to stop calling a function.
+        function: function that gets the `Look`. The function returns the arrays that are compressed in place of x, by
+            tensor name. Pass None to end the calls.
     """
     if function is None:
         engine.before_compress = None

@@ -31,8 +31,8 @@ class Observer:
 
         Args:
             request: the request of the policy, which names some of `measures`.
-            batches: number of batches that this rank has processed in the period. A batch has the batch size at the
-                start of training.
+            batches: number of batches that this rank has processed in the period. If the batch size has changed since
+                the start of training, batches of the original size are counted.
         """
         raise NotImplementedError
 

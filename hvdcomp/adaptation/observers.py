@@ -39,7 +39,7 @@ class Observers:
 
     Args:
         plans: object that creates plans, and has the names of the tensors whose level the policy decides.
-        measuring: whether this rank measures statistics. Rank 0 does.
+        measuring: whether this rank measures statistics. Only rank 0 measures statistics.
         clock: the clock that times steps.
         exchange_seconds: the predicted times of exchanges, as in `Predicted`.
 

@@ -56,7 +56,7 @@ class Plans:
         return self._with(chosen)
 
     def at_factors(self, factors: Mapping[str, float]) -> Plan:
-        """The plan in which each named tensor has its compression factor."""
+        """The plan in which each named tensor has the compression factor that `factors` has for this tensor."""
         return self._with({name: at_factor(self.engine, name, factor) for name, factor in factors.items()})
 
     def at_factor(self, factor: float, of: Unit = "bytes") -> Plan:
@@ -90,8 +90,8 @@ class Plans:
 
 
 def at_factor(engine: Engine, name: str, factor: float, of: Unit = "bytes") -> Compressor:
-    """The compressor whose payload for a tensor is closest to dense / `factor`, in bytes or elements. Factor 1 gives no
-    compression."""
+    """The compressor whose payload for a tensor is closest to the uncompressed size divided by `factor`. Sizes are
+    measured in the unit `of`: bytes or elements. With factor 1, the tensor is not compressed."""
     if factor <= 1:
         return NoCompression()
     tensor = engine.tensors[name]

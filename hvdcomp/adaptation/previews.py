@@ -1,5 +1,5 @@
-"""Computes C(x) and the compression error of tensors without sending anything. Policies that measure compression use
-this module."""
+"""Computes C(x) and the compression error of tensors without sending anything. x is the gradient plus the residual, and
+C(x) is x after compression and decompression. Policies that measure compression use this module."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ class Previews:
                 lost.add(bucket.names, bucket.lost(xp, xs[bucket.names[0]]))
             bucket.release()
         pairs = {}
-        for name in [name for name in xs if name not in kept]:  # in this order, which is also the order of additions
+        # in the order of `xs`, because errors are added up in the same order
+        for name in [name for name in xs if name not in kept]:
             kept[name] = self._of_tensor(xp, xs[name], compressors[name], dataclasses.replace(context, name=name))
             pairs[name] = (xs[name], kept[name])
         if lost is not None:
@@ -112,8 +113,8 @@ class Previews:
         return self._lost(xp, list(xs), xs, addresses, compressors, context, {})
 
     def _addresses(self, xp: AllFunctions, xs: Mapping[str, Array]) -> tuple[dict[str, int], Sequence[Array]]:
-        """The addresses of the arrays that fit a bucket, as in a step, and the arrays that must be kept alive while the
-        addresses are used."""
+        """The addresses of the arrays that fit a bucket; and the arrays that must be kept alive while the addresses are
+        used."""
         placed = _placed(xp, list(xs.values())) if xs else None
         if placed is None:
             return {}, []
@@ -226,8 +227,8 @@ class _Room:
         self.on_device: dict[str, Any] = {}
 
     def on_host(self, sizes: np.ndarray) -> list[tuple[list[np.ndarray], np.ndarray]]:
-        """Two sets of vectors, with one vector of each size in each set, and the addresses of the vectors of each
-        set."""
+        """Two sets of vectors. Each set has one vector for each size, and is returned together with the addresses of
+        its vectors."""
         ends = np.cumsum(sizes)
         if len(self._vectors[0]) < ends[-1]:
             self._vectors = [np.empty(ends[-1], np.float32) for _ in range(2)]

@@ -18,13 +18,14 @@ Rates = tuple[float, ...]
 class Progress:
     """Counts the steps and epochs that have ended.
 
-    An epoch has `steps_per_epoch` batches of the size at the start. A step that accumulates several batches counts as
-    several batches. If the last batches of an epoch are too few for a step, they are dropped, as in data loaders.
+    An epoch has `steps_per_epoch` batches. A batch always has the batch size from the start of training. A step that
+    accumulates several batches counts as several batches. If the last batches of an epoch are too few for a step, they
+    are dropped, as in data loaders.
 
     Attributes:
         steps_per_epoch: the number of batches of an epoch; None if epochs are not counted.
         step, epoch: the numbers of steps and epochs that have ended.
-        taken: the number of batches, of the size at the start, in the steps of the current epoch.
+        taken: the number of batches that the steps of the current epoch have used so far.
     """
 
     steps_per_epoch: int | None
@@ -79,8 +80,8 @@ class Progress:
         return epoch_ended and self.epoch % period.epochs == 0
 
     def accumulates(self, period: Period | None) -> bool:
-        """Whether the gradients of the current step (or, between two steps, the next one) are accumulated for its
-        period."""
+        """Whether the gradients of the current step are accumulated for the period. Between two steps, the current step
+        is the step that follows."""
         return period is None or not period.last or self.step % period.steps >= period.steps - period.last
 
     def next_ends(self, period: Period | None) -> bool:
@@ -108,7 +109,7 @@ class StepClock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A context manager. The time that is spent inside it does not count toward the next step."""
+        """A context manager. The time inside the context does not count toward the time of the next step."""
         start = self._clock()
         self._pauses += 1
         try:
@@ -120,8 +121,8 @@ class StepClock:
 
 
 class StepTimes(Observer):
-    """The time of each step of a period, measured with the host's clock. On an accelerator, only the average is
-    correct."""
+    """The time of each step of a period, measured with the host's clock. On an accelerator, only the average over
+    several steps is correct, because the device may run behind the host."""
 
     measures: ClassVar[frozenset[Statistic]] = frozenset({Statistic.STEP_TIMES})
 

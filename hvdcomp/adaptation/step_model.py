@@ -26,11 +26,11 @@ class StepModel:
         model: the model in the calibration; None for the model whose tensors have the same shapes as in this training
             run.
         batch: the batch size of one rank; None for the batch size of the calibration.
-        overlaps: whether Horovod itself exchanges, during the backward pass, the tensors that are only cast.
+        overlaps: whether Horovod itself exchanges the tensors that are only cast, and does so during the backward pass.
 
     Raises:
         CalibrationError: if the calibration cannot be read, or belongs to another model.
-        ValueError: if `batch` is given but the calibration does not contain its own batch size.
+        ValueError: if `batch` is given, but the calibration does not name the batch size of its measurements.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class StepModel:
         exchange = self.exchange(plan, self.carried(plan))
         network, compute = self.calibration.network, self.facts.compute
         least: float | None = early or self.engine.overlap.least_bytes
-        if least is not None and self.facts.early_bytes is not None:  # the library has its own buckets
+        # With DistributedDataParallel, hvdcomp uses the library's buckets, and the calibration has their smallest size.
+        if least is not None and self.facts.early_bytes is not None:
             least = self.facts.early_bytes
         parts = predict_step(network, compute, exchange, self.facts.bucket_bytes, self._setting, encode, least)
         return float(parts.total)

@@ -23,12 +23,13 @@ _LENGTH_BYTES = 8
 _SHOWN_FACTS = 8
 _SHOWN_CHARACTERS = 100
 _REFUSED = "refused"
-WEIGHTS = "weights of "  # begins the name of a fact about a parameter's value
+WEIGHTS = "weights of "  # the beginning of the name of each fact about the value of a parameter
 KERNELS = "kernels"  # name of the fact: whether kernels were compiled
 
 
 def facts_of_kernels() -> dict[str, str]:
-    """Which kernels this rank has. All ranks need the same kernels, because results may differ in their last bits."""
+    """Which kernels this rank has. All ranks need the same kernels, because the results of different kernels may differ
+    in their last bits."""
     return {KERNELS: "compiled" if kernels.available() else "none", f"{KERNELS} for CUDA": cuda.described()}
 
 
@@ -37,7 +38,7 @@ def require_agreement(
 ) -> None:
     """Compares facts between all ranks; waits for all ranks.
 
-    Ranks exchange a digest of fixed length, and the facts only if the digests differ.
+    The ranks first exchange a digest of fixed length. They exchange the facts themselves only if the digests differ.
 
     Args:
         communicator: the communicator of all ranks that must agree.
@@ -102,7 +103,8 @@ def refused_on_every_rank(communicator: Communicator, like: Array) -> Iterator[N
 
 
 def _message_of(error: Exception) -> str:
-    """The message of an error for other ranks. Only hvdcomp's own messages are clear without the class of the error."""
+    """The message of an error for other ranks. It begins with the class of the error, unless hvdcomp raised the error:
+    hvdcomp's own messages are clear without the class."""
     own = isinstance(error, ConfigurationError | SpecError | RankMismatchError)
     return str(error) if own else f"{type(error).__name__}: {error}"
 
@@ -116,7 +118,7 @@ def gather_rows(communicator: Communicator, row: bytes, like: Array, name: str) 
 
 def _what_differs(everyone: Sequence[Mapping[str, Any]], broadcast: str) -> str:
     refused = {theirs.get(_REFUSED) for theirs in everyone}
-    if refused != {None}:  # a rank that refuses may send no other facts
+    if refused != {None}:  # a rank that cannot make the step may have sent no other facts
         reasons = _ranks_of([theirs.get(_REFUSED) or "no error" for theirs in everyone])
         told = "; ".join(f"rank {ranks}: {text}" for text, ranks in reasons.items())
         return f"some ranks cannot take part in the training. {told}"
@@ -156,7 +158,7 @@ def _ranks_of(values: Sequence[Any]) -> dict[str, str]:
 
 
 def _excerpts(texts: Sequence[str]) -> list[str]:
-    """The texts; if they are long, only a part of each, around the first character that differs."""
+    """The texts. If they are long, they are shortened to the part around the first character that differs."""
     if max(map(len, texts)) <= _SHOWN_CHARACTERS or len(texts) == 1:
         return list(texts)
     same = next((place for place, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1), None)

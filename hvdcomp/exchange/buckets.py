@@ -28,7 +28,8 @@ from hvdcomp.kernels import cuda
 from hvdcomp.kernels.tables import NARROW
 
 BucketOrGroup: TypeAlias = EngineBucket | TensorGroup
-"""Tensors that go through a step together. In this file, "bucket" also means a tensor group, unless both are named."""
+"""Tensors that the engine handles together in a step. In this file, "bucket" also means a tensor group, unless both are
+named."""
 
 _Item = TypeVar("_Item")
 
@@ -42,13 +43,14 @@ class Buckets:
         memory_for: function that returns the memory of a compressor.
         warns: whether to warn if gradients are on a device that has no kernels.
         most_gathered: the most bytes that one rank gathers for a bucket, unless a single tensor needs more; None for no
-            limit. If a step gathers more, no bucket starts before all gradients are ready.
+            limit. If all tensors together need more bytes, no bucket starts before all gradients are ready.
         ranks: number of ranks.
 
     Attributes:
         order: the names of the tensors in batches, in the order in which their gradients become ready. The gradients of
-            a batch become ready at once. Empty while the order is not known.
-        waves: the waves of the latest buckets, by name; `Overlap.new_wave` makes them.
+            a batch become ready at the same time. Empty while the order is not known.
+        waves: the waves of the latest buckets, by name. A wave is a set of buckets that exchange their payloads
+            together. `Overlap.new_wave` makes waves.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class Buckets:
         self._numbers = {name: number for number, name in enumerate(tensors)}
         self._sizes = [tensor.size for tensor in tensors.values()]
         self._residuals: FlatStorage = Residuals(self._sizes)
-        # The buckets and tensor groups of the latest step; those that may start early are first, by number.
+        # The buckets and tensor groups of the latest step. Buckets that may start early come first, by their numbers.
         self._latest: list[BucketOrGroup] = []
         self.waves: dict[str, Any] = {}
         self.order: Sequence[Sequence[str]] = ()
@@ -86,7 +88,7 @@ class Buckets:
 
     @property
     def tensor_groups(self) -> list[TensorGroup]:
-        """The tensor groups of the latest step, in the same order."""
+        """The tensor groups of the latest step. The groups that may start early come first, by their numbers."""
         return [group for group in self._latest if isinstance(group, TensorGroup)]
 
     def of_step(
@@ -138,7 +140,8 @@ class Buckets:
     def tensor_group(
         self, names: Sequence[str], plan: Plan, states: Mapping[str, TensorState] | None = None
     ) -> TensorGroup:
-        """A tensor group; `states` replaces the states of the training, by name."""
+        """A tensor group of these tensors. If `states` is given, the tensor group uses these states, by name, instead
+        of the states of the training."""
         states = self._states if states is None else states
         members = []
         for name in names:
@@ -162,8 +165,8 @@ class Buckets:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that are kept from step to step: residuals, velocities and the arrays of methods. On the host, this
-        includes the second place of each tensor."""
+        """Bytes that are kept from step to step: residuals, velocities and the arrays of methods. On the host, each
+        tensor has two places for its residual, and both are counted."""
         states = [bucket.bucket.states for bucket in self.with_kernels]
         return self._residuals.nbytes + sum(kept.nbytes for kept in states if kept is not None)
 
@@ -227,7 +230,8 @@ class Buckets:
         for name in names:
             state, place = self._states[name], self._numbers[name]
             if not state.is_flat:
-                state.keeper = memory  # has the same class if there is a residual; its `rounds_to` may differ
+                # If there is a residual, its keeper has the same class as `memory`, but may differ in `rounds_to`.
+                state.keeper = memory
             wrap, unwrap = bridges(xp, gradients[name], self._tensors[name].shape)
             state.move_to_flat_storage(self._residuals, place, unwrap, wrap)
             tensors.append((name, state, place))
@@ -241,8 +245,8 @@ class Buckets:
         return bucket
 
     def _gathered_of(self, name: str, compressor: Compressor) -> float:
-        """Bytes that one rank gathers for a tensor. 0 for scattered payloads and for two levels: a rank then gathers
-        small shares, and their sizes depend on the whole bucket."""
+        """Bytes that one rank gathers for a tensor. The result is 0 if payloads are scattered, or if the compressor has
+        two levels. In these cases a rank gathers only small shares, whose sizes depend on the whole bucket."""
         if self._most_gathered is None or needs_nodes(compressor) or compressor.scatters(self._ranks):
             return 0.0
         tensor = self._tensors[name]
@@ -252,7 +256,8 @@ class Buckets:
     def _kinds(
         self, xp: AllFunctions, names: Sequence[str], gradients: Mapping[str, Array], plan: Plan
     ) -> dict[str, tuple[Any, Memory, str] | None]:
-        """The kind of each tensor of the training, even if the tensor has no gradient in this step."""
+        """The kind of each tensor of the training, as returned by `_kind`. Tensors without a gradient in this step are
+        included."""
         served = set(NARROW)
         for dtype in NARROW:
             given = [gradients[name] for name in names if self._tensors[name].dtype == dtype]
@@ -266,7 +271,8 @@ class Buckets:
         }
 
     def _kind(self, name: str, compressor: Compressor) -> tuple[Any, Memory, str] | None:
-        """The kind of a tensor: all tensors of a bucket have the same kind. None for a tensor of a tensor group."""
+        """The kind of a tensor. Only tensors of the same kind can be in one bucket. The kind is None if the tensor must
+        be in a tensor group."""
         tensor = self._tensors[name]
         if not compressor.has_bucket_form or not tensor.size:
             return None
@@ -276,12 +282,12 @@ class Buckets:
         return (compressor.bucket_family, memory, tensor.dtype) if type(memory) in KNOWN_TO_KERNELS else None
 
     def _early_pieces(self, names: Sequence[str], kinds: Mapping[str, Any], hosted: bool) -> list[list[str]]:
-        """The names of the tensors of each bucket that may start early.
+        """The names of the tensors of each bucket that may start early. The names for one bucket are called a piece.
 
         Ranks may learn at different times that a tensor has no gradient. So the pieces depend only on the order and the
-        plan. If a tensor of a piece has no gradient in this step, this piece and all later pieces do not start early.
-        Tensor groups on a device never start early: array functions may wait for the device, and would delay the
-        backward pass.
+        plan, which are the same on all ranks. If a tensor of a piece has no gradient in this step, this piece and all
+        later pieces do not start early. Tensor groups on a device never start early, because array functions may wait
+        for the device and delay the backward pass.
 
         Args:
             names: the names of the tensors that have a gradient.
@@ -311,7 +317,8 @@ def in_parts(
         items: the items to divide into parts, such as buckets.
         size_of: function that returns the size of an item.
         most: largest sum of the sizes in a part; None for a single part.
-        before: size of what is already in the first part. The first part gets no items if none fits.
+        before: the size that is already used in the first part. If the first item does not fit, the first part gets no
+            items.
 
     Example:
         >>> in_parts([3, 1, 2, 9, 1], float, 4)
@@ -335,8 +342,8 @@ def in_parts(
 def _bridges(
     xp: AllFunctions, like: Array, shape: tuple[int, ...]
 ) -> tuple[Callable[[np.ndarray], Array], Callable[[Array], np.ndarray]]:
-    """Two functions: from a NumPy vector to an array of the framework in a tensor's shape, with the same storage; and
-    back."""
+    """Two functions. The first function turns a NumPy vector into an array of the framework with a tensor's shape and
+    the same storage. The second function turns an array of the framework into a NumPy vector."""
     empty = xp.zeros((0,), like=like)  # not a slice of `like`, which would keep `like` in memory
 
     def wrap(vector: np.ndarray) -> Array:
@@ -351,5 +358,5 @@ def _bridges(
 def _no_bridges(
     xp: AllFunctions, like: Array, shape: tuple[int, ...]
 ) -> tuple[Callable[[AnyArray], AnyArray], Callable[[AnyArray], AnyArray]]:
-    """`_bridges` on a device: there vectors are arrays of the framework."""
+    """The same as `_bridges`, but for a device. Vectors on a device are already arrays of the framework."""
     return lambda vector: xp.reshape(vector, shape), xp.flatten

@@ -9,11 +9,13 @@ from typing import Any, NamedTuple, TypeAlias
 from hvdcomp.arrays.types import AllFunctions, Array
 
 Span: TypeAlias = float | tuple[Any, Any]
-"""A time in seconds on the host; on a device the marks at its begin and end."""
+"""A time span. On the host, it is a number of seconds. On a device, it is a pair of the marks at its beginning and its
+end."""
 
 
 class Spans(NamedTuple):
-    """When the work on a bucket ran in a step: encoding before its last collective, and decoding after it."""
+    """The time spans of the work on a bucket in a step. Work before the last collective of the bucket is encoding, and
+    work after this collective is decoding."""
 
     encoding: list[Span]
     decoding: list[Span]
@@ -22,11 +24,12 @@ class Spans(NamedTuple):
 class Clock:
     """Measures times in the steps of an engine.
 
-    A *turn* is the work of a bucket between two collectives. On the host, a mark is a number, and takes almost no time.
-    On a device, a mark is an event, and the host needs some microseconds for each event. To save events:
+    A *turn* is the work of a bucket between two collectives. A *mark* is a point in time. On the host, a mark is a
+    number, and takes almost no time to make. On a device, a mark is an event, and the host needs some microseconds for
+    each event. To save events:
 
-    - Work that follows other work shares the mark between them: turns, and on the host `begin`, `open` and `finish` of
-      buckets.
+    - If work directly follows other work, a single mark ends the first and begins the second. This is true for turns,
+      and on the host also for `begin`, `open` and `finish` of buckets.
     - If all buckets of a step are on a device, only turns are marked.
     - Later steps use the events again.
 
@@ -78,7 +81,7 @@ class Clock:
             spans.append((before, self._last))
 
     def enter(self) -> None:
-        """Starts a lap of work that is no turn, unless `marks_only_turns`. Call it if other work came before."""
+        """Starts a lap of work that is no turn, unless `marks_only_turns`. Call this if unmeasured work came before."""
         if not self.marks_only_turns:
             self.start()
 
@@ -91,8 +94,9 @@ class Clock:
         """Ends a step.
 
         Returns:
-            A function from lists of spans of the step to the seconds of each list. It returns None while the device has
-            not reached the end of a span, and recycles the step's marks when it has.
+            A function that gets lists of spans of the step, and returns the total seconds of each list. As long as the
+            device has not reached the end of a span, the function returns None. Afterwards, later steps may use the
+            marks of this step again.
         """
         if self._now is not None:
             return _sums

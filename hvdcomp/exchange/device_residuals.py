@@ -1,11 +1,13 @@
 """Flat storage on a device; see `residuals`.
 
-The host never waits to learn whether a step counts. It swaps the two places after every step. If the step did not
-count, the kernel `settle` copies the old residual to where the next step reads it.
+In a step, each tensor has two places: one contains the old residual, and the step writes x to the other one. The host
+never waits to learn whether a step counts. It swaps the two places after every step. If the step did not count, the
+kernel `settle` copies the old residual to where the next step reads it.
 
-Between steps a tensor has one place. In a step, a bucket allocates memory for x of its tensors, and at the end it frees
-the memory of the old residuals. The forward and backward pass can use this memory, for example for activations. The
-framework's allocator reuses it only after the work that was on the step's stream at that time.
+Between steps, a tensor has one place. In a step, a bucket allocates memory for x of its tensors, and at the end it
+frees the memory of the old residuals. The forward and backward pass can use the freed memory, for example for
+activations. The framework's allocator ensures that new work uses this memory only after the work that was on the step's
+stream when the memory was freed.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from hvdcomp.exchange.residuals import BUFFER, NEW, OLD, FlatStorage, Numbers, k
 from hvdcomp.kernels import cuda
 from hvdcomp.kernels.tables import EVERYTHING, NOT_NEGATIVE, NOTHING
 
-_ALIGNMENT = 32  # elements: what a device reads at once
+_ALIGNMENT = 32  # the number of elements that a device reads at once
 
 
 class DeviceResiduals(FlatStorage):
@@ -39,14 +41,15 @@ class DeviceResiduals(FlatStorage):
         super().__init__(sizes, xp, _ALIGNMENT)
         self._likes: dict[str, AnyArray] = {dtype: xp.astype(like, dtype) for dtype in ("float32", "int16")}
         self.device = like.device
-        # What was sent of x: a rule of `kernels.tables` and its two numbers. And the row of each role and tensor.
+        # A row of `_sent` describes the part of x that was sent, with a rule of `kernels.tables` and its two numbers.
+        # `_rows` has the index of this row for each role (`OLD` or `NEW`) and tensor.
         self._sent: AnyArray = xp.zeros((2 * len(sizes), 4), like=like)
         self._rows = np.arange(2 * len(sizes)).reshape(2, -1)
 
     def enter(self, bucket: Bucket, numbers: Numbers) -> None:
         given = set(self._places["x"][NEW, BUFFER, numbers].tolist())
         if len(given) > 1 and 0 in given:
-            self._free_places(self._places, NEW, numbers)  # these are left of a step that ended with an error
+            self._free_places(self._places, NEW, numbers)  # a step that ended with an error has not freed these places
         super().enter(bucket, numbers)
         if not bucket.memory.rounds_to:  # rounded residuals are stored without the part that was sent
             bucket.kernels.sent[:] = self._sent.data_ptr() + 16 * self._rows[:, numbers]

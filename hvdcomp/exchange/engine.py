@@ -5,7 +5,7 @@ through a communicator. These modules are its parts:
 
 - `plan` chooses the compressor of each tensor.
 - `buckets` decides which tensors are together in an `engine_bucket`, and which are in a `tensor_group`.
-- `wave` makes the rounds of buckets and tensor groups.
+- `wave` runs buckets and tensor groups in rounds. In a round, each of them may request collectives.
 - `fusion` makes few collectives from all requests of a round.
 - `overlap` starts buckets before all gradients are ready.
 
@@ -41,8 +41,8 @@ from hvdcomp.specs.levels import Level, LevelsBySize
 
 BeforeCompress = Callable[[Sequence[BucketOrGroup], Array | None], Mapping[str, Array]]
 """A function that is called between `begin` and `open` of buckets. Its arguments are the buckets, and the factor by
-which the memory multiplies gradients (None for 1). The function may look at x. It returns, by name, arrays that are
-compressed instead of x of some tensors."""
+which the memory multiplies gradients (None for 1). The function may read x, the gradient plus the residual. For some
+tensors, it may return an array, by tensor name, that is compressed instead of x."""
 
 
 class Engine:
@@ -62,12 +62,12 @@ class Engine:
 
     Attributes:
         planner: the object that makes the plan of each step.
-        bytes_beside: as given.
+        bytes_beside: the argument `bytes_beside`.
         step_number: number of the present step, from 0. Between two steps, it is the number of the next step.
         states: state of each tensor, by name.
         buckets: the object that makes buckets and tensor groups.
         before_compress: function called in each step before x is compressed; None for no function.
-        found_inf: an element that is 0, or NaN if the last step does not count (see `step`).
+        found_inf: an array of one element. It is NaN if the last step does not count (see `step`), otherwise 0.
         overlap: the object that starts buckets early. Call `expect`, and then `overlap.ready` for each gradient.
     """
 
@@ -102,7 +102,7 @@ class Engine:
         self.before_compress: BeforeCompress | None = None
         self.found_inf: AnyArray | None = None
         self._elsewhere: dict[str, Cost] = {}  # tensors of the present step that the binding exchanges itself
-        self._forget_sent: Callable[[], None] | None = None  # call it before the next step
+        self._forget_sent: Callable[[], None] | None = None  # a function that must be called before the next step
         self.overlap = Overlap(communicator, self.tensors, self.buckets, self.ledger.clock, overlap_bytes)
 
     # Between two steps.
@@ -126,9 +126,9 @@ class Engine:
         self.planner.set_level(level)
 
     def begin(self) -> Plan:
-        """Begins a step and fixes its plan, as `Planner.begin` does. Waits for the device if the step before sent whole
-        residuals."""
-        self.overlap.end()  # needed if the step before ended with an error
+        """Begins a step and fixes its plan, as `Planner.begin` does. Waits for the device if the previous step sent
+        residuals completely."""
+        self.overlap.end()  # needed if the previous step ended with an error
         self._elsewhere = {}
         if self._forget_sent is not None:
             self._forget_sent()
@@ -157,7 +157,8 @@ class Engine:
         return self.planner.casts_only and (self.planner.ignores_residuals or not self.has_residuals)
 
     def enter_casts(self, names: Set[str], beside: bool = False) -> None:
-        """Enters a step in the ledger if the caller has all-reduced the gradients, because of `passthrough`.
+        """Enters a step in the ledger. Call this if the caller has all-reduced the gradients itself, because
+        `passthrough` is True.
 
         Args:
             names: names of the tensors that had a gradient in the step.
@@ -172,7 +173,8 @@ class Engine:
         self.step_number += 1
 
     def enter_alone(self, names: Set[str], bytes_beside: int = 0) -> None:
-        """Enters a step in the ledger if this rank kept its gradients, and the binding sent `bytes_beside` bytes."""
+        """Enters a step in the ledger. Call this if the gradients of this rank were not exchanged, and the binding
+        itself sent only `bytes_beside` bytes."""
         part = self.planner.costs_of_nothing(names)
         dense = sum(cost.dense_bytes for cost in part.values())
         self.ledger.record(StepCost(bytes_beside, dense, step=self.step_number, parts=(part,)))
@@ -183,7 +185,7 @@ class Engine:
         self._elsewhere[name] = Cost(nbytes, nbytes, nbytes / 4)
 
     def _take_elsewhere(self) -> tuple[Part, Sent]:
-        """What `count_elsewhere` has counted in the present step."""
+        """The costs that `count_elsewhere` has counted in the present step, and the sum of their bytes."""
         part, self._elsewhere = self._elsewhere, {}
         return part, Sent(sum(cost.bytes_sent for cost in part.values()))
 
@@ -194,10 +196,10 @@ class Engine:
     ) -> dict[str, AnyArray]:
         """Aggregates the gradients of one step.
 
-        A step does not count if a gradient of any rank holds an inf or NaN. Nor does it count if a gradient overflows
-        when its residual is added, when it is cast to half precision, or when the ranks' payloads are combined. Then
-        every rank gets a NaN in each result, so that a loss scaler skips the step on all ranks, and all residuals and
-        compressor states stay as they were.
+        A step does not count if a gradient of any rank contains an inf or NaN. It also does not count if a gradient
+        overflows when its residual is added, when it is cast to half precision, or when the ranks' payloads are
+        combined. If a step does not count, every rank gets a NaN in each result, so that a loss scaler skips the step
+        on all ranks. All residuals and compressor states stay as they were.
 
         Args:
             gradients: the gradients of this rank, by name. All ranks must have the same names.
@@ -225,18 +227,19 @@ class Engine:
         Args:
             gradients, in_place, sums: the arguments of `step`. There must be at least one gradient, and no gradient may
                 change before `finish`.
-            alone: whether the caller calls `finish` at once.
+            alone: whether the caller calls `finish` immediately after this method.
 
         Returns:
-            The waves of the step, as `finish` needs them. If ranks would gather more than `gathered_bytes` at a time,
-            the last waves have not started yet.
+            The waves of the step, which the caller must pass to `finish`. A wave is a set of buckets that exchange
+            their payloads together. If ranks would gather more than `gathered_bytes` at a time, the last waves have not
+            started yet.
         """
         names = list(filter(gradients.__contains__, self.tensors))
         first = gradients[names[0]]
         xp = arrays_for(first)
-        # A bucket that has started early on one rank may not have started on another rank. There it starts now, also as
-        # a wave of its own and in the same order, so that all ranks start the same collectives. All other buckets
-        # follow together.
+        # A bucket that has started early on one rank may not have started on another rank. On this other rank, the
+        # bucket starts now. It is a wave of its own here too, and the order of buckets is the same, so that all ranks
+        # start the same collectives. All other buckets follow together.
         started = self.overlap.end(first)
         if not started:
             self.ledger.clock.begin(xp, first)
@@ -272,7 +275,7 @@ class Engine:
 
         Args:
             waves: the waves that `start` returned.
-            kept: the names of tensors whose gradients this rank keeps in this step.
+            kept: the names of tensors whose gradients this rank does not exchange in this step.
         """
         run_to_the_end(waves)
         buckets = [bucket for wave in waves for bucket in wave.buckets]
@@ -306,7 +309,7 @@ class Engine:
             under_way: names of the tensors whose buckets have started.
         """
         clock, plan, context = self.ledger.clock, self.plan, self.context("")
-        if self.planner.ignores_residuals:  # such steps are rare: keep the buckets for later steps
+        if self.planner.ignores_residuals:  # such steps are rare, so later steps should find the buckets unchanged
             waiting: list[BucketOrGroup] = [self.buckets.tensor_group(names, plan, defaultdict(TensorState))]
         else:
             waiting = self.buckets.of_step(xp, names, gradients, plan, under_way)
@@ -352,7 +355,7 @@ class Engine:
 
         Args:
             in_place, sums: the arguments that `step` will get.
-            agreed: function that returns whether this rank knows that all ranks make this step at the same levels, as
+            agreed: function that returns whether this rank knows that all ranks make this step with the same plan, as
                 for `Overlap.begin`.
         """
         if self.before_compress is not None or (self.memory is not None and self.memory.needs_all_gradients):
@@ -373,7 +376,7 @@ class Engine:
 def _forget_sent_residuals(
     xp: AllFunctions, buckets: Sequence[BucketOrGroup], sends_all: Callable[[str, Compressor], bool], found_inf: Array
 ) -> Callable[[], None] | None:
-    """Forgets residuals that were sent whole, by a lossless compressor or a cast without error feedback.
+    """Forgets residuals that were sent completely: by a lossless compressor, or by a cast without error feedback.
 
     On a device, the host does not know yet whether the step counts. So this function returns another function, which
     forgets the residuals if the step counts. Call it before the next step.

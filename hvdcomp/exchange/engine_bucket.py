@@ -62,14 +62,17 @@ class EngineBucket:
         key: two buckets with the same key are interchangeable.
         places: the place of each tensor in the bucket, by name.
         bucket: the part of the bucket that its compressors see.
-        on_device: whether the kernels run on a device. The host then waits for no result: `found_inf` and
-            `found_inf_after` are elements on the device, NaN or 0.
-        number: the number of the bucket among the buckets that may start early; None if it may not.
+        on_device: whether the kernels run on a device. If so, the host waits for no result: `found_inf` and
+            `found_inf_after` are elements on the device, which are NaN or 0.
+        number: the number of the bucket among the buckets that may start early; None if this bucket may not start
+            early.
         gathered: bytes that one rank gathers for this bucket; 0 if there is no limit.
-        given, arrays: the gradients of the step, as the caller gave them, and in row-major order; until `finish`.
+        given, arrays: the gradients of the step. In `given` they are as the caller gave them, and in `arrays` they are
+            in row-major order. Both are empty after `finish`.
         spans: the times of the work on the bucket in the step.
         found_inf_after: whether the results of the exchange contain an inf or NaN. It is known after the last request.
-        when_compressed: functions that `finish` of this step calls first, while x and the sent part of x exist.
+        when_compressed: functions that `finish` of this step calls first, because x and the sent part of x still exist
+            at that time.
         has_states: whether the bucket stores the method's arrays for all its tensors.
     """
 
@@ -98,7 +101,8 @@ class EngineBucket:
         self._numbers = numbers_of([number for _, _, number in tensors])
         self._set_aside: tuple[list[AnyArray], Sequence[int] | np.ndarray] | None = None
         self._wide: tuple[list[AnyArray], Sequence[int] | np.ndarray] | None = None
-        # The costs of the tensors, by the step number modulo the compressors' period.
+        # The costs of the tensors. They repeat after `period` steps, so they are stored by the step number modulo
+        # `period`.
         self._costs: dict[int, dict[str, Cost]] = {}
         self._wrap_state: Callable[[np.ndarray], Array]
         # Of the step.
@@ -118,7 +122,7 @@ class EngineBucket:
 
     @property
     def like(self) -> Array:
-        """An array where the gradients are, until `finish`."""
+        """An array on the device of the gradients. It does not exist after `finish`."""
         return self.arrays[0]
 
     # The step.
@@ -166,12 +170,12 @@ class EngineBucket:
         self._clock.leave(self.spans.encoding)
 
     def _run(self) -> Generator[Request, Any, bool | AnyArray]:
-        """The bucket form; then narrows results to 16 bits if gradients have 16 bits."""
+        """Runs the method's bucket form. If the gradients have 16 bits, it then casts the results to 16 bits."""
         bucket = self.bucket
         found_inf: bool | AnyArray = yield from bucket.compressors[0].aggregate_bucket(bucket)
         if not bucket.widens:
             return found_inf
-        if self.on_device:  # on the host, decoding has narrowed the results
+        if self.on_device:  # on the host, decoding has already cast the results
             found_inf = found_inf + bucket.call("narrow_results")
         rules = bucket.segments["sent_rule"]
         rules[rules != PRODUCT] = NOTHING
@@ -185,7 +189,7 @@ class EngineBucket:
             answers: the answer to the last request; empty at the start.
 
         Returns:
-            The request; empty at the end of the generator.
+            A list of one request; an empty list at the end of the generator.
         """
         try:
             asked = self._generator.send(answers[0] if answers else None)
@@ -198,7 +202,7 @@ class EngineBucket:
 
     @property
     def found_inf(self) -> bool | AnyArray:
-        """Whether x, or the part of x that is sent, holds an inf or NaN; known after the first `advance`."""
+        """Whether x, or the part of x that is sent, contains an inf or NaN. Read it after the first `advance`."""
         return self.bucket.found_inf
 
     def finish(self, found_inf: Array) -> dict[str, Array]:
@@ -215,13 +219,14 @@ class EngineBucket:
         # The bucket is used again in the next step, but should not keep these arrays in memory.
         self.arrays = self.given = self._results = self._sources = ()
         self._energies, self._sums, self.when_compressed = None, None, []
-        if self.on_device:  # new memory costs nothing on a device, but on the host the system clears it
+        if self.on_device:  # on a device, new memory takes no time; on the host, the system must clear it
             self._set_aside = self._wide = None
         self._clock.leave(self.spans.decoding)
         return results
 
     def forget_sent(self, sends_all: Callable[[str, Compressor], bool]) -> Callable[[], None] | None:
-        """After `finish`: a function that forgets residuals that the step sent whole; None if there are none.
+        """A function that forgets the residuals that the step sent completely; None if there are no such residuals.
+        Call this method after `finish`.
 
         Args:
             sends_all: function that returns whether a compressor sends a tensor completely, as in `Chooser`.
@@ -247,7 +252,7 @@ class EngineBucket:
             self._results, addresses = self._fresh_results()
         elif self._is_aside:
             if self._set_aside is None or self.on_device:
-                # Keep these arrays for later steps: `_fresh` uses their storage again only if they are deleted.
+                # These arrays are stored for later steps. As long as they exist, `_fresh` does not use their storage.
                 self._set_aside = self._fresh_arrays()
             addresses = self._set_aside[1]
         else:
@@ -312,21 +317,23 @@ class EngineBucket:
                 elements[:1] = np.nan
 
     def _adds(self) -> bool:
-        """Whether this step adds up gradients (or results, which then take the table's column `gradient`)."""
+        """Whether this step adds gradients or results to sums. If it adds results, this method writes their addresses
+        to the table's column `gradient`."""
         segments = self.bucket.segments
         if self._sums is not None and self._sums.of_results:
             segments["gradient"] = segments["narrowed" if self.bucket.widens else "result"]
         return self._sums is not None
 
     def _keep(self, found_inf: Array | None = None) -> None:
-        """Keeps the new residuals and the method's new state; on a device the state only if the step counts."""
+        """Keeps the new residuals and the method's new state. On a device, the new state is kept only if the step
+        counts."""
         if self.bucket.keeps:
             self._residuals.commit(self.bucket, self._numbers)
         self._keep_states(found_inf)
 
     @property
     def costs(self) -> Part:
-        """The cost of each tensor in the step, by name; after `finish`."""
+        """The cost of each tensor in the step, by name. Read it after `finish`."""
         step = self.bucket.context.step % self.bucket.compressors[0].period
         if step not in self._costs:
             costs = self._costs[step] = {}
@@ -359,7 +366,7 @@ class EngineBucket:
         return dict(zip(self.names, self.bucket.segments[self.bucket.x].tolist(), strict=True))
 
     def x(self, name: str) -> Array:
-        """x of a tensor; computes x, which does not change until it is compressed."""
+        """x of a tensor. This method computes x. Afterwards, x does not change until it is compressed."""
         self.make_x()
         place = self.places[name]
         if self.bucket.keeps:
@@ -383,18 +390,19 @@ class EngineBucket:
     # The method's states, from step to step.
 
     def _prepare_states(self) -> None:
-        """Copies the method's arrays to the bucket, fitted to its levels, unless it has them."""
+        """Copies the method's arrays to the bucket, unless the bucket already has them. The arrays are adapted to the
+        levels of the compressors."""
         if not self.has_states and self.bucket.compressors[0].keeps_state:
             states = [state for _, state, _ in self._tensors]
             self.bucket.states = prepared_states(self._xp, self.bucket, states, self.arrays)
 
     def _keep_states(self, found_inf: Array | None) -> None:
-        """Keeps the method's new arrays for the next step; they replace arrays of another method. On a device, the
-        arrays change only if the element `found_inf` is not NaN."""
+        """Keeps the method's new arrays for the next step. If a tensor still has arrays of another method, the new
+        arrays replace them. On a device, the arrays change only if the element `found_inf` is not NaN."""
         states, method = self.bucket.states, self.bucket.compressors[0]
         if states is not None:
             states.commit() if found_inf is None else states.settle(found_inf)
-        if self.has_states or method.lossless:  # a dense step keeps the warm start of the method it interrupts
+        if self.has_states or method.lossless:  # a lossless method does not replace the warm start of another method
             return
         like = self._xp.zeros((0,), like=self.arrays[0])
         self._wrap_state = _itself if self.on_device else functools.partial(self._xp.from_numpy, like=like)
@@ -415,7 +423,8 @@ class EngineBucket:
 def prepared_states(
     xp: AllFunctions, bucket: Bucket, states: Sequence[TensorState], arrays: Sequence[Array]
 ) -> BucketStates | None:
-    """The method's arrays of a bucket's tensors, fitted to the compressors' levels; None if the method keeps none.
+    """The method's arrays of a bucket's tensors, adapted to the compressors' levels; None if the method keeps no
+    arrays.
 
     Args:
         states: the states of the tensors before the step.

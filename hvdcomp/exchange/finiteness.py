@@ -24,7 +24,7 @@ def flag_of(answers: Sequence[bool | Array]) -> Array:
     """This rank's flag, float32 (1,): in NumPy if the host knows the answers, else an array of the framework.
 
     Args:
-        answers: for each part of the step, whether it found an inf or NaN, as returned by `Bucket.call`.
+        answers: for each bucket of the step, whether it has found an inf or NaN, as returned by `Bucket.call`.
     """
     total: Any = None
     for answer in answers:
@@ -36,11 +36,12 @@ def flag_of(answers: Sequence[bool | Array]) -> Array:
 
 
 def flag_with(xp: AllFunctions, flag: Array, answers: Sequence[bool | Array], like: Array) -> Array:
-    """The flag, plus the answers of the check after the exchange; an array of the framework on the device of `like`.
+    """Adds the answers of the check after the exchange to the combined flag. Returns the sum as an array of the
+    framework on the device of `like`.
 
     Args:
         flag: the combined flag of all ranks, an array of the framework or of NumPy.
-        answers: for each part of the step, whether its result contains an inf or NaN, as in `flag_of`.
+        answers: for each bucket of the step, whether its result contains an inf or NaN, as in `flag_of`.
     """
     total = of_framework(xp, flag, like)
     for answer in answers:
@@ -98,22 +99,23 @@ class InRoom:
 def with_flag(
     xp: AllFunctions, requests: Sequence[Request], flag: Array, like: Array
 ) -> tuple[list[Request], Callable[[list[Any]], Array]]:
-    """Adds the flag to requests without room for it, as one more request, the last.
+    """Adds the flag as one more request, after the last request. Use this if no request has room for the flag.
 
     Args:
         flag: the flag of this rank, as returned by `flag_of`.
         like: an array of the framework, on the device of the gradients.
 
     Returns:
-        The new requests, and a function that gets their answers. It removes the flags from the answers, so that the
-        answers are those of the old requests, and returns the combined flag of all ranks, float32 (1,).
+        The requests including the added request, and a function. The function gets the list of answers, removes the
+        answer to the added request, and returns the combined flag of all ranks, float32 (1,).
     """
     means = [
         request.array
         for request in requests
         if isinstance(request, AllReduce) and request.op == "mean" and request.group == "all"
     ]
-    if not (means and isinstance(means[0], np.ndarray)):  # fused with a mean in NumPy, the flag must be in NumPy
+    # If the flag is fused with a mean in NumPy, the flag must be in NumPy too.
+    if not (means and isinstance(means[0], np.ndarray)):
         flag = of_framework(xp, flag, like)
     if not means:
         return [*requests, AllGather((flag,), in_rows=True)], lambda answers: _sum_of(answers.pop())
@@ -123,14 +125,15 @@ def with_flag(
 
 
 def has_room(request: Request) -> TypeGuard[AllGather | AllReduce]:
-    """Whether the flag can be appended to the array of a request. The flag must reach all ranks, and not as a sum of
-    integers."""
+    """Whether the flag can be appended to the array of a request. The request must reach all ranks. An all-reduce must
+    be a mean, because sums may consist of integers, which cannot represent NaN."""
     if not isinstance(request, AllGather | AllReduce) or request.with_room is None or request.group != "all":
         return False
     return isinstance(request, AllGather) or request.op == "mean"
 
 
 def _sum_of(flags: Array) -> Array:
-    """The sum of all ranks' flags (ranks, 1), as of `flag_of`: an operation, however many ranks there are."""
+    """The sum of all ranks' flags, which are in an array of shape (ranks, 1). For any number of ranks, this is a single
+    operation."""
     total: Array = flags.sum(axis=0)
     return total

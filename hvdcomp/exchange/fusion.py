@@ -1,4 +1,4 @@
-"""Fusion: one collective carries many requests of a round.
+"""Fusion: one collective sends the arrays of several requests of a round.
 
 Requests are fused if they have the same kind, operation, element type, group of ranks and device. Their arrays are
 copied into one buffer:
@@ -6,9 +6,11 @@ copied into one buffer:
 - All-reduce: the arrays follow each other in one vector.
 - All-gather: the parts of all requests follow each other in a vector of bytes, with the largest element type first. So
   every part is aligned, without padding between parts.
-- All-to-all and reduce-scatter: the buffer has one row for each rank. Each row is filled in the same way.
+- All-to-all and reduce-scatter: the buffer has one row for each rank. In each row, the parts of all requests for this
+  rank follow each other.
 
-If a request is not fused with others, and has `with_room`, its own storage is sent without a copy.
+If a request is not fused with others, and has storage with room for a flag (`with_room`), this storage is sent without
+a copy.
 
 The requests of buckets on the host contain NumPy arrays, and so do the answers to them. A communicator always sends
 arrays of the framework.
@@ -32,16 +34,17 @@ from hvdcomp.exchange.ledger import Sent
 
 
 class _Collective(NamedTuple):
-    """A collective that carries requests.
+    """A collective that sends the arrays of one or more requests.
 
     Attributes:
-        members: the places of the requests in the round.
+        members: the indices of the requests in the round.
         requests: the requests.
-        inside: the array functions that fuse the requests. If all requests are in NumPy, NumPy fuses them: it needs a
-            tenth of the framework's time for a slice.
+        inside: the array functions that fuse the requests. If all requests are in NumPy, NumPy fuses them, because it
+            needs only a tenth of the framework's time to make a slice.
         part: the communicator of the ranks that take part.
         name: the name of the collective.
-        as_it_is: the storage of a single request with room, which is sent without a copy; else None.
+        as_it_is: if there is a single request, and it has room for a flag: its storage, which is sent without a copy.
+            None otherwise.
     """
 
     members: list[int]
@@ -108,8 +111,8 @@ class Round:
         self.sent = Sent(handed, in_node)
 
     def again(self, requests: Sequence[Request], like: Array, flag: AnyArray | None = None) -> bool:
-        """Starts the collectives again in a later step, if its requests are the same objects. Returns whether they are.
-        The other arguments are those of the first time."""
+        """Starts the collectives again in a later step, if its requests are the same objects as in this round. Returns
+        whether they are the same objects. All other arguments are as in the constructor."""
         if requests != self._asked:  # requests are equal only if they are the same objects
             return False
         if self._in_room is not None:
@@ -141,7 +144,8 @@ class Round:
         return answers
 
     def _with_flag(self, requests: Sequence[Request], flag: Array, like: Array) -> list[Request]:
-        """The requests with the flag: appended to the array of a request if one has room for it."""
+        """The requests, together with the flag. The flag is appended to the array of the first request that has room
+        for it. If no request has room, the flag becomes a request of its own."""
         for place, request in enumerate(requests):
             if has_room(request):
                 in_room = InRoom(request)
@@ -182,8 +186,8 @@ def _start(communicator: Communicator, request: Request, buffer: Array, name: st
 
 
 def _together(xp: AllFunctions, fused: Sequence[Any]) -> tuple[Array, list[list[int]] | None]:
-    """The buffer of a collective; and for an all-gather or an all-to-all the offsets of each request's parts, in bytes
-    from the beginning of a row, else None."""
+    """Fuses requests into one buffer. Returns the buffer, and the offset of each part of each request, in bytes from
+    the beginning of a row. For an all-reduce or a reduce-scatter, None is returned instead of offsets."""
     if isinstance(fused[0], AllReduce):
         return xp.concatenate([xp.flatten(request.array) for request in fused]), None
     if isinstance(fused[0], ReduceScatter):
@@ -192,7 +196,7 @@ def _together(xp: AllFunctions, fused: Sequence[Any]) -> tuple[Array, list[list[
 
 
 def _is_numpy(request: Request) -> bool:
-    return isinstance(request.arrays[0], (np.ndarray, np.generic))  # NumPy's sums of shape () are generic
+    return isinstance(request.arrays[0], (np.ndarray, np.generic))  # NumPy's sums of shape () have type np.generic
 
 
 def _of_framework(xp: AllFunctions, request: Request, like: Array) -> Request:
@@ -251,7 +255,8 @@ def _pack(xp: AllFunctions, fused: Sequence[AllGather | AllToAll]) -> tuple[Arra
         if gather.with_room is None:
             parts += [(number, place, part) for place, part in enumerate(gather.parts)]
             continue
-        # A payload with room has a multiple of eight bytes, and contains numbers of any size. So it comes first.
+        # Payloads with room come first. They may contain numbers of any size, and their lengths are multiples of eight
+        # bytes. So all numbers are aligned.
         offsets[number][0] = end
         end += gather.with_room.shape[0]
         pieces.append(gather.with_room)
@@ -263,7 +268,7 @@ def _pack(xp: AllFunctions, fused: Sequence[AllGather | AllToAll]) -> tuple[Arra
         offsets[number][place] = end
         end += piece.shape[-1]
         pieces.append(piece)
-    missing = -end % ROW_ALIGNMENT  # so that the parts of every row can be viewed in place
+    missing = -end % ROW_ALIGNMENT  # padding, so that the parts of every row can be viewed without a copy
     if missing:
         pieces.append(xp.zeros((rows, missing) if rows else (missing,), like=pieces[0]))
     return _joined(xp, pieces), offsets

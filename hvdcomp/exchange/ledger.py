@@ -1,7 +1,7 @@
 """The ledger: the bytes, floats and time of each step, and of each tensor over all steps.
 
-Bytes are the bytes that one rank passes to collectives, with indices, scales, padding and the engine's own flags. They
-are not the bytes that a ring then moves over each link.
+Bytes are the bytes that one rank passes to collectives, with indices, scales, padding and the engine's own flags. The
+bytes that a collective then moves over each link may be more or fewer, for example in a ring.
 
 Times are measured between marks on the gradients' device (`clock`). On an accelerator, a mark is an event. The ledger
 reads events only after they have passed, so no step waits for the device.
@@ -32,7 +32,8 @@ class Cost:
     Attributes:
         bytes_sent: bytes that this rank passed to collectives.
         dense_bytes: bytes of the same gradients uncompressed.
-        floats_sent: values sent, as 32-bit floats, without indices and padding: the papers' unit.
+        floats_sent: number of values that were sent, counted as 32-bit floats, without indices and padding. Papers use
+            this unit.
         encode_seconds: seconds of computation before and between the collectives; None while unknown.
         communicate_seconds: seconds of waiting for collectives. A tensor has a share of this time in proportion to its
             bytes.
@@ -82,7 +83,8 @@ def compression_factor(dense_bytes: float, bytes_sent: float, bytes_in_node: flo
     if there are no such bytes.
 
     Args:
-        dense_bytes, bytes_sent, bytes_in_node: as in `Cost`, of a step, a tensor or a run, or means of several.
+        dense_bytes, bytes_sent, bytes_in_node: as in `Cost`. The numbers may be those of a step, a tensor or a run, or
+            means of several such numbers.
 
     Example:
         >>> compression_factor(4000, 5050, 5000)
@@ -103,7 +105,8 @@ class Sent(NamedTuple):
 
 
 Part = Mapping[str, Cost]
-"""For tensors that are compressed together: the cost of each, by name, in bytes and floats. Do not change it."""
+"""The costs of tensors that are compressed together, by tensor name. They have bytes and floats, but no times. Do not
+change them."""
 
 
 @dataclass
@@ -112,8 +115,8 @@ class StepCost(Cost):
 
     Attributes:
         step: number of the step, from 0.
-        parts: the costs of tensors, in parts. A part is a bucket or a tensor group, and has times of its own. The
-            fields of the step itself do not follow from `parts`: add the costs with `add`.
+        parts: the costs of the tensors, with one mapping for each part. A part is a bucket or a tensor group, and has
+            times of its own. The other fields of the step are not computed from `parts`: add the costs with `add`.
         seconds: for each part, the seconds of encoding and of decoding; None while unknown.
     """
 
@@ -162,7 +165,8 @@ class Ledger:
         self.last: StepCost | None = None
         self.totals = Cost()
         self.steps = 0
-        # When the latest checkpoint was loaded: the cost and steps of this process, and those of the checkpoint.
+        # Four values from the time when the latest checkpoint was loaded: the cost and the number of steps of this
+        # process, and the cost and the number of steps in the checkpoint.
         self._continued = (Cost(), 0, Cost(), 0)
         self._tensors: dict[str, Cost] = {}
         self._unsettled: deque[Settle] = deque()
@@ -187,7 +191,7 @@ class Ledger:
 
     def of_this_process(self) -> tuple[Cost, int]:
         """The sum of the costs of all steps that this process made, and the number of these steps. Unlike `totals` and
-        `steps`, they are not reset when a checkpoint is loaded."""
+        `steps`, these two results are not reset when a checkpoint is loaded."""
         made, number, totals, steps = self._continued
         cost = self.totals.without(totals)
         cost.add(made)
@@ -227,8 +231,8 @@ class Ledger:
 
         Args:
             step: number of the step.
-            parts: the costs of the tensors, in parts.
-            sent: all bytes that this rank sent, also those that belong to no tensor.
+            parts: the costs of the tensors, with one mapping for each part.
+            sent: all bytes that this rank sent, including bytes that belong to no tensor.
         """
         same = self._same
         if same is None or tuple(parts) != same.parts:

@@ -1,4 +1,5 @@
-"""The place of this rank in its node and among nodes, and the rank of each node that owns an uncut tensor."""
+"""Finds the place of this rank in its node and among the nodes. If a tensor is not divided among the ranks of a node,
+one of these ranks owns the tensor. This module also finds the owner."""
 
 from __future__ import annotations
 
@@ -10,12 +11,13 @@ from hvdcomp.compressors.protocol import NodePlaces, Place, TensorInfo
 
 
 class FoundLevels:
-    """`Context.node_places` of a training. The places are found when a compressor first asks for them.
+    """`Context.node_places` of a training. The places are found when a compressor first reads them.
 
     Args:
         communicator: the communicator of all ranks.
-        tensors: all tensors of the training, by name. They are dealt to owners once, by their sizes. So a tensor keeps
-            its owner when the plan changes, even if the tensor is sent dense for some steps.
+        tensors: all tensors of the training, by name. Each tensor is assigned to an owner once, according to the sizes
+            of all tensors. So a tensor keeps its owner when the plan changes, even if the tensor is sent uncompressed
+            for some steps.
     """
 
     def __init__(self, communicator: Communicator, tensors: Mapping[str, TensorInfo]) -> None:
@@ -25,8 +27,8 @@ class FoundLevels:
         self._owners: dict[str, int] = {}
 
     def find(self) -> tuple[Place, Place]:
-        """The place of this rank in its node, and its place among the ranks with its local rank on all nodes. Waits for
-        all ranks the first time.
+        """The place of this rank in its node, and its place among the ranks that have the same local rank, one on each
+        node. The first call waits for all ranks.
 
         Raises:
             ConfigurationError: as in `Communicator.part`.

@@ -1,7 +1,7 @@
 """Overlap: a bucket starts as soon as its own gradients are ready, while the backward pass computes other gradients.
 
 To start a bucket means to encode it and to start its first collective. Nothing waits for a collective during the
-backward pass. The bucket decodes, and makes further rounds, when all gradients of the step are ready.
+backward pass. Further collectives of the bucket, and decoding, follow when all gradients of the step are ready.
 
 All ranks start the same buckets in the same order, because `Buckets` makes the buckets from the plan, and from the
 order in which gradients became ready on rank 0. But ranks may start a bucket at different times: one rank in a hook of
@@ -37,7 +37,7 @@ _MOST = np.iinfo(np.int32).max
 
 
 class _Expected(NamedTuple):
-    """The arguments of `Overlap.begin` for the present step, and the streams of the gradients so far."""
+    """The arguments of `Overlap.begin` for the present step, and the streams that have computed gradients so far."""
 
     context: Context
     in_place: bool
@@ -59,8 +59,8 @@ class Overlap:
     Attributes:
         started: the waves that have started early in this step.
         least_bytes: the argument, or the number that rank 0 chose; None after `review` has ended overlap.
-        from_rank_0: whether rank 0 chooses `least_bytes` before the first step, and broadcasts it with the order. Its
-            number must be at least `LEAST_BYTES`. The attribute has the same value on all ranks.
+        from_rank_0: whether rank 0 chooses `least_bytes` before the first step, and broadcasts it with the order. In
+            this case `least_bytes` must be at least `LEAST_BYTES`. `from_rank_0` has the same value on all ranks.
         era: number of the present order, chosen by rank 0; 0 while no order is known. The names of early collectives
             contain this number, because other trainings in the same process may run early collectives at the same time.
     """
@@ -84,14 +84,14 @@ class Overlap:
         self._buckets = buckets
         self._clock = clock
         self.least_bytes = least_bytes
-        self._early: Sequence[BucketOrGroup] = ()  # the order in which they start
+        self._early: Sequence[BucketOrGroup] = ()  # the buckets that may start early, in the order in which they start
         self._expected: _Expected
         self._places: dict[str, int] = {}
-        self._missing: list[int] = []  # for each of `_early`, how many gradients are not ready
+        self._missing: list[int] = []  # for each bucket of `_early`, the number of gradients that are not ready yet
         self._gradients: dict[str, Array] = {}
         self._streams: set[Any] = set()  # the streams on which early buckets of this step were started
-        # Since the present order is in use: steps; steps of this rank with buckets that could start early; and buckets
-        # that did.
+        # Three counts since the present order is in use: the steps, the steps in which this rank had buckets that could
+        # start early, and the buckets that this rank started early.
         self._steps = self._tries = self._starts = 0
         self._due = TRIES
 
@@ -104,7 +104,7 @@ class Overlap:
             plan: the compressor of each tensor in the step, by name.
             context: the context of the step.
             in_place, sums: the arguments that `Engine.step` will get.
-            agreed: function that returns whether this rank knows that all ranks make this step at the same levels. No
+            agreed: function that returns whether this rank knows that all ranks make this step with the same plan. No
                 bucket starts before this function returns True.
         """
         early = self._buckets.early(plan)
@@ -187,14 +187,15 @@ class Overlap:
     def new_wave(
         self, xp: AllFunctions, buckets: Sequence[BucketOrGroup], number: int | None, alone: bool = False, part: int = 0
     ) -> Wave:
-        """A wave of this step: either of one bucket that may start early, or of the buckets that may not.
+        """A wave of this step, which is a set of buckets that exchange their payloads together. A wave has either a
+        single bucket that may start early, or buckets that may not start early.
 
         Args:
             xp: the array functions of the gradients.
             buckets: the buckets of the wave.
             number: the number of the bucket that may start early; None for other buckets.
             alone: whether this rank does nothing else between two rounds, as in `Wave`.
-            part: number of the wave, if the other buckets need several waves.
+            part: number of the wave among the waves of buckets that may not start early, from 0.
         """
         name = "round" if number is None else f"order{self.era}.early{number}.round"
         if part:
@@ -238,12 +239,13 @@ class Overlap:
         decision.
 
         Overlap does not work if gradients are on several streams, or if ranks learn only after the backward pass that
-        all ranks make the step. Then each bucket is a wave of its own at the end of the step. Many waves take longer
-        than one wave, and nothing overlaps.
+        all ranks make the step. In these cases each bucket still has collectives of its own, but only at the end of the
+        step. They take longer than common collectives of all buckets, and nothing overlaps.
 
-        After `TRIES` steps, the ranks add up how often they started a bucket early. They wait for each other in this
-        step. If no rank has started one, overlap ends. But if on average a rank had buckets that could start in fewer
-        than `TRIES / 2` steps, the ranks decide later: when the number of steps has doubled.
+        After `TRIES` steps, the ranks add up how often they started a bucket early. In this step, the ranks wait for
+        each other. If no rank has started any bucket early, overlap ends. But the decision needs enough steps that had
+        buckets that could start early. If there were fewer than `TRIES / 2` such steps on average over the ranks, the
+        ranks decide later, when the number of steps has doubled.
 
         Args:
             gradients: the gradients of this rank by name, in the order in which they became ready.
@@ -281,7 +283,7 @@ class Overlap:
 
         Args:
             batches: the names of all gradients in the order in which they become ready. The gradients of a batch become
-                ready at once.
+                ready at the same time.
             least_bytes: least bytes of gradients in a bucket that starts early.
         """
         self._learnt = True

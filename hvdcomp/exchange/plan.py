@@ -44,7 +44,7 @@ class Planner(Chooser):
         Call it with the same plan on every rank, between the same two steps.
 
         Raises:
-            ValueError: if the plan lacks a tensor, or names others.
+            ValueError: if the plan lacks a tensor, or names an unknown tensor.
         """
         if set(plan) != set(self.tensors):
             raise ValueError(
@@ -70,7 +70,7 @@ class Planner(Chooser):
             self.set_plan(self.plan_for(NoCompression() if isinstance(level, str) else self.compressor.at_level(level)))
 
     def compress_by(self, compressor: Compressor | None, ignores_residuals: bool = False) -> None:
-        """From the next step on, compresses all tensors with another compressor than that of the plan.
+        """From the next step on, compresses all tensors with one compressor, instead of the compressors in the plan.
 
         Args:
             compressor: the compressor of all tensors in the next steps; None to use the plan again.
@@ -92,7 +92,7 @@ class Planner(Chooser):
 
     @property
     def digest(self) -> int:
-        """A hash of the present plan, of 48 bits."""
+        """A 48-bit hash of the present plan."""
         if self._digest is None:  # plans change rarely, but every step reads the digest
             text = "\n".join(f"{name} {compressor}" for name, compressor in self.plan.items())
             self._digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")

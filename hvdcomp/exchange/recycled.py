@@ -1,7 +1,8 @@
 """Memory for the results of steps. It is used again when all arrays in it are deleted.
 
-New memory takes more time than a copy into it, because the system clears each page when it is first written. Without
-this file, every step would need new memory for the results of the whole model, unless results overwrite gradients.
+New memory is slow: the system clears each page when the page is first written, and this takes more time than a copy
+into the page. Without this file, every step would need new memory for the results of the whole model, unless results
+overwrite gradients.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Flat storage: residuals and velocities of float32 tensors from step to step.
 
-Each tensor has two places. A step reads the residual in one place and writes x to the other. If the step counts, the
-two places swap roles: x without what was sent of it is the new residual. If it does not count, nothing has changed. On
-the host both places stay, because the system clears memory that is new to a process. On a device (`device_residuals`)
-the place that is not in use is freed after each step.
+Each tensor has two places. A step reads the residual in one place and writes x (the gradient plus the residual) to the
+other place. If the step counts, the two places swap roles: x minus the part that was sent is the new residual. If the
+step does not count, the old residual is unchanged. On the host, both places stay allocated, because new memory is slow:
+the system must clear it first. On a device (`device_residuals`), the place that is not in use is freed after each step.
 
-A residual is stored as x, with a rule that tells what was sent of x. The next step reads x anyway, and then subtracts
-what was sent. Any other reader of a residual has it subtracted first (`arrays`).
+A residual is stored as x, together with a rule that tells which part of x was sent. The next step reads x anyway, and
+then subtracts this part. All other readers call `arrays`, which first subtracts the part from the stored x.
 
-A residual that its memory rounds to 16 bits has a single place, which is written when the step is known to count. The
-place of x is then freed after each step, on the host too.
+A residual that its memory rounds to 16 bits has a single place, which is written when the step is known to count. For
+such a residual, the place of x is freed after each step, also on the host.
 """
 
 from __future__ import annotations
@@ -33,19 +33,23 @@ KNOWN_TO_KERNELS = (NoMemory, ErrorFeedback, MomentumCorrection)
 """The classes of memories that kernels support."""
 
 BUFFER, START, ADDRESS = range(3)
-"""What describes a place: the number of its buffer (0 if there is no place), its first element, and its address."""
+"""Indices of the three numbers that describe a place: the number of its buffer (0 if there is no place), its first
+element in the buffer, and its address."""
 
 OLD, NEW = range(2)
 """The roles of a tensor's two places: one contains the residual, and a step writes x to the other one."""
 
 Numbers: TypeAlias = slice | np.ndarray
-"""The numbers of a bucket's tensors in flat storage. NumPy is faster with a slice, so use `numbers_of`."""
+"""The numbers of a bucket's tensors in flat storage. Use `numbers_of`, which returns a slice if possible: NumPy is
+faster with a slice than with an array."""
 
 _KINDS = {"x": "float32", "velocity": "float32", "rounded": "int16"}
-"""The arrays that may be kept of a tensor, and their element types. A rounded residual is stored as its bits."""
+"""The kinds of arrays that may be kept for a tensor, and their element types. A rounded residual is stored as the bits
+of 16-bit floats."""
 
 _COLUMNS = ("x", "kept", "x"), ("velocity", "velocity", "next_velocity")
-"""For each kind of arrays, the columns of a table with the addresses of the old and of the new place."""
+"""For each kind of arrays: the name of the kind, and the two columns of a bucket's table that contain the addresses of
+the old and of the new place."""
 
 
 class FlatStorage:
@@ -57,8 +61,8 @@ class FlatStorage:
         alignment: each tensor begins at a multiple of this number of elements.
 
     Attributes:
-        keepers: for each tensor, the memory that made its arrays, (tensors,).
-        has_residual: for each tensor, whether any of its arrays is kept, (tensors,).
+        keepers: the memory that made the arrays of each tensor. The shape is (tensors,).
+        has_residual: whether the storage keeps any array for each tensor. The shape is (tensors,).
         released: how often a tensor's arrays were moved out of this storage.
         dropped: how often residuals were dropped.
     """
@@ -69,7 +73,8 @@ class FlatStorage:
         self._xp = xp
         self._buffers: dict[int, AnyArray] = {}
         self._numbers = itertools.count(1)  # gives each buffer a number
-        # By role, `BUFFER` to `ADDRESS`, and tensor. A rounded residual has only the place `OLD`.
+        # The places of each kind of arrays. The three axes are the role (`OLD` or `NEW`), the index (`BUFFER`, `START`
+        # or `ADDRESS`), and the tensor. A rounded residual has only the place `OLD`.
         self._places = {kind: np.zeros((2, 3, len(sizes)), np.int64) for kind in _KINDS}
         self.keepers = np.full(len(sizes), NoMemory(), object)
         self.has_residual = np.zeros(len(sizes), bool)
@@ -117,7 +122,7 @@ class FlatStorage:
                 self._part("velocity", number)[:] = velocity[0].reshape(-1)
 
     def scale(self, number: int, factor: float, momentum: bool) -> None:
-        """Multiplies the residual, and if `momentum` also the velocity."""
+        """Multiplies the residual by a factor. If `momentum` is True, the velocity is multiplied too."""
         arrays, keeper = self.arrays(number), self.keepers[number]
         for array in arrays[0 if momentum else -1 :]:
             with np.errstate(over="ignore"):
@@ -151,7 +156,8 @@ class FlatStorage:
             segments[new] = places[NEW, ADDRESS, numbers]
 
     def commit(self, bucket: Bucket, numbers: Numbers) -> None:
-        """Makes x the new residual, after a step that counts; on a device after every step."""
+        """Makes x the new residual. On the host, call this only after a step that counts. On a device, call this after
+        every step."""
         if bucket.memory.rounds_to:
             self._free_places(("x",), NEW, numbers)
         else:
@@ -165,7 +171,7 @@ class FlatStorage:
         """x of the present step, a vector."""
         return self._part("x", number, NEW)
 
-    # The part of x that was sent. A device stores its description for both places.
+    # Functions for the part of x that was sent. On a device, a description of this part is stored for both places.
 
     def _subtract_sent(self, x: AnyArray, number: int) -> None:
         """Subtracts from a stored x the part that was sent."""
@@ -208,7 +214,7 @@ class FlatStorage:
         places[ADDRESS, numbers] = self._address(buffer) + np.dtype(_KINDS[kind]).itemsize * starts
 
     def _free_places(self, kinds: Iterable[str], role: int, numbers: Numbers) -> None:
-        """Takes places from tensors, and frees the buffers that have no place left."""
+        """Removes the places of tensors, and frees the buffers that no longer contain any place."""
         for kind in kinds:
             buffers = self._places[kind][:, BUFFER]
             left = set(buffers[role, numbers].tolist()) - {0}
@@ -236,7 +242,7 @@ class Residuals(FlatStorage):
 
     def __init__(self, sizes: Sequence[int]) -> None:
         super().__init__(sizes, numpy_arrays, ALIGNMENT)
-        # What was sent of x, by column of the table.
+        # The description of the part of x that was sent, by column of the table.
         types = {"rule": np.int32, "above": np.float32, "below": np.float32, "product": FACTORS}
         self._sent = {name: np.zeros(len(sizes), dtype) for name, dtype in types.items()}
         self._factors = np.full(len(sizes), None, object)  # objects that own the storage to which products point
@@ -305,7 +311,7 @@ def kinds_of(memory: Memory) -> tuple[str, ...]:
 
 
 def _bits_of(xp: AllFunctions, x: AnyArray, dtype: str) -> AnyArray:
-    """The bits, int16, of a vector rounded to a type of 16 bits, as kernels round it."""
+    """Rounds a vector to a 16-bit float type in the same way as kernels do, and returns the bits as int16."""
     x = x.clip(-LARGEST[dtype], LARGEST[dtype])
     return xp.to_bfloat16_bits(x) if dtype == "bfloat16" else xp.bitcast(xp.astype(x, dtype), "int16")
 

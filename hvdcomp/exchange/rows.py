@@ -6,8 +6,9 @@ First, all ranks gather the ids of all rows. Then there are two ways to average 
 - Owners: each row is sent to one rank, its owner, which sends the mean to all ranks. The owner follows from the place
   of the row's id in the sorted ids of all ranks.
 
-In each step, the ids of all ranks tell which way brings fewer bytes to a rank, and all ranks use this way. Both ways
-give all ranks the same bits: rows are added up in the order of the ranks, in float32 or the table's wider type.
+In each step, each rank computes from the ids of all ranks in which of the two ways a rank receives fewer bytes. This
+result is the same on all ranks, so all ranks use the same way. Both ways give all ranks the same bits: rows are added
+up in the order of the ranks, in float32 or the table's wider type.
 """
 
 from __future__ import annotations
@@ -71,11 +72,13 @@ class RowMeans:
         ranks: the communicator of all ranks that take part.
         tables: the descriptions of the tables, by name; the same on every rank.
         wire: the element type in which rows and means are sent, as returned by `wire_name`; None for the element types
-            of the tables. With int8, the largest magnitude of each row is sent in float32. The rounding error is lost.
+            of the tables. With int8, each row is sent with a scale in float32. There is no error feedback for the
+            rounding error.
         host: an array of the framework on the host.
 
     Attributes:
-        ledger: the ledger, with the bytes of each step but no times. The dense bytes are those of the whole tables.
+        ledger: the ledger, with the bytes of each step but no times. Its `dense_bytes` are the bytes of the whole
+            tables.
 
     Raises:
         RankMismatchError: on every rank, if the arguments differ between ranks.
@@ -92,7 +95,7 @@ class RowMeans:
         self._host = host
         self._wires = [_Wire(wire or table.dtype, table.columns) for table in tables.values()]
         self._id_wires = [_IdWire.of(table.rows) for table in tables.values()]
-        self._sent = 0  # bytes, in this step
+        self._sent = 0  # bytes that this rank sent in this step
         self._rows = np.zeros(len(tables), np.int64)  # number of rows of each table that this rank sent in this step
         self.ledger = Ledger()
 
@@ -163,16 +166,16 @@ class RowMeans:
         ranks: Communicator,
         name: str,
     ) -> Callable[[], list[Rows]]:
-        """Starts to average rows as `start_known` does, but each rank gets only the means that it takes.
+        """Starts to average rows as `start_known` does, but each rank gets only the means of the rows that it needs.
 
         Args:
-            taken: for each table, which rank takes which ids: bool (ranks, ids). The ids are the sorted ids of all
-                ranks.
+            taken: for each table, a boolean array of shape (ranks, ids) that tells which rank needs which ids. The ids
+                are the sorted ids of all ranks.
         """
         size, rank = ranks.world_size, ranks.rank
         unions, places = _united(by_rank)
         takers = [[mask[:, at] for at in of_table] for mask, of_table in zip(taken, places, strict=True)]
-        lengths = np.zeros((size, size), np.int64)  # bytes from each rank to each
+        lengths = np.zeros((size, size), np.int64)  # number of bytes from each rank to each rank
         for wire, of_table in zip(self._wires, takers, strict=True):
             lengths += wire.row_bytes * np.array([mask.sum(1).tolist() for mask in of_table], np.int64)
         part = int(lengths.max())
@@ -222,7 +225,7 @@ class RowMeans:
         self._sent, self._rows = 0, np.zeros_like(self._rows)
 
     def _as_rows(self, unions: Sequence[AnyArray], means: Sequence[AnyArray]) -> list[Rows]:
-        """Mean rows and their ids, cast to int64 and to the element types of the tables."""
+        """The mean rows, cast to the element types of the tables, with their ids, cast to int64."""
         xp = arrays_for(means[0])
         return [
             Rows(xp.astype(union, "int64"), xp.astype(mean, table.dtype))
@@ -287,7 +290,8 @@ class RowMeans:
         for of_table, at, length in zip(zip(*by_rank, strict=True), places, lengths, strict=True):
             total = xp.zeros((length, of_table[0].shape[1]), of_table[0])
             for rows, where in zip(of_table, at, strict=True):
-                total = xp.add_at(total, where, rows)  # no id occurs twice on a rank, so sums follow the order of ranks
+                # No id occurs twice on a rank, so each sum is made in the order of the ranks.
+                total = xp.add_at(total, where, rows)
             means.append(total / self._ranks.world_size)
         return self._encoded(means)
 
@@ -299,7 +303,7 @@ class RowMeans:
 
         Args:
             parts: the bytes of this rank.
-            length: number of bytes of the rank that has most bytes. All other ranks append zeros.
+            length: the largest number of bytes of any rank. Ranks with fewer bytes append zeros.
             ranks: the communicator of the ranks that take part.
             name: the name of the collective.
         """
@@ -311,7 +315,7 @@ class RowMeans:
         return lambda: ranks.wait(handle)
 
     def _most_bytes(self, places: Sequence[Sequence[AnyArray]]) -> int:
-        """The number of bytes of the rows of the rank that has most bytes."""
+        """The number of bytes of a rank's rows, as the maximum over all ranks."""
         return max(self._bytes(map(len, of_rank)) for of_rank in zip(*places, strict=True))
 
     def _bytes(self, lengths: Iterable[int]) -> int:
@@ -328,15 +332,15 @@ class RowMeans:
 
 
 class _IdWire(NamedTuple):
-    """How ids of a table are sent: in the type `dtype`, after `less` was subtracted. So the ids of a table with at most
-    65,536 rows fit into 16 bits."""
+    """The encoding of a table's ids: `less` is subtracted from each id, and the result is sent in the type `dtype`. So
+    the ids of a table with at most 65,536 rows fit into 16 bits."""
 
     dtype: str
     less: int
 
     @classmethod
     def of(cls, rows: int) -> _IdWire:
-        """How ids are sent of a table with this number of rows."""
+        """The encoding of the ids of a table with this number of rows."""
         if rows <= 2**16:
             return cls("int16", 2**15)
         return cls("int32" if rows <= 2**31 else "int64", 0)
@@ -349,7 +353,7 @@ class _IdWire(NamedTuple):
 
 
 class _Wire(NamedTuple):
-    """How rows are encoded as bytes, if they have this number of columns."""
+    """The encoding of rows as bytes. `columns` is the number of elements of a row."""
 
     dtype: str
     columns: int
@@ -359,7 +363,7 @@ class _Wire(NamedTuple):
         return _SCALE_BYTES + self.columns if self.dtype == _INT8 else FLOATING[self.dtype] * self.columns
 
     def encoded(self, rows: AnyArray) -> AnyArray:
-        """The rows as bytes: first the scales of all rows, and then all numbers."""
+        """The rows as bytes. With int8, the scales of all rows come first, and then the numbers of all rows."""
         xp = arrays_for(rows)
         if self.dtype != _INT8:
             return xp.as_bytes(xp.astype(rows, self.dtype))
@@ -395,7 +399,7 @@ def _united(by_rank: Sequence[Sequence[AnyArray]]) -> tuple[list[AnyArray], list
 
 
 def _packed(parts: Sequence[AnyArray], length: int | None = None) -> AnyArray:
-    """Vectors of bytes end to end, with zeros up to a length."""
+    """Joins vectors of bytes into one vector, and appends zeros up to a length."""
     xp = arrays_for(parts[0])
     missing = 0 if length is None else length - sum(map(len, parts))
     return xp.concatenate([*parts, xp.zeros((missing,), parts[0])])

@@ -1,14 +1,14 @@
 """Reduce-scatter for sharded training (FSDP): exact within a node, compressed between nodes.
 
 1. Within a node, a reduce-scatter in float32 adds up the gradients. If the node has n ranks, each rank gets one n-th of
-   the sum: the rows for the ranks that have its local rank, one on each node.
-2. These ranks quantize and exchange the rows. Each rank adds up its own row in float32.
+   the sum. This part has one row for each node: the row of the rank with the same local rank on this node.
+2. The ranks with the same local rank quantize these rows and exchange them. Each rank adds up its own row in float32.
 
 Error feedback keeps only the part that this rank quantized. So the residual has less than one n-th of the gradient's
 elements.
 
-The two levels are those of SDP4Bit (Jia et al. 2024, arXiv:2410.15526), without its first rounding. The error feedback
-is that of LoCo (Xie et al. 2024, arXiv:2407.04480), without its average over steps.
+The two stages follow SDP4Bit (Jia et al. 2024, arXiv:2410.15526), but without SDP4Bit's rounding within the node. The
+error feedback follows LoCo (Xie et al. 2024, arXiv:2407.04480), but without LoCo's average over steps.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ State = tuple[AnyArray, ...]
 
 
 def averages_vectors(method: Compressor) -> bool:
-    """Whether a `ShardReducer` can use a method: it is lossless, or quantizes vectors."""
+    """Whether a `ShardReducer` can use a method. The method must be lossless or quantize vectors."""
     return method.lossless or (isinstance(method, Gathering) and not method.of_matrices)
 
 
@@ -51,15 +51,16 @@ class ShardReducer:
         communicator: the communicator of all ranks. The constructor exchanges the ranks' places in nodes, so all ranks
             must call it at the same point.
         compressor: the compressor: a `Gathering`, or a lossless compressor.
-        memory: the memory of the flat gradients. With None, it is the compressor's default memory if a node has several
-            ranks, and no memory if a node has one rank: the residual would then be as large as the whole gradient.
+        memory: the memory of the flat gradients. If None is given and a node has several ranks, the compressor's
+            default memory is used. If None is given and a node has one rank, no memory is used, because the residual
+            would be as large as the whole gradient.
         seed: seed of all random choices; the same on all ranks.
         min_numel: flat gradients with fewer elements are not compressed.
         ledger: the ledger that records the costs of steps.
         like: an empty array of the framework, on the device where collectives run.
 
     Attributes:
-        levels: the numbers of this rank in its node, and of its node.
+        levels: the number of this rank in its node, and the number of its node.
         order: the ranks, sorted by their place in the node, and then by the node.
         memory: the memory in use.
         plan: the compressor of each flat gradient that was reduced so far, by name.
@@ -117,7 +118,8 @@ class ShardReducer:
     def reduce(self, name: str, rows: AnyArray, dense_bytes: int) -> AnyArray:
         """This rank's row of the mean over all ranks, float32 (length,).
 
-        If the gradient of any rank holds an inf or NaN, the row of at least one rank does too. Residuals stay finite.
+        If the gradient of any rank contains an inf or NaN, the row of at least one rank contains one too. Residuals
+        stay finite.
 
         Args:
             name: name of the flat gradient.
@@ -167,7 +169,8 @@ class ShardReducer:
         assert isinstance(method, Gathering)
         length = rows.shape[1]
         known = method.has_bucket_form and type(memory) in KNOWN_TO_KERNELS
-        # In a step, residuals are float32. But kernels on a device would read a residual with `rounds_to` as 16 bits.
+        # In a step, residuals are float32. But if the memory has `rounds_to`, kernels on a device would read the
+        # residual as 16-bit floats.
         serves = known and memory.rounds_to is None and cuda.takes(method, length)
         placed = cuda.placed([rows]) if serves else None
         hosted = xp.hosted([rows]) if known and self._kernels and placed is None else None
@@ -188,7 +191,7 @@ class ShardReducer:
         ((gradient,), _) = hosted
         row = yield from across(compiled.reduce_scatter(xp.to_numpy(gradient), residual, shard), rows.shape[0])
         if residual is not None:
-            # Rounds the residual if the memory does.
+            # If the memory rounds residuals, `prepare` rounds this residual.
             state = memory.prepare(xp, rows[1:], (xp.from_numpy(residual, like=rows),))
         return xp.from_numpy(row, like=rows), state
 

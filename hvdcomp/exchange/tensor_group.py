@@ -43,7 +43,7 @@ class Member(NamedTuple):
 
 
 class TensorGroup:
-    """Tensors that no kernel compresses. The engine calls the same functions as of an `EngineBucket`.
+    """Tensors that no kernel compresses. The engine calls the same methods of a tensor group and of an `EngineBucket`.
 
     Args:
         members: the tensors of the tensor group, at least one.
@@ -53,7 +53,7 @@ class TensorGroup:
         addresses: always empty, because no kernel reads x.
     """
 
-    on_device = False  # even if gradients are: array functions may wait for the device
+    on_device = False  # even if the gradients are on a device, because array functions may wait for the device
     keeps_x = True
     addresses: Mapping[str, int] = MappingProxyType({})
 
@@ -77,7 +77,7 @@ class TensorGroup:
 
     @property
     def like(self) -> Array:
-        """An array where the gradients are, until `finish`."""
+        """An array on the device of the gradients. It does not exist after `finish`."""
         return self._tensors[self.names[0]].gradient
 
     # The step.
@@ -122,8 +122,8 @@ class TensorGroup:
 
     @property
     def found_inf(self) -> bool | Array:
-        """Whether x, or the part of x that is sent, holds an inf or NaN, as an argument of `flag_of`; known after the
-        first `advance`.
+        """Whether x, or the part of x that is sent, contains an inf or NaN. The result is an argument for `flag_of`.
+        Read it after the first `advance`.
 
         It is not enough to check the gradient. The sum of gradient and residual may overflow, and residuals must stay
         finite.
@@ -133,7 +133,7 @@ class TensorGroup:
 
     @property
     def found_inf_after(self) -> bool | Array:
-        """Whether the results or the methods' new states hold an inf or NaN; the same on all ranks.
+        """Whether the results or the methods' new states contain an inf or NaN. The answer is the same on all ranks.
 
         Sums in a method, or over the ranks, may overflow even if all their terms are finite.
         """
@@ -177,7 +177,7 @@ class TensorGroup:
 
         def forget() -> None:
             for state, memory in sent:
-                if state.memory is memory:  # otherwise the memory was replaced in the meantime
+                if state.memory is memory:  # otherwise the residual was replaced in the meantime
                     state.memory = ()
 
         return forget if sent else None
@@ -230,7 +230,8 @@ class _TensorExchange:
             x = xp.astype(x, wide_dtype(self._dtype))
         if factor is not None:
             x = x * xp.astype(enter(factor), xp.dtype_name(x))
-        # The memory's arrays, and below the method's arrays. They are kept if the step does not count.
+        # The memory's arrays before the step. They are kept if the step does not count. In the same way,
+        # `_state_before` below has the method's arrays before the step.
         self._kept_before = memory.prepare(xp, x, tuple(map(enter, member.state.memory)))
         self._x, self._compensated = memory.compensate(xp, x, self._kept_before)
         self.cost = Cost(dense_bytes=part_bytes(xp, self._gradient), floats_sent=member.floats)
@@ -274,7 +275,8 @@ class _TensorExchange:
             self._asked = request = self._generator.send(answer)
         except StopIteration as stop:
             self._outcome = outcome = stop.value
-            # Memories may change x in place, and users may change the mean.
+            # The mean must not share storage with x or the new state: memories may change x in place, and users may
+            # change the mean.
             mean = checked.without_sharing(outcome.mean, (self._compressed, *outcome.state))
             self._mean = self._inside.xp.like_original(mean, self._gradient)
             return None
@@ -314,7 +316,7 @@ class _TensorExchange:
         kept = memory.update(xp, x, sent, self._compensated)
         state.memory = self._select(found_inf, kept, self._kept_before)
         state.keeper = memory
-        if not self.member.compressor.lossless:  # a dense step keeps the warm start of the method it interrupts
+        if not self.member.compressor.lossless:  # a lossless method does not replace the warm start of another method
             state.method = self.member.compressor.name
             state.compressor = self._select(found_inf, new_state, self._state_before)
 
@@ -348,7 +350,7 @@ class _TensorExchange:
 
 
 def _found_inf(xp: AllFunctions, arrays: Sequence[Array]) -> bool | Array:
-    """Whether arrays of the framework or of NumPy hold an inf or NaN, as an argument of `flag_of`."""
+    """Whether arrays of the framework or of NumPy contain an inf or NaN. The result is an argument for `flag_of`."""
     in_numpy = [array for array in arrays if isinstance(array, np.ndarray | np.generic)]
     others = [array for array in arrays if not isinstance(array, np.ndarray | np.generic)]
     found = bool(in_numpy) and bool(numpy_arrays.found_inf(in_numpy)[0] != 0)

@@ -144,11 +144,13 @@ class TensorState:
             self._residuals, self._number, self._arrays = residuals, number, ()
 
     def memory_for(self, memory: Memory) -> Memory:
-        """The memory of the next step: the given one, unless a residual of another memory must still be sent."""
+        """The memory to use in the next step. This is the argument `memory`, unless a residual that another memory made
+        must still be sent."""
         return self.keeper if self.has_residual and type(memory) is not type(self.keeper) else memory
 
     def kept_for(self, compressor: Compressor) -> tuple[Array, ...]:
-        """The method's arrays, if this compressor has the same method; else none."""
+        """The arrays that a compressor needs from earlier steps. The result is empty if another method last compressed
+        the tensor."""
         return self.compressor if self.method == compressor.name else ()
 
     def prepare(self, xp: AllFunctions, x: Array, compressor: Compressor, context: Context) -> tuple[Array, ...]:
@@ -168,7 +170,7 @@ class TensorState:
         return prepared
 
     def scale_residual(self, factor: float, momentum: bool) -> None:
-        """Multiplies the residual by a factor, and if `momentum` also the memory's momentum."""
+        """Multiplies the residual by a factor. If `momentum` is True, the memory's momentum is multiplied too."""
         if self._residuals is not None:
             self._residuals.scale(self._number, factor, momentum)
             return

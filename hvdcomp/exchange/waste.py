@@ -1,4 +1,4 @@
-"""Warns once if compression sends more bytes than it saves, or if no tensor is compressed."""
+"""Warns once if compression makes payloads larger instead of smaller, or if no tensor is compressed."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from hvdcomp.compressors.choice import Plan
 from hvdcomp.errors import listed, warn_alone
 from hvdcomp.exchange.engine import Engine
 
-_NOTICEABLE = 0.01  # fraction of the uncompressed bytes of all tensors; a few small tensors need less
+_NOTICEABLE = 0.01  # a difference is noticeable if it exceeds this fraction of the uncompressed bytes of all tensors
 
 
 class WasteWarning:
     """Warns once on rank 0, if a plan has one of these faults:
 
-    - Some tensors need more bytes than uncompressed, and the difference is noticeable.
-    - All tensors together need more bytes than uncompressed.
+    - Some tensors need more bytes than without compression, and the difference is noticeable.
+    - All tensors together need more bytes than without compression.
     - No tensor is compressed.
 
-    Bytes are those that one rank sends. If payloads are gathered, the bytes that a rank receives also grow with the
-    number of ranks, but this is not counted.
+    Only the bytes that one rank sends are counted. If payloads are gathered, the bytes that a rank receives also grow
+    with the number of ranks, but received bytes are not counted.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -59,7 +59,8 @@ def what_is_not_compressed(engine: Engine, plan: Plan) -> str | None:
 
 
 def what_is_wasted(engine: Engine, plan: Plan) -> str | None:
-    """A warning that names the tensors that need more bytes than uncompressed; None if the difference is small."""
+    """A warning that names the tensors that need more bytes than without compression; None if the difference is
+    small."""
     dense = NoCompression()
     total = everything = more = less = 0
     larger = []

@@ -29,7 +29,7 @@ class Wave:
         clock: the clock of the engine.
         name: beginning of the names of the wave's collectives. Two waves that run at the same time need different
             names.
-        buckets: the buckets and tensor groups of the wave, at least one. `open` was called on each.
+        buckets: the buckets and tensor groups of the wave, at least one. The engine has called `open` of each bucket.
         alone: whether this rank does nothing else between two rounds.
 
     Attributes:
@@ -53,17 +53,17 @@ class Wave:
         self.name = name
         self.buckets = buckets
         self.alone = alone
-        self._waiting: list[tuple[BucketOrGroup, int]] = []  # buckets, and how many requests each has made
+        self._waiting: list[tuple[BucketOrGroup, int]] = []  # buckets, each with its number of requests in this round
         self._round: Round | None = None
         self._fixed: dict[int, Round] = {}  # rounds that later steps start again, by their numbers
         self._number = 0  # number of the present round
-        self._flag: AnyArray = None  # set while the first round runs
+        self._flag: AnyArray = None  # this rank's flag; after the first round, the combined flag of all ranks
         self.has_started = False
         self.rounds: list[Span] = []
         self.sent: list[Sent] = []
 
     def begin(self) -> None:
-        """Begins a step. A wave is used again as long as there are the same buckets."""
+        """Begins a step. Later steps use the same wave again, as long as they have the same buckets."""
         self.has_started, self._number, self.rounds, self.sent = False, 0, [], []
 
     def start(self) -> None:
@@ -92,8 +92,8 @@ class Wave:
         return self._round is not None
 
     def found_inf(self) -> Array:
-        """After the last round: one element, NaN if any rank sent or received an inf or NaN, else 0. Call it once."""
-        flag, self._flag = self._flag, None  # it may be a part of an answer, which should not stay in memory
+        """One element: NaN if any rank sent or received an inf or NaN, else 0. Call this once, after the last round."""
+        flag, self._flag = self._flag, None  # the flag may be a view of an answer, which should not stay in memory
         return flag_with(self.xp, flag, [bucket.found_inf_after for bucket in self.buckets], self.buckets[0].like)
 
     @property
@@ -127,8 +127,8 @@ class Wave:
 
 
 def run_to_the_end(waves: Sequence[Wave]) -> None:
-    """Makes all rounds of several waves: first of the waves that have started, whose collectives run at the same time,
-    and then of the other waves, one after the other."""
+    """Makes all rounds of several waves. First, the collectives of all waves that have started run at the same time.
+    Then the other waves run one after the other."""
     waiting = deque([wave for wave in waves if wave.has_started])
     while waiting:
         wave = waiting.popleft()

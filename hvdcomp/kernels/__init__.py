@@ -208,7 +208,7 @@ def _loaded() -> _Loaded:
 def _load(path: Path) -> _Loaded:
     """Loads a shared object twice, once for calls that release the interpreter's lock and once for calls that keep it.
     The object must have been built from these sources."""
-    from hvdcomp.kernels import build  # imported here, because it is also a program
+    from hvdcomp.kernels import build  # imported here, because `python -m` also runs this module as a program
 
     if not path.is_file():
         reason = path.with_name(build.FAILURE)

@@ -1,6 +1,6 @@
 """The description of a bucket for kernels: a table of its tensors and of the threads' tasks.
 
-The fields and numbers, and their order, are those of `src/bucket.h` and `src/sparse.h`.
+The fields and numbers in this file, and their order, are the same as in `src/bucket.h` and `src/sparse.h`.
 `tests/kernels/test_kernels_build.py` checks that they are equal.
 """
 
@@ -111,21 +111,22 @@ class SparseStruct(ctypes.Structure):
 
 
 FOUR_MEANS, IN_HALF, IN_FLOAT, IN_SIGN = range(4)
-"""The numbers that stand for the encodings of the values that chunked top-k sends, in kernels."""
+"""The encodings of the values that chunked top-k sends. Kernels get the encoding as one of these numbers."""
 
 CODE_BITS = {FOUR_MEANS: 2, IN_SIGN: 1}
-"""Number of bits that encode a value: for `FOUR_MEANS` the number of its mean, and for `IN_SIGN` its sign."""
+"""Number of bits that encode a value. With `FOUR_MEANS`, the bits are the number of a mean. With `IN_SIGN`, the bit is
+the sign of the value."""
 
 CHUNK_PIECE = 1 << 16
 """Largest number of elements in a task of chunked top-k, and in a chunk. A task consists of whole chunks."""
 
 _NONE = np.zeros(0, np.float32)
-_PIECE = 1 << 16  # elements of a task; a multiple of HVD_BLOCK
+_PIECE = 1 << 16  # number of elements of a task; a multiple of HVD_BLOCK
 
 
 def product(factors: np.ndarray, size: int) -> np.ndarray:
-    """The matrix P Q' as a vector. The bits are the same as those from the kernels, because both add one column after
-    the other.
+    """The matrix P Q' as a vector. The bits are the same as in the kernels, because this function and the kernels add
+    the products of the columns in the same order.
 
     Args:
         factors: a record of type `FACTORS`.
@@ -166,8 +167,8 @@ class Table:
         piece: the number of elements of a task.
 
     Attributes:
-        segments: `SEGMENT` (tensors,), in storage that kernels read.
-        tasks: `TASK` (pieces,).
+        segments: an array with a record `SEGMENT` for each tensor. Kernels read its storage.
+        tasks: an array with a record `TASK` for each piece.
         elements: number of elements of all tensors.
         bucket: the C structure, with settings such as `factor`.
         address: address of the C structure, the kernels' argument.

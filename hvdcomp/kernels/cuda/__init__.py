@@ -51,8 +51,8 @@ METHODS = {
 """The methods for which this folder has all kernels."""
 
 MOST_ELEMENTS = 2**31 - 2**16
-"""The largest number of elements of a tensor. Kernels use 32-bit element numbers, and these may run past the last
-element by up to one block of a sparse payload (`sparse_decode.COUNTED`)."""
+"""The largest number of elements of a tensor. Kernels use 32-bit integers as indices of elements. These indices may
+exceed the size of the tensor by up to one block of a sparse payload (`sparse_decode.COUNTED`)."""
 
 _COMPILED_AHEAD = "HVDCOMP_TRITON_CACHE"
 _OLDEST = 3, 6  # the oldest version of Triton that works
@@ -128,8 +128,8 @@ def compiled_ahead() -> str:
 
 
 def described() -> str:
-    """A text that names the kernels for gradients on CUDA devices. The text must be the same on all ranks; if it
-    differs, so do the formats of payloads."""
+    """A text that names the kernels for gradients on CUDA devices. The text must be the same on all ranks, because
+    ranks with different kernels may send payloads in different formats."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return "no CUDA"
@@ -191,7 +191,7 @@ def placed(arrays: Sequence[Any], dtype: str = "float32") -> tuple[Sequence[Any]
     first = arrays[0]
     if not hasattr(first, "is_cuda") or not serves(first) or str(first.dtype) != f"torch.{dtype}":
         return None
-    # Methods of the class, for `map`: this takes a third of the time of a loop over the tensors of a step.
+    # `map` with methods of the class takes a third of the time of a loop over the tensors.
     of = type(first)
     if len({x.dtype for x in arrays}) > 1 or len(set(map(of.get_device, arrays))) > 1:
         return None
@@ -205,8 +205,8 @@ def split_like(arrays: Sequence[Any], wide: bool = False) -> tuple[list[Any], li
     All arrays share one storage. Each array begins at a multiple of `_ALIGNMENT` elements.
 
     Args:
-        arrays: PyTorch arrays. The new arrays get their shapes, device and element type.
-        wide: whether the new arrays are float32 instead.
+        arrays: PyTorch arrays. The new arrays get the shapes, the device and the element type of these arrays.
+        wide: whether the element type of the new arrays is float32 instead.
     """
     sizes = [x.numel() for x in arrays]
     padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]

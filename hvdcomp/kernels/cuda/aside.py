@@ -30,13 +30,14 @@ class Aside:
     torch.distributed with NCCL does the same. Therefore a collective waits for encoding, but not for the side stream.
 
     Memory that the two streams share:
-    - x, and the velocity if it is masked: the side stream writes them. The next call of the bucket on main joins before
-      it reads them. Code that reads residuals or frees memory between steps runs after `settle`, which is a call on
-      main. If the collective fails, `settle` does not run. The memory that contains x is then not freed, and x is kept
-      for the next attempt.
-    - The payload: the side stream and the collective read it. The next step joins before it writes to the payload.
+    - x, and the velocity if it is masked: the side stream writes them. The next call of the bucket on main calls `join`
+      before it reads them. Code that reads residuals or frees memory between steps runs after `settle`, which is a call
+      on main. If the collective fails, `settle` does not run. The memory that contains x is then not freed, and x is
+      kept for the next attempt.
+    - The payload: the side stream and the collective read it. The next step calls `join` before it writes to the
+      payload.
     - The table on the device: a call may replace it. Therefore the arguments of a launch are kept alive until main has
-      joined. When main's allocator reuses their memory after that, the side stream no longer needs it.
+      called `join`. After that, the side stream no longer needs their memory, and main's allocator may reuse it.
     - Memory that calls share (`scratch`), and flags: kernels on the side stream do not use them.
     """
 

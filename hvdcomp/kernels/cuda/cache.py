@@ -12,7 +12,7 @@ from triton.runtime.cache import FileCacheManager
 
 from hvdcomp.kernels.cuda import compiled_ahead
 
-_folders_in_process: dict[str, str] = {}  # by key, folders for kernels if Triton's own folder is not writable
+_folders_in_process: dict[str, str] = {}  # the folder of each key; used if Triton's own folder is not writable
 
 
 class OverlaidCache(FileCacheManager):
@@ -28,7 +28,7 @@ class OverlaidCache(FileCacheManager):
         self._compiled_ahead = None if override or dump else Path(compiled_ahead()) / key
         try:
             super().__init__(key, override=override, dump=dump)
-        except OSError:  # no folder: this matters only if a kernel must be written (`put`)
+        except OSError:  # Triton has no folder; this matters only if a kernel must be written (`put`)
             if self._compiled_ahead is None:
                 raise
         if self._compiled_ahead is not None and key in _folders_in_process:
@@ -38,7 +38,7 @@ class OverlaidCache(FileCacheManager):
         """Writes a file, and returns its path."""
         try:
             return super().put(data, filename, binary)
-        except OSError:  # no folder, no permission to write, or no space
+        except OSError:  # Triton has no folder, no permission to write, or no space
             if self._compiled_ahead is None:
                 raise
             self._use(_folders_in_process.setdefault(self.key, os.path.join(_folder_of_process().name, self.key)))

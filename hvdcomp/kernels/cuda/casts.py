@@ -1,4 +1,5 @@
-"""Half precision and bfloat16. In the payload, the 16-bit numbers of each tensor begin at number `values`."""
+"""Half precision and bfloat16. In the payload, the 16-bit numbers of a tensor begin at the index that is in the
+tensor's field `values`."""
 
 from hvdcomp.kernels import limits
 from hvdcomp.kernels.cuda.language import tl, triton

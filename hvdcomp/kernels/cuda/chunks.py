@@ -1,11 +1,11 @@
 """Encodes the largest elements of each chunk, and decodes their mean over the ranks. A chunk is a run of neighboring
 elements.
 
-A full chunk sends `sent_of_chunk` elements, and a tensor sends `count` elements. `src/isa_sparse_chunked.c` describes
-the payload. Before the values and places of all tensors are packed, they are in two arrays. The field `found` of a
-tensor is the index at which its part of these arrays begins. Depending on the kernel, a program works on a run of
-chunks (a single chunk, unless chunks are short), on the means of one tensor, on a part of a tensor's values, or on a
-group of codes that are packed together.
+`sent_of_chunk` elements of each full chunk are sent, and `count` elements of each tensor. `src/isa_sparse_chunked.c`
+describes the payload. Two arrays contain the values and the places of the sent elements of all tensors before they are
+packed. The field `found` of a tensor is the index at which its part of these arrays begins. Depending on the kernel, a
+program works on a run of chunks (a single chunk, unless chunks are short), on the means of one tensor, on a part of a
+tensor's values, or on a group of codes that are packed together.
 """
 
 import numpy as np
@@ -80,7 +80,7 @@ def chunks_choose_short(
         bits = tl.where(inside, bits_of(x), -1)
         length = tl.maximum(tl.minimum(end - begin, chunk), 0)
         count = (k * length + chunk - 1) // chunk
-        # In each chunk, at least `count` elements reach `low`, and `above` elements, fewer than `count`, reach `high`.
+        # In each chunk, at least `count` elements reach `low`. `above` elements reach `high`, and `above` < `count`.
         low = length * 0
         high = low + MOST_BITS + 1
         above = low
@@ -116,8 +116,9 @@ def chunks_choose(
         )
         largest = tl.maximum(largest, magnitude(x))
     report(flag, largest)
-    tl.debug_barrier()  # the next reads need what other threads of this program wrote
-    low = tl.zeros((), tl.int32)  # at least `count` elements reach low; `above` (< `count`) reach high
+    tl.debug_barrier()  # the next reads need values that other threads of this program have written
+    # At least `count` elements reach `low`. `above` elements reach `high`, and `above` < `count`.
+    low = tl.zeros((), tl.int32)
     high = low + MOST_BITS + 1
     above = low
     while high - low > 1:
@@ -219,7 +220,7 @@ def chunks_magnitude(table, segments, ends, sums, payload, BLOCK: tl.constexpr):
 
 @triton.jit
 def _mean_of(wire, code, valid, HOW: tl.constexpr):
-    """The value that a code stands for: one of four means, or a sign with the mean magnitude."""
+    """The value that a code stands for: one of four means, or the mean magnitude with a sign."""
     if HOW == FOUR_MEANS:
         return tl.load(pointer(wire, tl.float32) + code, mask=valid, other=0.0)
     else:  # noqa: RET505 - Triton compiles one branch of the two
@@ -229,7 +230,7 @@ def _mean_of(wire, code, valid, HOW: tl.constexpr):
 
 @triton.jit
 def place_bits(table, segments, segment, chunk):
-    """The number of bits of a place in a chunk."""
+    """The number of bits that encode the place of an element in its chunk."""
     most = tl.minimum(chunk, size_of(table, segments, segment)) - 1
     bits = tl.zeros((), tl.int32) + 1
     while (most >> bits) > 0:
@@ -239,8 +240,8 @@ def place_bits(table, segments, segment, chunk):
 
 @triton.jit
 def _pack_plane(codes, CODE: tl.constexpr, count, start, shift, place, bits, payload, WIDTH: tl.constexpr):
-    """Packs the plane of `WIDTH` bits of a group of codes. If the codes have no plane of `WIDTH` bits, packs nothing.
-    Returns `shift` and `place` for the next plane."""
+    """Packs one plane of a group of codes. A plane has `WIDTH` neighboring bits of each code. If the codes have no
+    plane of this width, packs nothing. Returns `shift` and `place` for the next plane."""
     if bits & WIDTH != 0:
         block = start // 8 * WIDTH
         begin, length, of_group, first = packed_bytes(block, count, WIDTH, 64 * WIDTH)
@@ -323,7 +324,7 @@ def chunks_decode(
     bins_at = high + _bytes_of_codes(count, tl.maximum(bits - 8, 0))
     largest = tl.zeros((SENT,), tl.int32)
     for rank in range(0, ranks):
-        tl.debug_barrier()  # the next reads need what other threads of this program wrote
+        tl.debug_barrier()  # the next reads need values that other threads of this program have written
         payload = payload_of(payloads, rank, row)
         wire = payload + entry(table, segments, segment, VALUES)
         for block in range(0, sent, SENT):

@@ -53,7 +53,8 @@ def codes_of(bits, MANTISSA: tl.constexpr):
     """Two numbers: half the number of steps from the lowest to the highest code, and the unit of the codes as a
     fraction of their scale.
 
-    MANTISSA: the number of mantissa bits if codes are floats; 0 if codes are integers. Floats have no steps.
+    MANTISSA: the number of mantissa bits if codes are floats; 0 if codes are integers. If codes are floats, the first
+    number is not used.
     """
     if MANTISSA > 0:
         return 0.0, 1 / _largest_float8(MANTISSA)
@@ -64,17 +65,20 @@ def codes_of(bits, MANTISSA: tl.constexpr):
 
 @triton.jit
 def _to_float8(value, noise, MANTISSA: tl.constexpr, NEAREST: tl.constexpr):
-    """The 8-bit float codes of numbers. NaN, and numbers beyond the largest 8-bit float, get the code of the largest.
-    noise: 23 random bits."""
+    """The 8-bit float codes of numbers. NaN, and numbers beyond the largest 8-bit float, get the code of the largest
+    8-bit float. noise: 23 random bits."""
     largest: tl.constexpr = _largest_float8(MANTISSA)
     least: tl.constexpr = _least_float8(MANTISSA)
     absolute = magnitude(value).to(tl.float32, bitcast=True)
     absolute = tl.where(absolute < largest, absolute, largest)
     power = tl.maximum(magnitude(absolute) & INFINITE, least)
-    if NEAREST:  # one unit in the last place of this sum is the distance between two codes; ties go to the even code
+    # If NEAREST, one unit in the last place of the sum is the distance between two codes, and a number halfway between
+    # two codes gets the even code. Otherwise, the noise is added to 2**23 times the number of distances, and the lowest
+    # 23 bits are dropped.
+    if NEAREST:
         of_sum = power + ((23 - MANTISSA) << 23)
         code = (absolute + of_sum.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True) - of_sum
-    else:  # 2**23 times the exact number of distances
+    else:
         factor = ((254 << 23) - (power - ((23 + MANTISSA) << 23))).to(tl.float32, bitcast=True)
         code = ((absolute * factor).to(tl.int32) + noise) >> 23
     code += (power - least) >> (23 - MANTISSA)
@@ -95,7 +99,7 @@ def _from_float8(code, MANTISSA: tl.constexpr):
 def code_of(x, i, scale, half, key, MANTISSA: tl.constexpr, NEAREST: tl.constexpr):
     """The codes of elements: the nearest code if NEAREST, otherwise one of the two neighboring codes at random.
 
-    NaN becomes the lowest integer, or the largest float.
+    NaN gets the code of the lowest integer, or of the largest float.
     """
     noise = i * 0 if NEAREST else (word(i, key) >> 9).to(tl.int32)
     if MANTISSA > 0:
@@ -105,7 +109,7 @@ def code_of(x, i, scale, half, key, MANTISSA: tl.constexpr, NEAREST: tl.constexp
         value = x * (reciprocal_of(scale) * highest)
         value = tl.where(value > -highest, value, -highest)
         value = tl.where(value < highest, value, highest)
-        if NEAREST:  # the lowest bits of this sum are the nearest integer
+        if NEAREST:  # the lowest bits of this sum contain the nearest integer
             code = ((value + 12582912.0).to(tl.int32, bitcast=True) + highest.to(tl.int32)) & 0xFF
         else:
             code = (value.to(tl.int32) + highest.to(tl.int32) + noise) >> 23
@@ -129,15 +133,16 @@ def bytes_of(count, WIDTH: tl.constexpr):
 
 @triton.jit
 def group_of(i, size):
-    """The start, and the number of codes, of the group that contains codes i of a tensor."""
+    """The start and the number of codes of the groups that contain the codes with indices i of a tensor."""
     begin = i // GROUP * GROUP
     return begin, tl.minimum(size - begin, GROUP)
 
 
 @triton.jit
 def _code_in_plane(code, shift, payload, place, size, bits, i, inside, WIDTH: tl.constexpr):
-    """Adds the bits of one plane to codes i, if there is a plane of this width. Returns the codes, and the shift and
-    the start of the next plane."""
+    """Reads one plane, and adds its bits to the codes with indices i. A plane has `WIDTH` neighboring bits of each
+    code. If the codes have no plane of this width, adds nothing. Returns the codes, and the shift and the start of the
+    next plane."""
     if bits & WIDTH != 0:
         begin, length = group_of(i, size)
         bytes_ = bytes_of(length, WIDTH)
@@ -154,7 +159,7 @@ def _code_in_plane(code, shift, payload, place, size, bits, i, inside, WIDTH: tl
 
 @triton.jit
 def packed_code(payload, place, size, bits, i, inside):
-    """Reads codes i of a tensor from its packed codes, as int32."""
+    """Reads the codes with indices i from the packed codes of a tensor, as int32."""
     code = i * 0
     shift = tl.zeros((), tl.int32)
     code, shift, place = _code_in_plane(code, shift, payload, place, size, bits, i, inside, 8)
@@ -166,8 +171,8 @@ def packed_code(payload, place, size, bits, i, inside):
 
 @triton.jit
 def packed_bytes(block, size, WIDTH: tl.constexpr, BYTES: tl.constexpr):
-    """Returns four numbers for each packed byte from number `block` on: the start of the byte's group in the tensor,
-    the group's number of codes, the group's number of bytes, and the byte's number in the group."""
+    """Returns four numbers for each of BYTES packed bytes, beginning with byte `block`: the start of the byte's group
+    in the tensor, the group's number of codes, the group's number of bytes, and the byte's number in the group."""
     byte = block + tl.arange(0, BYTES)
     begin = byte // (64 * WIDTH) * GROUP
     length = tl.minimum(size - begin, GROUP)
@@ -176,7 +181,7 @@ def packed_bytes(block, size, WIDTH: tl.constexpr, BYTES: tl.constexpr):
 
 @triton.jit
 def field_of(begin, length, bytes_, first, end, FIELD: tl.constexpr):
-    """For each byte of `packed_bytes`, the number of the code in one field of the byte, and whether this number is
+    """For each byte of `packed_bytes`, the index of the code in one field of the byte, and whether there is such a code
     below `end`."""
     place = first + FIELD * bytes_
     return begin + place, (first < bytes_) & (place < length) & (begin + place < end)

@@ -1,7 +1,7 @@
 """Kernels that do not compress. They compute x, copy uncompressed gradients, compute sums of squares, and end a step.
 
-Sums of squares are in double precision. The squares of each piece are added first, and then the sums of a tensor's
-pieces, in their order.
+Sums of squares are in double precision. The squares within each piece are added first. Then the sums of a tensor's
+pieces are added, in the order of the pieces.
 """
 
 from hvdcomp.kernels.cuda.language import tl, triton
@@ -46,7 +46,8 @@ def dense_encode(
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     COPIES: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes x and, if COPIES, copies x to `wire`. In `wire`, a tensor begins at the index `values`."""
+    """Computes x and, if COPIES, copies x to `wire`. In `wire`, a tensor begins at the index that is in the tensor's
+    field `values`."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     largest = tl.zeros((BLOCK,), tl.int32)
     for block in range(start, end, BLOCK):
@@ -95,7 +96,7 @@ def dense_keep(
 
 @triton.jit
 def take_off(table, segments, tasks, flag, PIECE: tl.constexpr, BLOCK: tl.constexpr):
-    """Subtracts the sent values from x, if an earlier kernel left this subtraction to the next step."""
+    """Subtracts the sent values from x, unless an earlier kernel has already subtracted them."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     sent = floats(table, segments, segment, X_SENT)
     for block in range(start, end, BLOCK):
@@ -198,7 +199,7 @@ def narrow_results(
 
 @triton.jit
 def _round_left(table, segments, segment, start, end, fails, KEEPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Rounds the residual of a piece of x, or the old residual if the step fails."""
+    """Rounds the residual of a piece to 16 bits. If the step does not count (`fails`), rounds the old residual."""
     sent = floats(table, segments, segment, X_SENT)
     for block in range(start, end, BLOCK):
         i = block + tl.arange(0, BLOCK)
@@ -227,8 +228,8 @@ def settle(
     where the next step reads them, and writes NaN to each result. The host continues as if the step counted, because it
     does not wait for this information.
 
-    PUTS: whether to copy the results over the gradients, from separate memory. share: the factor by which added
-    gradients are multiplied.
+    PUTS: whether the results are in separate memory, and are copied from there to the memory of the gradients. share:
+    the factor by which added gradients are multiplied.
     """
     segment, start, end = piece(table, segments, tasks, PIECE)
     fails = tl.load(pointer(found_inf, tl.float32)) != 0

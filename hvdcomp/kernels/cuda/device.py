@@ -60,8 +60,8 @@ def brought(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def _fields() -> np.ndarray:
-    """The 64-bit fields of `SEGMENT`, as columns of the table on the device, and the position of each field in a
-    record, in 64-bit words; int64 (2, fields)."""
+    """Two numbers for each 64-bit field of `SEGMENT`: the field's column in the table on the device, and the field's
+    position in a record, counted in 64-bit words. The result is int64 with shape (2, fields)."""
     places = []
     fields = dict(SEGMENT.fields or {})
     for column, name in enumerate(FIELDS):
@@ -79,8 +79,8 @@ class _DeviceTable:
     """The table of a bucket on a device.
 
     Attributes:
-        sent: int64 (2, tensors): for each tensor, the addresses of two records, which describe the values that were
-            sent from the kept x and from the current x (`x.FIELDS`).
+        sent: the addresses of two records for each tensor, int64 with shape (2, tensors). The first record describes
+            which values of the kept x were sent, and the second record does so for the current x (`x.FIELDS`).
         table_on_device: the latest copy of the table.
     """
 
@@ -105,7 +105,8 @@ class _DeviceTable:
         self._columns[columns] = self._words[words]
         self._columns[_SENT_RULE] = self._segments["sent_rule"]
         self._columns[_RECORDS] = self.sent
-        self.table_on_device = brought(self._columns.copy(), device)  # a copy: the transfer may begin later
+        # The transfer may begin later, so it gets a copy that does not change.
+        self.table_on_device = brought(self._columns.copy(), device)
 
 
 class DeviceKernels:
@@ -122,7 +123,7 @@ class DeviceKernels:
         moves: whether momentum correction is on.
         segments: the table's rows, on the host.
         rows: the table on the device. This attribute exists after the first call.
-        sent: addresses of the records `_DeviceTable.sent`.
+        sent: the addresses in `_DeviceTable.sent`.
         tasks: the number of pieces.
         flag: address of a number that is set to NaN if a kernel of the current call finds an inf or NaN.
         plans: further cached results, besides the arrays of `static`, that depend only on the tensors and levels.
@@ -295,8 +296,8 @@ def _launch(function: Callable[..., Any], programs: int, numbers: Sequence[Any],
     To find the compiled kernel, Triton examines each argument of each launch, which takes longer than the launch. This
     function uses only the types of the arguments, and caches the kernel that Triton finds.
     """
-    # The types that Triton gives to numbers: 32-bit integers, longer integers, and other types. A function call for
-    # each number would take longer.
+    # The types that Triton gives to numbers: 32-bit integers, longer integers, and other types. This line calls no
+    # function for each number, because calls would take longer.
     types = tuple([-(2**31) <= number < 2**31 if type(number) is int else type(number) for number in numbers])
     key = function, triton.runtime.driver.active.get_current_device(), types, *constants.items()
     if key in _compiled:

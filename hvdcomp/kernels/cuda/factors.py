@@ -1,11 +1,12 @@
 """Factors of PowerSGD: kernels that orthonormalize the columns of the factors, and keep the factors for the next step.
 
-A tensor's `count` is the rank of its matrix approximation. One array holds the factors P of all tensors of the bucket,
-and this tensor's P begins at `p_factor`. `q_factor` is the same for the array of all factors Q. `columns` is the number
-of columns of the matrix. Factors are stored column by column. Kernels work on tiles, so that several programs share a
-long column. The method is Cholesky-QR: it computes the orthonormal columns from the products of all pairs of columns.
-In double precision, the computed columns are closer to orthonormal than those of modified Gram-Schmidt in single
-precision, which the other implementations of PowerSGD use.
+A tensor's `count` is the rank of its matrix approximation. One array contains the factors P of all tensors of the
+bucket, and a tensor's P begins at the index `p_factor`. Another array contains all factors Q, and a tensor's Q begins
+at the index `q_factor`. `columns` is the number of columns of the matrix. Factors are stored column by column. Kernels
+work on tiles, so that several programs share a long column. The method is Cholesky-QR: it computes the orthonormal
+columns from the products of all pairs of columns. It computes in double precision, so its columns are closer to
+orthonormal than columns from modified Gram-Schmidt in single precision. The other implementations of PowerSGD use this
+second method.
 """
 
 import numpy as np
@@ -16,13 +17,13 @@ from hvdcomp.kernels.cuda.x import COLUMNS, COUNT, INFINITE, P_FACTOR, Q_FACTOR,
 
 SMALLEST = tl.constexpr(limits.SMALLEST_NORM)
 LARGEST = tl.constexpr(1 / limits.SMALLEST_NORM)  # a column with a larger norm is not kept
-DEPENDENT = tl.constexpr(1e-10)  # a column's squared remainder below this is rounding error
-# 2**-44: below it, double precision has an error of a few percent, so the remainder counts as rounding error
+DEPENDENT = tl.constexpr(1e-10)  # a smaller squared remainder of a column is only rounding error
+# 2**-44: a smaller remainder has an error of a few percent in double precision, so it counts as rounding error
 NOISE = tl.constexpr(5.684341886080802e-14)
 
-_WIDE_AT_A_TIME = 4096  # products
+_WIDE_AT_A_TIME = 4096  # number of products
 _SUMS_AT_A_TIME = 1024
-_TILES_OF_FACTOR = 512, 64  # fewest elements of a column in a tile, and most tiles of a factor
+_TILES_OF_FACTOR = 512, 64  # smallest number of elements of a column in a tile; largest number of tiles of a factor
 
 
 @triton.jit
@@ -47,9 +48,9 @@ def _tile_of_factor(table, segments, tiles, OF_ROWS: tl.constexpr):
 
 @triton.jit
 def gram(table, segments, tiles, factors, grams, OF_ROWS: tl.constexpr, RANK: tl.constexpr, TALL: tl.constexpr):
-    """Computes the products of all pairs of columns in a tile of a factor, RANK x RANK. In double precision, products
-    of float32 numbers are exact, and they neither overflow nor underflow to zero. TALL: number of elements of each
-    column that are read at a time."""
+    """Computes the products of all pairs of columns in a tile of a factor, which are RANK x RANK numbers. In double
+    precision, products of float32 numbers are exact, and they neither overflow nor underflow to zero. TALL: number of
+    elements of each column that are read at a time."""
     begin, length, rank, first, end, _, _ = _tile_of_factor(table, segments, tiles, OF_ROWS)
     factor = pointer(factors, tl.float32) + begin
     k = tl.arange(0, RANK)
@@ -101,13 +102,15 @@ def orthogonalize(
     table, segments, tiles, grams, factors, unit,
     OF_ROWS: tl.constexpr, RANK: tl.constexpr, TALL: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Computes a tile of orthonormal columns with the same span as the factor's columns, from the products of all
-    tiles. Dependent columns become zero. TOGETHER: number of tiles whose products are added at a time."""
+    """Orthonormalizes the columns in a tile of a factor. The orthonormal columns have the same span as the factor's
+    columns, and are computed from the products of all tiles. Dependent columns become zero. TOGETHER: number of tiles
+    whose products are added at a time."""
     begin, length, rank, first, end, first_tile, count = _tile_of_factor(table, segments, tiles, OF_ROWS)
     k = tl.arange(0, RANK)
     products = tl.zeros((RANK, RANK), tl.float64)
     parts = pointer(grams, tl.float64) + first_tile * RANK * RANK
-    # Each program adds up all products and inverts the root itself, so that no program has to wait for another one.
+    # Each program adds up all products and computes the inverse root itself, so that no program waits for another
+    # program.
     for tile in range(0, count, TOGETHER):
         number = tile + tl.arange(0, TOGETHER)
         at = number[:, None, None] * (RANK * RANK) + k[None, :, None] * RANK + k[None, None, :]
@@ -174,8 +177,8 @@ def _tiles(on, of_rows):
 
 
 def _products(on, factors, of_rows):
-    """Launches `gram` for the factors P of all tensors if `of_rows`, otherwise for all Q. Returns what other launches
-    on the same tiles need: the number of programs, the first arguments and the constants."""
+    """Launches `gram` for the factors P of all tensors if `of_rows`, otherwise for all factors Q. Returns the number of
+    programs, and the first arguments and the constants that other launches on the same tiles need."""
     rank = rank_of(on)
     tiles = on.static(f"tiles of {'P' if of_rows else 'Q'}", lambda: _tiles(on, of_rows))
     programs = tiles.shape[0]

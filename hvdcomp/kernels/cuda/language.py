@@ -26,5 +26,5 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether Triton's interpreter runs the kernels, because TRITON_INTERPRET=1 was in the environment when they were
 imported."""
 
-if triton.knobs.cache.manager_class is None:  # not if TRITON_CACHE_MANAGER is in the environment
+if triton.knobs.cache.manager_class is None:  # a class is set if TRITON_CACHE_MANAGER is in the environment
     triton.knobs.cache.manager_class = OverlaidCache

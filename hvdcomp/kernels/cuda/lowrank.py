@@ -1,5 +1,5 @@
-"""Kernels of PowerSGD, which approximates each tensor, viewed as a matrix M with `columns` columns, by P Q'. The module
-`factors` describes P and Q.
+"""Kernels of PowerSGD. PowerSGD views each tensor as a matrix M with `columns` columns, and approximates M by P Q'. The
+module `factors` describes P and Q.
 
 To sum over a matrix, kernels sum over tiles, and then add the sums of the tiles in a fixed order. The kernels use no
 atomic additions, so that every run gives the same bits.
@@ -27,10 +27,12 @@ from hvdcomp.kernels.cuda.x import (
 
 _TILE_OF_P = 16, 1024  # rows and columns
 _TILE_OF_Q = 256, 64
-# The fewest columns of a tile of P that are read at a time, so that loads read whole sectors, and the fewest rows of a
-# tile of Q.
+# The smallest number of columns of a tile of P that are read at a time, and the smallest number of rows of a tile of Q.
+# With 16 columns, loads read whole sectors of memory.
 _LEAST_ACROSS = 16, 4
-_AT_A_TIME = 2048  # number of products, if the tile allows it; their sums need most of the registers
+# The number of products that are computed at a time, if the tile is large enough. Their sums need most of the
+# registers.
+_AT_A_TIME = 2048
 _SUMS_AT_A_TIME = 4096
 
 

@@ -42,7 +42,7 @@ from hvdcomp.kernels.cuda.x import (
 )
 
 _RUNS = 8192  # number of elements that one program of `find_scales` reads
-# On an H200, reading 512 elements of several scales at a time is a sixth faster than reading 128 of one scale.
+# On an H200, reading 512 elements of several scales at a time is a sixth faster than reading 128 elements of one scale.
 _LEAST = 512
 
 
@@ -65,7 +65,7 @@ def find_scales(
     for number in range(0, count, TOGETHER):
         run = number + tl.arange(0, TOGETHER)
         begin = (first + run) * length
-        long = tl.where(run < count, tl.minimum(size - begin, length), 0)  # not begin + length, which may exceed 2**31
+        long = tl.where(run < count, tl.minimum(size - begin, length), 0)  # begin + length could exceed 2**31
         squares = tl.zeros((TOGETHER,), tl.float64)
         largest = tl.zeros((TOGETHER, WIDE), tl.int32)
         for column in range(0, length, WIDE):
@@ -136,9 +136,9 @@ def _pack_plane(
     WIDTH: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, NEAREST: tl.constexpr, KEEPS: tl.constexpr,
     FROM: tl.constexpr, LEAVES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Packs the plane of `WIDTH` bits of a piece's codes. If the codes have no plane of `WIDTH` bits, packs nothing.
-    Returns `shift` and `place` for the next plane. LEAVES: whether to subtract the values of the codes from x; allowed
-    only if there is no other plane."""
+    """Packs one plane of a piece's codes. A plane has `WIDTH` neighboring bits of each code. If the codes have no plane
+    of this width, packs nothing. Returns `shift` and `place` for the next plane. LEAVES: whether to subtract the values
+    of the codes from x; allowed only if there is no other plane."""
     bits = entry(table, segments, segment, COUNT).to(tl.int32)
     if bits & WIDTH != 0:
         size = size_of(table, segments, segment)
@@ -222,8 +222,8 @@ def codes_decode(
     table, segments, tasks, flag, payloads, ranks, row: tl.int64, share, length,
     BITS: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes the mean of the values of the ranks' codes, which are added in rank order. Codes may have any number of
-    bits."""
+    """Decodes the codes of all ranks, and computes the mean of their values. The values are added in rank order. Codes
+    may have any number of bits."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     size = size_of(table, segments, segment)
     bits = entry(table, segments, segment, COUNT).to(tl.int32)
@@ -298,8 +298,8 @@ def _bits(on, length):
 
 
 def _block(most, plane, bits):
-    """The number of elements that a program works on at a time: the elements of one scale, if these are enough to keep
-    the program's threads busy."""
+    """The number of elements that a program works on at a time. This is the number of elements of one scale, but at
+    most `most`. If the elements of one scale are too few to keep the program's threads busy, it is `most`."""
     enough = plane and bits >= 0 and 1 << bits >= max(_LEAST, 1024 // plane)
     return min(most, 1 << bits) if enough else most
 

@@ -43,7 +43,7 @@ def natural_encode(
     PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Computes x. Packs the signs of x at `signs`, and the exponents of x, one byte each, at `exponents`. Exponents are
-    rounded at random: random bits are added to the bits below the exponent, and the carry decides."""
+    rounded at random: random bits are added to the bits below the exponent, and a carry increases the exponent by 1."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     size = size_of(table, segments, segment)
     key = entry(table, segments, segment, KEY)
@@ -135,8 +135,8 @@ def global_maxima(table, segments, maxima, scales, BLOCK: tl.constexpr):
 
 @triton.jit
 def _digits(table, segments, segment, start, end, ranks):
-    """Returns the number of bits of a digit; the number of digits in a word; the tensor's number of words; the first
-    word of the piece and the word after its last one; and the number of levels of one rank."""
+    """Returns six numbers: the bits of a digit; the digits in a word; the words of the tensor; the index of the piece's
+    first word; the index after the piece's last word; and the number of levels of one rank."""
     bits = entry(table, segments, segment, COUNT).to(tl.int32)
     size = size_of(table, segments, segment)
     fields = 32 // bits
@@ -151,8 +151,8 @@ def global_encode(
     table, segments, tasks, flag, scales, ranks, digits,
     KEEPS: tl.constexpr, FROM: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Packs digits into words. NaN becomes the lowest digit. Word i of n words holds the elements i, i + n, i + 2 n,
-    ..."""
+    """Packs digits into words. NaN becomes the lowest digit. Word i of n words contains the digits of the elements i,
+    i + n, i + 2 n, ..."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     size = size_of(table, segments, segment)
     key = entry(table, segments, segment, KEY)
@@ -189,7 +189,8 @@ def global_decode(table, segments, tasks, flag, scales, ranks, digits, PIECE: tl
     largest_sum = (levels * ranks).to(tl.int32)
     of_all = largest_sum.to(tl.float32)
     unit = tl.load(pointer(scales, tl.float32) + segment) * tl.div_rn(of_all * 0 + 1.0, of_all)
-    # The largest possible sum is added to each digit. All digits are then positive, and each has bits of its own.
+    # The largest possible sum is added to each digit. After this, no digit is negative, so each digit has its own bits
+    # in the word.
     offset = tl.zeros((), tl.int32)
     for field in range(0, fields):
         offset += largest_sum << (field * bits).to(tl.int32)

@@ -80,8 +80,8 @@ def random_take(
     table, segments, flag, chunks, wire, sent, scales, bound,
     KEEPS: tl.constexpr, FROM: tl.constexpr, HALF: tl.constexpr, UNBIASED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Writes the values of the drawn elements of x to `wire`, in the format in which they are sent, and to `sent`, with
-    the values that receivers decode. Earlier kernels have computed x."""
+    """Writes the drawn elements of x to two arrays. `wire` gets them in the format in which they are sent, and `sent`
+    gets the values that receivers decode. Earlier kernels have computed x."""
     segment, number, i, valid = _drawn(table, segments, chunks, CHUNK)
     x = made(table, segments, segment, i, valid, KEEPS, FROM)
     if UNBIASED:
@@ -139,7 +139,7 @@ def _launch(on, kernel, *arguments, **constants):
     bits of an index."""
 
     def make():
-        fewest = 6  # bits; with fewer bits, not all choices are equally likely
+        fewest = 6  # smallest number of bits of an index; with fewer bits, not all choices are equally likely
         pairs = zip(on.segments["size"].tolist(), on.segments["count"].tolist(), strict=True)
         chunks = [
             (tensor, first, max(fewest, (size - 1).bit_length()))

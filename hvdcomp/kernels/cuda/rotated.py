@@ -1,8 +1,8 @@
 """EDEN: rotates blocks of elements at random, and rounds each element to one of a few levels, as in
 `src/isa_quant_rotated.c`.
 
-Butterflies run in the same order as in that C file, so that rotations give the same bits. This file avoids `tl.dot`,
-which gives zeros in float16 on devices of compute capability 7.0.
+The sums and differences of a rotation are computed in the same order as in this C file, so that both give the same
+bits. The kernels do not use `tl.dot`, which gives zeros in float16 on devices of compute capability 7.0.
 """
 
 from hvdcomp.kernels.cuda.codes import SMALLEST_SCALE, packed_code
@@ -29,8 +29,8 @@ from hvdcomp.kernels.cuda.x import (
     word,
 )
 
-_ROW = tl.constexpr(8)  # a row of the table has room for the levels of codes with one number of bits
-_BORDERS = tl.constexpr(40)  # the place of the first border between levels
+_ROW = tl.constexpr(8)  # length of a row in the array `levels`; a row has the levels for one number of bits
+_BORDERS = tl.constexpr(40)  # index of the first border between two levels in the array `levels`
 
 
 @triton.jit
@@ -85,8 +85,8 @@ def _value(code, levels, bits, scale):
 
 @triton.jit
 def _pack_plane(code, bits, shift, place, first, padded, payload, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Packs the plane of `WIDTH` bits of a block's codes. If the codes have no plane of `WIDTH` bits, packs nothing.
-    Returns `shift` and `place` for the next plane."""
+    """Packs one plane of a block's codes. A plane has `WIDTH` neighboring bits of each code. If the codes have no plane
+    of this width, packs nothing. Returns `shift` and `place` for the next plane."""
     if bits & WIDTH != 0:
         fields: tl.constexpr = 8 // WIDTH
         row: tl.constexpr = 64 * WIDTH  # number of bytes of a group of 512 codes

@@ -1,6 +1,6 @@
 """Two kinds of signs: signs that are decoded to one of two values, and signs that are votes.
 
-Element i of a tensor is bit i % 8 of byte i / 8. A tensor's bits begin at `signs` of a payload.
+The sign of element i of a tensor is bit i % 8 of byte i / 8. In a payload, a tensor's bits begin at byte `signs`.
 """
 
 from hvdcomp.kernels.cuda.language import tl, triton
@@ -49,9 +49,9 @@ def two_values_encode(
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     STRICTLY: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes x and packs its signs. For each piece, computes how much its elements above zero, and its elements below
-    zero, contribute to the mean magnitude, and counts the elements above zero. Magnitudes are divided before they are
-    added, so that no sum overflows."""
+    """Computes x and packs its signs. For each piece, also computes three numbers: how much the elements above zero
+    contribute to the tensor's mean magnitude, how much the elements below zero contribute, and the number of elements
+    above zero. Magnitudes are divided by the tensor's size before they are added, so that no sum overflows."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     size = size_of(table, segments, segment)
     share = tl.div_rn(tl.full((), 1.0, tl.float32), size.to(tl.float32))
@@ -173,7 +173,7 @@ def votes_close(table, segments, tasks, flag, payload, votes, PIECE: tl.constexp
     bits_at = entry(table, segments, segment, SIGNS)
     votes_at = entry(table, segments, segment, ROW_VOTES)
     last_row = (end - 1) // columns
-    all_vote = tl.full((BLOCK,), 1, tl.uint8)  # the usual case, in which there is nothing to clear
+    all_vote = tl.full((BLOCK,), 1, tl.uint8)  # usually all rows vote, and there is nothing to clear
     for first_row in range(start // columns, last_row + 1, BLOCK):
         row = first_row + tl.arange(0, BLOCK)
         all_vote = tl.minimum(all_vote, tl.load(row_votes + row, mask=row <= last_row, other=1))

@@ -1,9 +1,13 @@
-"""Encodes for sparsifiers: packs k elements of each tensor in the order of their indices, and leaves the residual in x.
+"""Encodes tensors for sparsifiers: packs k elements of each tensor in the order of their indices, and sets x to the
+residual.
 
 `src/sparse.h` describes the payload. `sparse_select` finds two magnitudes for each tensor. All elements that reach the
 upper magnitude are sent. If fewer than k elements reach the upper magnitude, the first elements between the two
 magnitudes, in index order, are also sent. With `LIMITED`, only a limited number of elements are eligible: the first
-ones in index order. The largest eligible elements are sent and, among equal elements, the first ones.
+elements in index order. Then the largest eligible elements are sent and, among equal elements, the first ones.
+
+In the functions below, elements that are sent in any case are *certain*. If only the first of some elements are sent,
+these elements are *tied*.
 """
 
 import numpy as np
@@ -63,8 +67,8 @@ _LOOKED_AT = 512  # number of candidates that a program works on at a time
 
 @triton.jit
 def _counted(chosen, first, count):
-    """The two counts of `count_chosen`, each summed over `count` pieces: the elements that are certainly sent, and the
-    elements of which only the first ones are sent."""
+    """The two counts of `count_chosen`, each summed over `count` pieces: the number of certain elements, and the number
+    of tied elements."""
     surely = tl.zeros((SPAN,), tl.int32)
     eligible = tl.zeros((SPAN,), tl.int32)
     for block in range(0, count, SPAN):
@@ -77,8 +81,8 @@ def _counted(chosen, first, count):
 
 @triton.jit
 def _missing(table, segments, segment, chosen):
-    """Two numbers for a tensor: the number of elements that are sent besides those that are certainly sent, and the
-    number of elements that are certainly sent."""
+    """Two numbers for a tensor: the number of tied elements that are sent, and the number of certain elements, which
+    are all sent."""
     first = entry(table, segments, segment, FIRST_TASK)
     surely, _ = _counted(chosen, first, entry(table, segments, segment, TASKS).to(tl.int32))
     return entry(table, segments, segment, COUNT).to(tl.int32) - surely, surely
@@ -89,8 +93,8 @@ def _limits(
     table, segments, segment, start, choices, state, histograms, between,
     LIMITED: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Returns three numbers about the elements between the two magnitudes: the number of such elements in earlier
-    pieces, the number of eligible elements (the first ones in index order), and the smallest magnitude that is sent.
+    """Returns three numbers about the elements between the two magnitudes: the number of these elements in earlier
+    pieces, the number of eligible elements among them, and the smallest magnitude that is sent.
 
     All three are 0 without LIMITED. between: the counts from `count_chosen` without LIMITED.
     """
@@ -110,8 +114,8 @@ def _limits(
 
 @triton.jit
 def _classes(bits, valid, low, high, before, eligible, least, LIMITED: tl.constexpr):
-    """Returns two masks of 0 and 1: for the elements that are certainly sent, and for the elements of which only the
-    first ones are sent. The third result is `before` for the next block."""
+    """Returns two masks of 0 and 1: the first mask marks certain elements, and the second mask marks tied elements. The
+    third result is `before` for the next block."""
     surely = (valid & (bits >= high)).to(tl.int32)
     between = (valid & (bits >= low)).to(tl.int32) - surely
     if LIMITED:
@@ -127,8 +131,8 @@ def count_chosen(
     table, segments, tasks, flag, choices, state, histograms, places, counts, between, chosen,
     LIMITED: tl.constexpr, KEEPS: tl.constexpr, FROM: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Counts, in each piece, the elements that are certainly sent, and the elements of which only the first ones are
-    sent."""
+    """Counts the certain elements and the tied elements in each piece. Certain elements are sent in any case, and of
+    the tied elements only the first ones are sent."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     whole = load_state(state, segment, WHOLE)
     low = load_state(state, segment, LOW)
@@ -183,7 +187,7 @@ def count_eligible_digits(
 
 @triton.jit
 def _packed(chosen, first, count, missing):
-    """The number of elements that `count` pieces send, and the number of these elements that are not certainly sent."""
+    """The number of elements that are sent from `count` pieces, and the number of tied elements among them."""
     surely, tied = _counted(chosen, first, count)
     tied = tl.minimum(tied, missing)
     return surely + tied, tied
@@ -252,9 +256,9 @@ def _choices(on, selection):
     """The parameters of the selection for each tensor. `sparse_select` defines the numbers of the rows.
 
     The selection first finds a floor: a magnitude below which no element is a candidate. The floor is found in a random
-    sample of the elements. Two parameters are the number of lines in this sample, and the place of the floor in the
-    sorted sample. This place is several standard deviations beyond the expected place, so that the floor hardly ever
-    leaves too few candidates. A tensor has no sample if it is small, or if nearly all its elements are sent.
+    sample of the elements. Two parameters are the number of cache lines in this sample, and the place of the floor in
+    the sorted sample. This place is several standard deviations beyond the expected place, so that the floor hardly
+    ever leaves too few candidates. A tensor has no sample if it is small, or if nearly all its elements are sent.
     """
     sizes = on.segments["size"]
     lines = np.where(sizes > _SMALL, np.minimum(_SAMPLE, sizes // 4) // LINE.value, 0)

@@ -1,9 +1,9 @@
 """Computes the mean of the elements that the ranks sent, in a single launch for any number of ranks.
 
 A program works on one piece of a tensor. A rank sends a tensor's elements in the order of their indices, so the
-elements of one piece are adjacent. A binary search finds a rank's elements in a piece for all ranks at once. The
-program fills its piece with zeros, and then adds the elements of one rank after the other. The C kernel does the same,
-so both give the same bits.
+elements of one piece are adjacent. The program finds each rank's elements in its piece with a binary search, which runs
+for all ranks at once. The program fills its piece with zeros, and then adds the elements of one rank after the other.
+The C kernel does the same, so both give the same bits.
 """
 
 from hvdcomp.kernels.cuda.language import tl, triton
@@ -44,7 +44,7 @@ def _indices(address, number, width, mask):
 def _reaching(address, width, low, high, bound):
     """One step of a binary search for the first sent element whose index reaches the bound. Returns the next `low` and
     `high`."""
-    middle = low + (high - low) // 2  # not (low + high) // 2, which may exceed 2**31
+    middle = low + (high - low) // 2  # low + high could exceed 2**31
     searching = low < high
     below = searching & (_indices(address, middle, width, searching) < bound)
     return tl.where(below, middle + 1, low), tl.where(below, high, middle)
@@ -52,7 +52,8 @@ def _reaching(address, width, low, high, bound):
 
 @triton.jit
 def _ranges(table, segments, segment, start, origin, payloads, ranks, PIECE: tl.constexpr, COUNTS: tl.constexpr):
-    """The first element that each rank sent in the piece that begins at `start`, and the end of these elements.
+    """For each rank, which of its sent elements are in the piece that begins at `start`: the number of the first of
+    these elements, and the number after the last of them.
 
     origin: the start of the block in the tensor; 0 if there are no blocks. payloads: addresses, at least one for each
     rank.
@@ -107,7 +108,7 @@ def sparse_decode(
     largest = tl.zeros((CHUNK,), tl.int32)
     rank_payload = payload
     for rank in range(0, ranks):
-        tl.debug_barrier()  # the next reads need what other threads of this program wrote
+        tl.debug_barrier()  # the next reads need values that other threads of this program have written
         first = tl.sum(tl.where(number_of_rank == rank, firsts, 0), 0)
         last = tl.sum(tl.where(number_of_rank == rank, lasts, 0), 0)
         for chunk in range(first, last, CHUNK):

@@ -1,16 +1,16 @@
 """Finds two magnitudes for each tensor. A sparsifier sends all elements above the upper magnitude, and no elements
 below the lower magnitude.
 
-A sample of x gives a floor: a magnitude that is reached by slightly more elements than are sent. The elements that
-reach the floor are the candidates: about 2 % of all elements if 1 % are sent. The pass that computes x records the
-places of the candidates, and all later passes read only the candidates. If the sample was misleading, all elements of
-the tensor are candidates. The launches do not depend on the data.
+A sample of x gives a floor, which is a magnitude. The elements that reach the floor are the candidates. There are
+somewhat more candidates than sent elements: about 2 % of all elements are candidates if 1 % are sent. The pass that
+computes x records the places of the candidates, and all later passes read only the candidates. If the sample was
+misleading, all elements of the tensor are candidates. The launches do not depend on the data.
 
 Magnitudes are compared by their bits. The magnitude that k elements reach is found digit by digit, beginning with the
 highest digit. In each pass, a histogram counts the values of the next digit among the elements that begin with the
-digits found so far. A method may search for a threshold that at least k and at most `most` elements reach. Two
-magnitudes answer this question for every threshold: the magnitude that k elements reach, and the magnitude that `most`
-+ 1 elements reach. Therefore the search (`decide`) counts nothing itself.
+digits found so far. A method may search for a threshold that at least k and at most `most` elements reach. To test a
+threshold, it is enough to compare it with two magnitudes: the magnitude that k elements reach, and the magnitude that
+`most` + 1 elements reach. Therefore the search (`decide`) does not count elements itself.
 """
 
 from hvdcomp.kernels import tables
@@ -45,16 +45,17 @@ RANK = tl.constexpr(5)
 # Slots of the state of each tensor, int32, which the kernels fill.
 NOTED = tl.constexpr(0)  # number of candidates
 SAMPLED = tl.constexpr(1)  # number of candidates in the method's own sample
-FLOOR = tl.constexpr(2)  # bits; 0 if all elements are candidates
-LOW = tl.constexpr(3)  # bits; all sent elements reach this magnitude
-HIGH = tl.constexpr(4)  # bits; all elements that reach this magnitude are sent
+FLOOR = tl.constexpr(2)  # the bits of the floor; 0 if all elements are candidates
+LOW = tl.constexpr(3)  # the bits of the lower magnitude; all sent elements reach this magnitude
+HIGH = tl.constexpr(4)  # the bits of the upper magnitude; all elements that reach this magnitude are sent
 WHOLE = tl.constexpr(5)  # whether the kernels must look at all elements
-# Two words for each query and number of digits: the digits found so far and, among the elements that begin with these
-# digits, the rank that is still wanted.
+# Two words for each query and number of digits: the digits found so far, and the rank that is still wanted among the
+# elements that begin with these digits.
 DIGITS = tl.constexpr(8)
 STATE = tl.constexpr(8 + 2 * 4 * 4)
 
-# Queries. A method uses the first one or more. The last query chooses among eligible elements.
+# Each query asks for the magnitude that a certain number of elements reach. A method uses the first one, two or three
+# queries. The last query chooses among eligible elements.
 QUERIES = tl.constexpr(4)
 ELIGIBLE = tl.constexpr(3)
 
@@ -193,7 +194,7 @@ def looked_at_where(places, start, number, entries, whole, PIECE: tl.constexpr):
 
 @triton.jit
 def digit_of(bits, DIGIT: tl.constexpr):
-    """One digit of each magnitude, and all digits above it."""
+    """One digit of each magnitude, and a number that consists of all higher digits."""
     if DIGIT == 3:
         digit, higher = bits & 127, bits >> 7
     else:
@@ -206,7 +207,8 @@ def digit_of(bits, DIGIT: tl.constexpr):
 def digits_of(state, histograms, segment, needed, stores, QUERY: tl.constexpr, DIGIT: tl.constexpr):
     """The first `DIGIT` digits of the magnitude that `needed` elements reach.
 
-    The previous launch made the histogram of the last of these digits, and one of its programs stored the digits above.
+    The previous launch made the histogram of the last of these digits, and one of its programs stored the digits before
+    it.
     stores: whether this program stores the digits for the next launch.
     """
     digits = tl.zeros((), tl.int32)
@@ -298,8 +300,8 @@ def _narrowed(threshold, low, high, goes_on, least, beyond):
 
 @triton.jit
 def decide(table, segments, choices, state, histograms, sums, largest, rounds, METHOD: tl.constexpr):
-    """Sets `LOW` and `HIGH` of each tensor. The thresholds select exactly the k largest elements. If the search found
-    no good threshold, they are the nearest thresholds that select more and fewer than k elements."""
+    """Sets `LOW` and `HIGH` of each tensor. These two thresholds select exactly the k largest elements. If the search
+    found no good threshold, `LOW` and `HIGH` are the nearest thresholds that select more and fewer than k elements."""
     segment = tl.program_id(0)
     least = digits_of(state, histograms, segment, 0, False, 0, 4)
     lowest = least

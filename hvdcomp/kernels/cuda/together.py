@@ -2,8 +2,8 @@
 and a program copies each chosen block.
 
 A block has `length` elements. The last block of a tensor may have fewer elements and is padded with zeros. If blocks
-are chosen by their norms, the norms of a tensor begin at byte `scales`. Sketches are products like those of PowerSGD
-(`factors`).
+are chosen by their norms, the norms of a tensor begin at byte `scales`. Sketches are matrix products, which are
+computed as in PowerSGD (`lowrank`).
 """
 
 import numpy as np
@@ -89,11 +89,12 @@ class _Plan:
 
     Args:
         counts: the number of sent blocks of each tensor.
-        numbers: the number of numbers by which a block is judged.
+        numbers: how many numbers describe a block when the best blocks are chosen.
 
     Attributes:
-        slots: the tensor, and the start on the wire, of each sent block.
-        keys: for each block, its tensor in the upper half and the bits of the largest magnitude in the lower half.
+        slots: the tensor and the start on the wire, for each sent block.
+        keys: for each block, a sort key of 64 bits. The upper half is the number of the block's tensor. The lower half
+            is the largest number of 31 bits, from which `choose` subtracts the bits of the block's score.
         places: positions of the sent blocks in the order of the keys.
         begins: for each sent block, the number of its tensor's first block.
         judged: the positions of the numbers that describe each block.

@@ -33,11 +33,11 @@ FIELDS = (
     "narrowed",
     "rounded",
 )
-"""The names of the fields of a table's row. They are the fields of `hvd_segment` in `src/bucket.h`, where a union has
-the name of its first member, and these:
+"""The names of the rows of a table. Most rows are fields of `hvd_segment` in `src/bucket.h`; a union has the name of
+its first member. There are also the following rows:
 
-- `kept_sent`: the address of three float32 numbers, which describe what was sent from the kept x: the rule by which
-  elements were chosen, and the values that were sent for elements above and below.
+- `kept_sent`: the address of three float32 numbers, which describe the part of the kept x that was sent: a rule, the
+  value that was sent for elements above zero, and the value that was sent for elements below zero.
 - `x_sent`: the address of the same three numbers for the current x.
 - `first_task`, `tasks`: the number of the tensor's first piece, and the number of its pieces.
 """
