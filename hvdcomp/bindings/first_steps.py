@@ -32,7 +32,7 @@ class FirstSteps:
         self._training = training
         self._error = error
         self._settings_agreed = self._weights_agreed = False
-        self._first: int | None = None  # number of the first step of these ranks
+        self._first: int | None = None  # number of the first step that the current ranks make together
 
     @property
     def has_begun(self) -> bool:
@@ -45,7 +45,8 @@ class FirstSteps:
         return self._settings_agreed and self._weights_agreed
 
     def compare(self) -> None:
-        """Makes the comparisons that the current step needs. If the step needs any, this method waits for all ranks.
+        """Makes the comparisons that the current step needs. If the step needs a comparison, this method waits for all
+        ranks.
 
         Raises:
             RankMismatchError: on every rank, if the settings or the weights of the ranks differ.
@@ -74,7 +75,8 @@ class FirstSteps:
         if not self._settings_agreed:
             settings = training.setup.compression.settings
             if any(map(needs_nodes, settings.compressors)):
-                training.engine.levels.find()  # so an error occurs now, not when a policy chooses a two-level exchange
+                # So an error is raised now, not later when a policy chooses a two-level exchange.
+                training.engine.levels.find()
             if training.coordinator is not None:
                 training.coordinator.start_log()
         self._settings_agreed, self._weights_agreed = True, weights_due

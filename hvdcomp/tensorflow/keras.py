@@ -24,8 +24,8 @@ class PolicyCallback(tf_keras.callbacks.Callback):
     """Checks a training run with `fit`, and records its compression and policy.
 
     - Before training begins, the callback raises an error if the model was compiled without Horovod's optimizer or with
-      `jit_compile=True`, if `steps_per_epoch` differs from that of `fit`, or if a policy changes the batch size, which
-      `fit` does not support.
+      `jit_compile=True`, if `steps_per_epoch` of the `Compression` differs from the number of steps per epoch in `fit`,
+      or if a policy changes the batch size, which `fit` does not support.
     - At the end of each epoch, the callback adds three values to the logs: `compression_factor` (dense bytes / sent
       bytes that may leave the node), `megabytes_sent` (everything that this rank has sent in the epoch), and
       `learning_rate`. History, CSVLogger and the progress bar show these values.
