@@ -67,7 +67,8 @@ def gradients_call(tensor: tf.Tensor) -> GradientsCall:
 
 def _steps_per_execution() -> int:
     model = caller_local("self", lambda value: getattr(value, "_steps_per_execution", None) is not None)
-    # Outside of the graph, because Python cannot read a TensorFlow variable while a function is traced.
+    # The variable is read outside of the graph, because Python cannot read a TensorFlow variable while a function is
+    # traced.
     with tf.init_scope():
         return 1 if model is None else int(model._steps_per_execution)
 

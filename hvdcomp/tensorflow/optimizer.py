@@ -87,7 +87,7 @@ class ScaledRate:
     def _scale_updates(self, optimizer: Any, update_step: Callable[..., Any]) -> None:
         def scaled_update_step(gradient: Any, variable: Any) -> Any:
             arrived = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-            with tf.control_dependencies([arrived]):  # once the gradient is here, the step has set the multiple
+            with tf.control_dependencies([arrived]):  # once the gradient has arrived, the multiple of the step is set
                 factor = self._factor.read_value()
             with self._in_place(optimizer, factor):
                 return update_step(gradient, variable)

@@ -118,7 +118,7 @@ class TensorFlowTraining(Binding):
         if self._scaled is None:
             self._scaled = ScaledRate(self._known_optimizer())
         self._scaled.set(batch_size.learning_rate_factor)
-        if self.communicator.world_size == 1:  # with one rank there may be no exchange that does this
+        if self.communicator.world_size == 1:  # with one rank, there may be no exchange that calls `begin_step`
             self._scaled.begin_step()
 
     def loss_scale(self) -> float | None:
