@@ -29,7 +29,7 @@ class TensorFlowTraining(Binding):
 
     Args:
         setup: the `Compression`, and what the user passed to it. `setup.grad_scaler` and `setup.optimizer` are Keras
-            objects; None if unknown.
+            objects. Each of them is None if it is unknown.
         variables: all trained variables, by name.
         communicator: the communicator of the ranks that exchange gradients.
 

@@ -22,8 +22,8 @@ _OPERATIONS = {hvd.Average: "Average", hvd.Sum: "Sum"}
 
 _WRAPPED_TWICE = (
     "Horovod passes each gradient to hvdcomp twice, because these parameters were given to hvd.DistributedOptimizer "
-    "twice. Wrap an optimizer only once. Before you wrap it again, delete the old one (del optimizer, then "
-    "gc.collect(), to remove its hooks)"
+    "twice. Wrap an optimizer only once. Before you wrap it again, delete the old wrapped optimizer (del optimizer, "
+    "then gc.collect(), to remove its hooks)"
 )
 _SHARED = (
     "two optimizers share one hvdcomp.Compression, but it keeps the residuals of only one training; make a Compression "

@@ -448,7 +448,7 @@ class LocalSteps(torch.optim.Optimizer):
 
     def roll_back(self, state_dict: Mapping[str, Any]) -> None:
         """Restores an earlier state from `state_dict` after steps were made. Elastic Horovod does this after a failure.
-        Call this method on every rank, and also restore the weights that the model had at this step."""
+        Call this method on every rank, and also restore the weights that the model had when the state was saved."""
         self._load(state_dict, self.compression.roll_back)
 
     def join(self, state_dict: Mapping[str, Any]) -> None:
