@@ -156,8 +156,9 @@ class BatchInForce:
     def apply(self) -> None:
         """Sets the optimizer to the batch size of the coordinator, and scales residuals. Call this method between two
         steps."""
-        # A residual is a part of a gradient from an earlier step. It must change the weights as much as with the
-        # learning rate of that step, so it is scaled by the old learning rate divided by the new learning rate.
+        # A residual is a part of a gradient from an earlier step. The residual must change the weights as much as with
+        # the learning rate of the earlier step. Therefore it is multiplied by the old learning rate and divided by the
+        # new learning rate.
         factor = self.current.learning_rate_factor / self._coordinator.batch_size.learning_rate_factor
         if self.follow():
             self._training.engine.scale_residuals(factor, momentum=False)

@@ -1,5 +1,5 @@
-"""Compares the ranks: their settings in the first step, and their weights in the first step in which the weights must
-be the same.
+"""Compares the settings of the ranks in the first step, and the weights of the ranks in the first step that requires
+equal weights.
 
 During the backward pass, a rank waits for all ranks only in these comparisons.
 """
@@ -24,8 +24,8 @@ class FirstSteps:
 
     Args:
         training: the `Training` of this rank.
-        error: message of an error that occurred on this rank while its binding was created. It is raised on all ranks
-            in the first step. None if there was no error.
+        error: message of an error that occurred on this rank while its binding was created. This error is raised on all
+            ranks in the first step. None if there was no error.
     """
 
     def __init__(self, training: Training, error: str | None) -> None:
@@ -75,7 +75,8 @@ class FirstSteps:
         if not self._settings_agreed:
             settings = training.setup.compression.settings
             if any(map(needs_nodes, settings.compressors)):
-                # So an error is raised now, not later when a policy chooses a two-level exchange.
+                # If a two-level exchange is not possible, this call raises the error now. Otherwise the error would be
+                # raised later, when a policy chooses a two-level exchange.
                 training.engine.levels.find()
             if training.coordinator is not None:
                 training.coordinator.start_log()

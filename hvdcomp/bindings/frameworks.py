@@ -110,8 +110,8 @@ def of_arguments(parameters: Mapping[str, Any], optimizer: Any, scaler: Any = No
     """Finds the framework and the parameters in the arguments of a `Compression`.
 
     Args:
-        parameters: what the user passed as each framework's `ARGUMENT`, by the name of the argument. A value is None if
-            the user did not pass the argument.
+        parameters: the values of the arguments that are named `ARGUMENT` in the frameworks, by the name of the
+            argument. A value is None if the user did not pass the argument.
         optimizer: the optimizer that the user passed; None if the user did not.
         scaler: the loss scaler that the user passed; None if the user did not.
 

@@ -97,11 +97,12 @@ class _Shutdowns:
 
 
 def _shutdowns(hvd: Any) -> _Shutdowns:
-    """The counter of Horovod's shutdowns in this process. It counts from the first call of this function on.
+    """The counter of Horovod's shutdowns in this process. The counter counts only the shutdowns after the first call of
+    this function.
 
     Horovod itself has no such counter. After a change of ranks in an elastic job, this process may have the same rank
-    and the same number of ranks as before, although one rank has left and another has joined. Therefore we count the
-    calls of the function that shuts down Horovod's library.
+    and the same number of ranks as before, although one rank has left and another rank has joined. Therefore we count
+    the calls of the function that shuts down Horovod's library.
 
     Args:
         hvd: Horovod's module for the framework, such as horovod.torch.
@@ -121,8 +122,8 @@ def _shutdowns(hvd: Any) -> _Shutdowns:
 
 
 def process_set_of(hvd: Any, ranks: list[int]) -> Any:
-    """Horovod's process set of these ranks. The process set is created if it does not exist. If you call this function
-    several times, make the calls in the same order on all ranks.
+    """Horovod's process set of these ranks. The process set is created if it does not exist. Call this function on all
+    ranks, and make several calls in the same order on all ranks.
 
     Raises:
         ConfigurationError: if Horovod was started without permission to create process sets later.

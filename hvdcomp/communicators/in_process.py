@@ -27,7 +27,7 @@ class InProcessGroup:
     All ranks wait for each other in each collective, even if only some of them take part, because all ranks start
     collectives at the same points.
 
-    Only one rank runs at a time. It runs until its next collective, and then the next rank runs. If threads ran
+    Only one rank runs at a time. This rank runs until its next collective, and then the next rank runs. If threads ran
     concurrently, they would spend most of a short step waiting for Python's lock.
     """
 

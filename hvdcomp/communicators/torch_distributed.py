@@ -256,8 +256,8 @@ def _agree_on_a_name(group: dist.ProcessGroup) -> int:
 
 
 def _waits_like(group: dist.ProcessGroup) -> dict[str, Any]:
-    """The keyword argument that gives a new process group the timeout of `group`. It is omitted if the timeout is
-    unknown, because PyTorch 2.1 does not accept None."""
+    """The keyword argument that gives a new process group the timeout of `group`. The argument is omitted if the
+    timeout is unknown, because PyTorch 2.1 does not accept None."""
     timeout = _timeout(group)
     return {} if timeout is None else {"timeout": timeout}
 

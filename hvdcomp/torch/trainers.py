@@ -1,5 +1,5 @@
-"""Code that the callbacks and strategies for trainers share. It saves the state of each rank in the checkpoint of a
-trainer.
+"""Code that the callbacks and strategies for trainers share. This code saves the state of each rank in the checkpoint
+of a trainer.
 
 A trainer saves only the state of one rank. Residuals differ between ranks, so each rank writes its own state to its own
 file, in the folder of the checkpoint or next to the checkpoint.

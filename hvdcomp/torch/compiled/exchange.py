@@ -90,7 +90,7 @@ def require_reduce_scatter(method: Compressor, tensor: TensorInfo) -> Compressor
         raise SpecError(
             f"{chosen} cannot compress the reduce-scatter of {tensor.name!r}, because each rank gets only a part of "
             "the mean. Choose int8, int4:rounding=stochastic, fp8, eden, bf16 or another quantizer for this tensor. In "
-            "hvdcomp.compiled.compress_reductions, you can also let name_of return None to leave it uncompressed"
+            "hvdcomp.compiled.compress_reductions, you can also leave the tensor uncompressed: let name_of return None"
         )
     return chosen
 

@@ -1,5 +1,5 @@
-"""A pass that changes the graph of a training step. It replaces the all-reduces and reduce-scatters of gradients with
-compressed means.
+"""A pass that changes the graph of a training step. The pass replaces the all-reduces and reduce-scatters of gradients
+with compressed means.
 
 Tools that trace a training step, such as `make_fx` and `torch.compile`, represent an all-reduce as two nodes:
 `_c10d_functional.all_reduce`, which begins it, and `wait_tensor`. Reduce-scatters look the same. A coalesced collective

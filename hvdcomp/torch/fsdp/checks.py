@@ -101,4 +101,4 @@ def before_forward_passes(model: torch.nn.Module, forget: Callable[[], None]) ->
         if torch._C._current_graph_task_id() == -1:
             forget()
 
-    model.register_forward_pre_hook(begin, prepend=True)  # before FSDP's own hook, which gathers weights
+    model.register_forward_pre_hook(begin, prepend=True)  # runs before FSDP's own hook, which gathers weights

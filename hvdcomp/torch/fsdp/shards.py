@@ -181,7 +181,7 @@ class ShardsBinding:
         if before != factor and self.engine.states.get(name):
             raise ConfigurationError(
                 f"module {name}: set_gradient_divide_factor changed its factor from {before or 'none'} to {factor}, so "
-                "the scale of float16 gradients would differ from that of the residual. Set the factor before the "
+                "the scale of float16 gradients would differ from the scale of the residual. Set the factor before the "
                 "first step, or use MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)"
             )
 
@@ -414,7 +414,7 @@ def _check(setup: Setup) -> None:
     if setup.grad_scaler is not None and setup.grad_scaler.is_enabled():
         raise ConfigurationError(
             "a torch.amp.GradScaler does not work in FSDP's reduce-scatter, because the scale of residuals would "
-            "differ from that of the gradients to which they are added. Train in bfloat16, which needs no scaler"
+            "differ from the scale of the gradients to which they are added. Train in bfloat16, which needs no scaler"
         )
 
 

@@ -44,7 +44,7 @@ class WeightChanges:
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    @torch.compiler.disable  # for a training step that is compiled as a whole
+    @torch.compiler.disable  # in case the whole training step is compiled
     @torch.no_grad()
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False

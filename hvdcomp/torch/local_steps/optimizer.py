@@ -319,7 +319,7 @@ class LocalSteps(torch.optim.Optimizer):
     def _send(self, places: list[int], background: bool) -> None:
         assert self._binding is not None
         moved = self._binding.moved(places)
-        if self._length is not None:  # before the exchange, because the exchange may overwrite `moved`
+        if self._length is not None:  # this is done before the exchange, which may overwrite `moved`
             self._agreed = self._binding.agree(self._length.steps, moved)
             self._met_at = self._binding.now()
         self._binding.send(places, moved, background)
@@ -471,10 +471,11 @@ class LocalSteps(torch.optim.Optimizer):
                 optimizer.change_ranks(group)
 
         A rank that has made steps keeps its weights, its moments and its residuals. The residuals are multiplied by a
-        factor, so that they contribute to the mean with the same weight as before. A rank that has made no step counts
-        as new. A new rank begins with the outer weights and the outer momentum, with the moments of the first rank of
-        the process group, and at the same step of the round. A rank that is not in the new process group loses its
-        steps since its latest exchanges. If an exchange has not ended, it is sent again in the new process group.
+        factor, so that they contribute to the mean with the same weight as before. A rank that has made no step is
+        treated as a new rank. A new rank begins with the outer weights and the outer momentum, with the moments of the
+        first rank of the process group, and at the same step of the round. A rank that is not in the new process group
+        loses its steps since its latest exchanges. If an exchange has not ended, it is sent again in the new process
+        group.
 
         A rank that has made fewer steps than the first rank of the process group continues at the step number of the
         first rank. If both ranks are in the same round, the rank keeps its steps. If the first rank has made an

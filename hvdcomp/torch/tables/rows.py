@@ -26,8 +26,8 @@ _ON_HOST = torch.empty(0)
 class RowExchange:
     """Averages the gradients of embedding tables over all ranks, row by row.
 
-        rows = hvdcomp.torch.RowExchange(model)  # on every rank, before DistributedDataParallel, which then
-        model = DistributedDataParallel(model)   # leaves these tables alone
+        rows = hvdcomp.torch.RowExchange(model)  # on every rank, before DistributedDataParallel
+        model = DistributedDataParallel(model)   # does not average the gradients of these tables
         loss.backward()
         rows.exchange()
         optimizer.step()
