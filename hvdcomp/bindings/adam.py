@@ -1,8 +1,8 @@
 """Adam in all frameworks: checks the settings of `CompressedAdam`, and warns about compressors that harm other
 optimizers.
 
-Adam squares gradients in its second moment. Therefore it also squares the errors of compression, and residuals that
-arrive later. Other optimizers that keep a second moment do the same.
+Adam squares gradients in its second moment. Therefore Adam also squares the errors of compression, and the residuals
+that ranks send in later steps. Other optimizers that keep a second moment do the same.
 """
 
 from __future__ import annotations
@@ -42,10 +42,12 @@ _BY_STATE = {
     "GG": "SOAP",
     "z": "schedule-free AdamW",
 }
-"""The measured kind of an optimizer with a second moment, by a name in its state that other kinds do not have."""
+"""The kind of an optimizer, by the name of a state that only this kind keeps. hvdcomp's own training runs measured all
+of these kinds, and all of them keep a second moment."""
 _LION = "Lion"
 _ON_PAGE_OF_ADAM = ("Adam", MUON)
-"""The kinds of optimizers whose results are in docs/adam.md; those of all others are in docs/optimizers.md."""
+"""The kinds of optimizers whose results are in docs/adam.md. The results of all other kinds are in
+docs/optimizers.md."""
 _HARMS_LEAST = "int4"
 """The compressor with the smallest loss of accuracy across the optimizers of docs/optimizers.md. The warning recommends
 it if the README recommends no compressor for an optimizer."""
@@ -59,12 +61,13 @@ def name_of_adam(optimizer: Any) -> str | None:
 
 
 def kind_of(optimizer: Any) -> str | None:
-    """The kind of an optimizer, as in hvdcomp's own training runs (`hvdcomp.compressors.evidence`); None for an
-    optimizer that was not used in these runs."""
+    """The kind of an optimizer, with the name that the results of hvdcomp's own training runs use
+    (`hvdcomp.compressors.evidence`). The result is None for an optimizer that was not used in these runs."""
     kinds = [kind.__name__ for kind in type(optimizer).__mro__]
     if _COMPRESSED_ADAM in kinds:
         return _COMPRESSED_ADAM
-    if _is_muon(optimizer) and is_at_best_rates(MUON):  # otherwise our runs with Muon are too short for proposals
+    # Otherwise our runs with Muon are too short to recommend methods.
+    if _is_muon(optimizer) and is_at_best_rates(MUON):
         return MUON
     return "Adam" if name_of_adam(optimizer) else "SGD" if "SGD" in kinds else None
 
@@ -172,14 +175,15 @@ def _kept_by(optimizer: Any) -> set[str]:
 
 
 def _keeps_second_moment(kept: Set[str]) -> bool:
-    """Whether one of these names in an optimizer's state stands for a mean of squared gradients. The names are those
-    that libraries for PyTorch and Keras use."""
+    """Whether an optimizer keeps a mean of squared gradients, judged by the names of its state. The names that mean
+    this were collected from optimizers for PyTorch and Keras."""
     found = any("exp_avg_sq" in name for name in kept) or not kept.isdisjoint(_SECOND_MOMENTS)
     return found or {"m", "v"} <= kept or {"r", "c"} <= kept
 
 
 def kinds_by_state(kept: Set[str]) -> tuple[str, ...]:
-    """The kinds of measured optimizers that keep a similar state, the most similar kind first; empty if there is none.
+    """The kinds of optimizers that hvdcomp's own training runs measured and that keep a similar state. The most similar
+    kind comes first. The result is empty if no measured kind keeps a similar state.
 
     Args:
         kept: the names of the state that an optimizer keeps for each parameter.
@@ -201,13 +205,14 @@ def kinds_by_state(kept: Set[str]) -> tuple[str, ...]:
 
 
 def _harmful(engine: Engine, kinds: Sequence[str]) -> dict[str, dict[Compressor, Measured]]:
-    """The methods in the engine's compressor that harm the user's optimizer, by the kind of optimizer with which
-    hvdcomp's own training runs measured the harm. The value of each method is the result that shows the harm.
+    """Finds the methods in the engine's compressor that harm the user's optimizer. Returns a mapping with two levels.
+    The outer key is the kind of optimizer with which hvdcomp's own training runs measured the harm. The inner key is
+    the method, and its value is the measured result that shows the harm.
 
     Args:
         engine: the engine of the training run.
-        kinds: the kinds that are similar to the user's optimizer. A method is judged by the first kind with which it
-            was measured.
+        kinds: the kinds that are similar to the user's optimizer. Each method is judged by its result with the first of
+            these kinds with which the method was measured.
     """
     found: dict[str, dict[Compressor, Measured]] = {}
     for leaf in dict.fromkeys(engine.compressor.leaves()):

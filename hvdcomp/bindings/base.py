@@ -1,8 +1,9 @@
 """The base class of the bindings of all frameworks. A binding connects one `Compression` to one training run.
 
 A binding gets gradients from its framework, and returns mean gradients. A step is the same in all frameworks. First,
-`begin` fixes the plan. In the first step, the ranks compare their settings before that. Then `check_presence` checks
-that all ranks take part, and use the same levels. Finally, `run_engine` runs the engine and informs the coordinator.
+`begin` fixes the plan. In the first step, `begin` also compares the settings of all ranks before it fixes the plan.
+Then `check_presence` checks that all ranks take part, and use the same levels. Finally, `run_engine` runs the engine
+and informs the coordinator.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from hvdcomp.specs.levels import Level
 # shows whether all ranks take part, and whether all have the same levels.
 PRESENCE = 2**44
 _DIGESTS = 2**20
-_UNIT = 2**10  # the distance between two digests, because Horovod's mean of integers drops the fraction
+_UNIT = 2**10  # digests are multiples of this number, because Horovod's mean of integers drops the fraction
 PRESENCE_BYTES = 8
 
 _SMALLEST_LOSS_SCALE = 2.0**-126  # a smaller scale has no inverse in float32
@@ -198,13 +199,14 @@ class Binding(Training):
         self.units.choose_momenta()
         self._waste.look()
         self._harm.look()
-        scale = self.loss_scale()  # only one call per step, because the host may wait for the device
+        # This method is called only once per step, because the host may wait for the device in each call.
+        scale = self.loss_scale()
         self._refused = self.reason_to_refuse() or reason_to_refuse_scale(scale)
         digest = self.engine.planner.digest
         self._facts_of_step = self.facts_of_step()
         if self._facts_of_step:
             digest += zlib.crc32(repr(self._facts_of_step).encode())
-        if self._refused is not None:  # a different digest shows all ranks that this rank refuses the step
+        if self._refused is not None:  # the different digest tells all ranks that this rank refuses the step
             digest += _DIGESTS // 3
         self.presence = PRESENCE + digest % _DIGESTS * _UNIT
         if self._refused is None:
@@ -246,8 +248,8 @@ class Binding(Training):
             agreed: function that returns whether it is certain that all ranks make this step at the same levels, as in
                 `Overlap.begin`.
         """
-        # A rank that refuses the step starts no bucket. If all ranks refuse the step, `agreed` is true, although the
-        # ranks might have started different buckets.
+        # A rank that refuses the step must not start a bucket. If all ranks refuse the step, `agreed` returns True,
+        # although the ranks might start different buckets.
         if self._refused is None and (self.coordinator is None or not self.coordinator.decides_before_exchange):
             self.engine.expect(self.results_in_place, self._sums(), agreed)
 
@@ -302,8 +304,8 @@ class Binding(Training):
             raise ConfigurationError(self._refused)
 
     def refuse_predivision(self, factor: float) -> None:
-        """Raises ConfigurationError if the user told Horovod to divide gradients before its allreduce. hvdcomp sends
-        compressed gradients without this allreduce."""
+        """Raises ConfigurationError if the user told Horovod to divide gradients before Horovod's allreduce. hvdcomp
+        sends compressed gradients without Horovod's allreduce."""
         if factor != 1.0:
             raise ConfigurationError(
                 f"gradient_predivide_factor={factor} does not work with gradient compression: Horovod applies this "

@@ -14,8 +14,8 @@ def caller_local(name: str, suits: Callable[[Any], Any], function: str | None = 
 
     Args:
         name: name of the variable.
-        suits: function that returns whether a value is suitable. It is called with None for a caller without the
-            variable.
+        suits: function that returns whether a value is suitable. For a caller without the variable, this function is
+            called with None.
         function: only functions with this name are searched; None to search all callers. Reading the variables of a
             function keeps their values alive. Therefore the user's own training loop should not be searched.
     """

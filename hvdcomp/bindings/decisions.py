@@ -24,8 +24,8 @@ def check_files(policy: Any, decision_log: LogFiles | None, process_set: Any) ->
     Args:
         policy: the policy, a schedule of levels, or None.
         decision_log: the files of the decision log; None if there is no log.
-        process_set: Horovod's process set; None for all ranks. With a process set, the rank may not be known yet. Then
-            this function checks nothing, and the first step raises errors.
+        process_set: Horovod's process set; None for all ranks. With a process set, the rank may not be known yet. In
+            this case, this function checks nothing, and the first step raises the error instead.
 
     Raises:
         ConfigurationError: on rank 0, if the calibration cannot be read, or the decision log cannot be written.
@@ -109,8 +109,8 @@ def _candidates(policy: Any, training: Training) -> Candidates | None:
 
 
 def _exchange_seconds(policy: Any, training: Training) -> Mapping[int, float] | None:
-    """The predicted seconds of a step's exchange, by the bytes that a rank sends, for the policy of rank 0; None if the
-    policy does not request them.
+    """The predicted duration of a step's exchange in seconds, by the number of bytes that a rank sends. The policy of
+    rank 0 uses these predictions. The result is None if the policy does not request them.
 
     Raises:
         ConfigurationError: if the calibration of the policy cannot be used, or if no level stays within the limit of
@@ -156,7 +156,9 @@ class BatchInForce:
     def apply(self) -> None:
         """Sets the optimizer to the batch size of the coordinator, and scales residuals. Call this method between two
         steps."""
-        # A residual is a change of the weights that is still to be made, at the learning rate of its own step.
+        # A residual is a part of a gradient from an earlier step. The residual must change the weights as much as with
+        # the learning rate of the earlier step. Therefore it is multiplied by the old learning rate and divided by the
+        # new learning rate.
         factor = self.current.learning_rate_factor / self._coordinator.batch_size.learning_rate_factor
         if self.follow():
             self._training.engine.scale_residuals(factor, momentum=False)

@@ -51,9 +51,11 @@ def may_change() -> bool:
 
 
 def survivor(state: Mapping[str, Any]) -> Survivor:
-    """The information that a remaining rank sends to all ranks, taken from its state before the change."""
+    """The information that a remaining rank sends to all ranks after a change of the ranks. `state` is the state of
+    this rank before the change."""
     own = state["own"]
-    residuals = [kept["arrays"][-1] for kept in own["residuals"].values()]  # a memory's last array is the residual
+    # The last array that a memory keeps is the residual.
+    residuals = [kept["arrays"][-1] for kept in own["residuals"].values()]
     norms = [float(arrays_for(residual).norms([residual])[0]) for residual in residuals]
     return Survivor(own["rank"], own["size"], math.fsum(norm * norm for norm in norms))
 

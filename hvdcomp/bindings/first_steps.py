@@ -1,5 +1,5 @@
-"""Compares the ranks: their settings in the first step, and their weights in the first step in which the weights must
-be the same.
+"""Compares the settings of the ranks in the first step, and the weights of the ranks in the first step that requires
+equal weights.
 
 During the backward pass, a rank waits for all ranks only in these comparisons.
 """
@@ -24,15 +24,15 @@ class FirstSteps:
 
     Args:
         training: the `Training` of this rank.
-        error: message of an error that occurred on this rank while its binding was created. It is raised on all ranks
-            in the first step. None if there was no error.
+        error: message of an error that occurred on this rank while its binding was created. This error is raised on all
+            ranks in the first step. None if there was no error.
     """
 
     def __init__(self, training: Training, error: str | None) -> None:
         self._training = training
         self._error = error
         self._settings_agreed = self._weights_agreed = False
-        self._first: int | None = None  # number of the first step of these ranks
+        self._first: int | None = None  # number of the first step that the current ranks make together
 
     @property
     def has_begun(self) -> bool:
@@ -45,7 +45,8 @@ class FirstSteps:
         return self._settings_agreed and self._weights_agreed
 
     def compare(self) -> None:
-        """Makes the comparisons that the current step needs. If the step needs any, this method waits for all ranks.
+        """Makes the comparisons that the current step needs. If the step needs a comparison, this method waits for all
+        ranks.
 
         Raises:
             RankMismatchError: on every rank, if the settings or the weights of the ranks differ.
@@ -74,7 +75,9 @@ class FirstSteps:
         if not self._settings_agreed:
             settings = training.setup.compression.settings
             if any(map(needs_nodes, settings.compressors)):
-                training.engine.levels.find()  # so an error occurs now, not when a policy chooses a two-level exchange
+                # If a two-level exchange is not possible, this call raises the error now. Otherwise the error would be
+                # raised later, when a policy chooses a two-level exchange.
+                training.engine.levels.find()
             if training.coordinator is not None:
                 training.coordinator.start_log()
         self._settings_agreed, self._weights_agreed = True, weights_due

@@ -1,8 +1,9 @@
 """Lists the frameworks that hvdcomp supports, and finds the framework of a training run.
 
 Each framework has a folder `hvdcomp/NAME/` with a module `framework`, which has the functions and constants of the
-class `Framework` below. These modules, and the present module, import the framework only when they get one of its
-gradients, variables or optimizers. Therefore `import hvdcomp` is quick, and works if only one framework is installed.
+class `Framework` below. These modules, and the present module, import a framework only when they get a gradient,
+variable or optimizer of this framework. Therefore `import hvdcomp` is quick, and works if only one framework is
+installed.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Framework(Protocol):
         """Whether `gradient` is a tensor of the framework."""
 
     def owns_optimizer(self, optimizer: Any) -> bool:
-        """Whether `optimizer` is an optimizer of the framework, or Horovod's wrapper around one."""
+        """Whether `optimizer` is an optimizer of the framework, or Horovod's wrapper around such an optimizer."""
 
     def owns_scaler(self, scaler: Any) -> bool:
         """Whether `scaler` is a loss scaler of the framework."""
@@ -54,7 +55,7 @@ class Framework(Protocol):
         """The parameters, by name.
 
         Args:
-            value: what the user passed as `ARGUMENT`, except a function.
+            value: what the user passed as the argument `ARGUMENT`. If the user passed a function, its result.
 
         Raises:
             ConfigurationError: if two parameters have the same name, or if the value contains something other than
@@ -75,7 +76,7 @@ class Framework(Protocol):
         """
 
     def check_wrapping(self) -> None:
-        """Raises ConfigurationError if Horovod is about to wrap an optimizer that it must not wrap."""
+        """Raises ConfigurationError if Horovod is about to wrap an optimizer that does not work with Horovod."""
 
     def can_bind(self, parameters: Any, optimizer: Any) -> bool:
         """Whether these parameters and this optimizer suffice to create a binding before the first gradient. Each of
@@ -109,8 +110,8 @@ def of_arguments(parameters: Mapping[str, Any], optimizer: Any, scaler: Any = No
     """Finds the framework and the parameters in the arguments of a `Compression`.
 
     Args:
-        parameters: what the user passed as each framework's `ARGUMENT`, by the name of the argument. A value is None if
-            the user did not pass the argument.
+        parameters: the values of the arguments that are named `ARGUMENT` in the frameworks, by the name of the
+            argument. A value is None if the user did not pass the argument.
         optimizer: the optimizer that the user passed; None if the user did not.
         scaler: the loss scaler that the user passed; None if the user did not.
 

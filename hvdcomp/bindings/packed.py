@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 _ARRAY = "array of hvdcomp"  # the key of a JSON object that represents an array in another file of the archive
-_PAIRS = "pairs of hvdcomp"  # the key of a JSON object that represents a mapping whose keys are not texts
+_PAIRS = "pairs of hvdcomp"  # the key of a JSON object that represents a mapping whose keys are not all strings
 _STATE = "state.json"
 
 

@@ -88,8 +88,8 @@ class Collector:
 
 
 class MetricsServer:
-    """Answers requests of Prometheus in a separate thread until `close` is called. It can be used as a context manager.
-    `serve_metrics` creates it.
+    """Answers requests of Prometheus in a separate thread until `close` is called. The server can be used as a context
+    manager. `serve_metrics` creates the server.
 
     Attributes:
         port: the port on which the server listens.
@@ -117,7 +117,8 @@ class MetricsServer:
 
 
 def serve_metrics(compression: UsedCompression, port: int, address: str = "127.0.0.1") -> MetricsServer:
-    """Serves the costs of a training run to Prometheus at `http://HOST:PORT/metrics`. Call it once, on rank 0.
+    """Serves the costs of a training run to Prometheus at `http://HOST:PORT/metrics`. Call this function once, on rank
+    0.
 
         if hvd.rank() == 0:
             hvdcomp.serve_metrics(compression, 9400)
@@ -132,7 +133,7 @@ def serve_metrics(compression: UsedCompression, port: int, address: str = "127.0
             metrics.
 
     Returns:
-        The server. It stops when the process ends, or when you call `close()`.
+        The server. The server stops when the process ends, or when you call `close()`.
 
     Raises:
         ConfigurationError: if prometheus_client is not installed, or if the port is not available.

@@ -62,7 +62,7 @@ class Setup:
 
 def require_compression(value: Any, function: str) -> None:
     """Raises ConfigurationError if `value` is not an `hvdcomp.Compression`. `function` is the name of the function that
-    got it, for the message."""
+    got `value`, for the message."""
     if not hasattr(value, "serve"):
         given = repr(value)
         if "\n" in given:  # probably the text of an optimizer or a model, which is too long for the message

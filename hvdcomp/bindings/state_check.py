@@ -102,7 +102,7 @@ class _Own:
     def __post_init__(self) -> None:
         _require_count("size", self.size, 1)
         _require_count("steps", self.steps)
-        if not 0 <= self.rank < self.size and self.rank != -1:  # -1 is a process outside of the process set
+        if not 0 <= self.rank < self.size and self.rank != -1:  # -1 means that the process was not in the process set
             raise ValueError(
                 f"rank: {self.rank} must be from 0 to {self.size - 1}, because there were {self.size} ranks"
             )
@@ -208,7 +208,8 @@ def require_fit(
 
 def _require_memory(saved: str, name: str, engine: Engine, coordinator: Coordinator | None) -> None:
     """Raises ConfigurationError if the residual of the tensor `name` comes from a kind of memory that this training run
-    does not use. Otherwise this residual would stay with the old memory."""
+    does not use. Without this check, the old memory would be restored together with the residual, and used for this
+    tensor."""
     specs = () if coordinator is None else coordinator.policy.compressors
     methods = (engine.compressor, *map(parse_compressor, specs))
     kinds = {type(engine.planner.memory_for(leaf)) for method in methods for leaf in method.leaves()}
@@ -223,7 +224,7 @@ def _require_memory(saved: str, name: str, engine: Engine, coordinator: Coordina
 def _require_policy_state(shared: Mapping[str, Any], own: Mapping[str, Any], coordinator: Coordinator) -> None:
     """Raises ConfigurationError on rank 0 if the state comes from another rank, because only rank 0's state contains
     the statistics of the policy."""
-    partial = shared.get("partial", False)  # whether another rank has become rank 0, which has no such statistics
+    partial = shared.get("partial", False)  # true if another rank, which has no such statistics, has become rank 0
     if coordinator.channel.decides and not partial and (own["rank"] != 0 or own["coordinator"] is None):
         raise ConfigurationError(
             "rank 0 was given the state of another rank, which does not include the state of the policy; on rank 0, "
@@ -299,7 +300,8 @@ def _check_level(level: Any, compressor: Compressor) -> None:
 
 
 def _check_shapes(arrays: Sequence[AnyArray], tensor: TensorInfo, where: str) -> None:
-    """Checks that arrays have the shape of a tensor, and not more precision than the state of this tensor has."""
+    """Checks that arrays have the shape of a tensor, and that their element type is not wider than the type in which
+    the state of this tensor is kept."""
     for array in arrays:
         shape = tuple(array.shape)
         if shape not in (tensor.shape, tensor.own_shape):
@@ -313,8 +315,8 @@ def _check_shapes(arrays: Sequence[AnyArray], tensor: TensorInfo, where: str) ->
 def _check_residual(kept: Mapping[str, Any], tensor: TensorInfo) -> None:
     where = f"the residual of {tensor.name}"
     memory, arrays = parse_memory(kept["memory"]), _listed(kept["arrays"], where)
-    # The number of arrays is computed from shapes alone, because NumPy supports bfloat16 only if ml_dtypes was
-    # imported.
+    # The number of arrays that the memory needs is computed from shapes alone, not with NumPy arrays, because NumPy
+    # supports bfloat16 only if ml_dtypes was imported.
     needed = len(memory.prepare(shapes, shapes.ShapeArray(tensor.shape, wide_dtype(tensor.dtype)), ()))
     if len(arrays) != needed:
         raise ValueError(f"{where} has {len(arrays)} arrays, but the memory {memory} needs {needed}")
@@ -331,8 +333,8 @@ def _check_warm_start(warm: Mapping[str, Any], tensor: TensorInfo, engine: Engin
     x = shapes.ShapeArray(tensor.shape, tensor.dtype)
     arrays = _listed(warm["arrays"], where)
     fresh = compressor.prepare(shapes, x, (), Context(tensor.name, 0, 0, 0, 1))
-    # The method itself adapts the lengths of arrays. These lengths depend on the level, and on the shape of the matrix,
-    # which was different in old states.
+    # Only the number of dimensions is compared, because the method itself adapts the lengths of arrays. The lengths
+    # depend on the level, and on the shape of the matrix. Earlier versions of hvdcomp used a different shape.
     if [len(array.shape) for array in arrays] != [len(array.shape) for array in fresh]:
         raise ValueError(
             f"{where} has arrays of shapes {[list(array.shape) for array in arrays]}, but {compressor} needs arrays of "

@@ -30,8 +30,8 @@ class Training(ABC):
         coordinator: the coordinator of the policy; None if there is no policy.
 
     Class attributes:
-        overlaps_with_policy: whether gradients that are only cast are exchanged by the framework's library instead of
-            the engine, during the backward pass, even in a training run with a policy.
+        overlaps_with_policy: whether a training run with a policy overlaps the exchange of gradients that are only cast
+            with the backward pass. If so, the framework's library exchanges these gradients instead of the engine.
         results_in_place: whether mean gradients may overwrite the gradients, as in Horovod's own allreduce.
         overlaps: whether buckets may be sent during the backward pass.
         broadcast: code that sends the weights of rank 0 to all ranks, for messages.
@@ -81,7 +81,7 @@ class Training(ABC):
 
     @abstractmethod
     def learning_rates(self) -> tuple[float, ...]:
-        """The learning rate of each parameter group that the user has set, before a policy changes it.
+        """The learning rate of each parameter group, as the user has set it, without the changes that a policy makes.
 
         Raises:
             ConfigurationError: if the optimizer is unknown.
@@ -89,8 +89,8 @@ class Training(ABC):
 
     @abstractmethod
     def follow_batch_size(self, batch_size: BatchSize) -> None:
-        """Sets the number of accumulated batches and the factor of the learning rate in the optimizer to the values for
-        a batch size."""
+        """Adapts the optimizer to a batch size: sets the number of batches whose gradients it accumulates, and the
+        factor of its learning rate."""
 
     @abstractmethod
     def loss_scale(self) -> float | None:
@@ -115,8 +115,8 @@ class Training(ABC):
         return False
 
     def momenta_of_step(self) -> Mapping[str, Any]:
-        """The optimizer's momenta that may be added to gradients before the exchange of this step, by name, as tensors
-        of the framework."""
+        """The optimizer's momenta that may be added to gradients before the exchange of this step. The keys are the
+        names of the parameters, and the values are tensors of the framework."""
         return {}
 
     def take_back(self, means: Mapping[str, AnyArray]) -> None:
@@ -138,7 +138,7 @@ class Training(ABC):
         return packed.pack(state)
 
     def unpack(self, message: bytes) -> dict[str, Any]:
-        """Restores a state from the bytes that `pack` returned. Its arrays are on the host."""
+        """Restores a state from the bytes that `pack` returned. The arrays in the state are on the host."""
         return packed.unpack(message)
 
     @abstractmethod

@@ -41,7 +41,8 @@ class Units:
         return 1 / (self.loss_scale or 1.0)
 
     def follow(self, scale: float | None) -> None:
-        """Sets the loss scale of a step, and converts residuals to it. None leaves both unchanged."""
+        """Sets the loss scale of a step, and multiplies residuals so that they have this loss scale too. If `scale` is
+        None, the loss scale and the residuals do not change."""
         if scale is None:
             return
         if self.loss_scale is not None and scale != self.loss_scale:
@@ -53,8 +54,8 @@ class Units:
         the step is fixed.
 
         During its warm-up, the optimizer specifies a compressor. If the optimizer refreshes its second moment,
-        gradients are sent uncompressed. Residuals are parts of momenta, so they are not sent in this step, but with the
-        next compressed momentum.
+        gradients are sent uncompressed. Residuals are parts of momenta, so they are not sent in this step. They are
+        sent with the next compressed momentum.
         """
         if self._training.refreshes():
             self._training.engine.planner.compress_by(NoCompression(), ignores_residuals=True)
@@ -65,10 +66,11 @@ class Units:
         self._training.engine.planner.compress_by(None if spec is None else self._warm_up)
 
     def choose_momenta(self) -> None:
-        """Chooses the momenta that are added in a step. Call this method after the plan of the step is fixed."""
+        """Chooses the momenta that are added to the gradients of a step. Call this method after the plan of the step is
+        fixed."""
         momenta, planner = self._training.momenta_of_step(), self._training.engine.planner
         self.engine_only = any(momentum.sent_always for momentum in momenta.values())
-        # If a tensor is sent without loss, adding a momentum before the exchange would change nothing.
+        # If a tensor is sent without loss, the result would be the same with and without a momentum.
         self.momenta = {
             name: momentum
             for name, momentum in momenta.items()

@@ -73,8 +73,8 @@ def check_residuals(residuals: str) -> None:
 
 
 def renumbered(own: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Any]:
-    """The own part of a rank's state, after the rank's number or the number of ranks has changed. Residuals are scaled
-    for the new number of ranks."""
+    """The `own` part of a rank's state, adapted to a new rank number or a new number of ranks. Residuals are scaled for
+    the new number of ranks."""
     sums = {name: _SummedResidual(name) for name in own["residuals"]}
     for name, kept in own["residuals"].items():
         sums[name].add(kept, own["rank"])
@@ -84,8 +84,8 @@ def renumbered(own: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Any]:
 def _own_part(
     own: Mapping[str, Any], rank: int, ranks: int, residuals: Mapping[str, _SummedResidual]
 ) -> dict[str, Any]:
-    """The own part of a new rank's state, computed from the own part of an old rank and the summed residuals of this
-    new rank."""
+    """The `own` part of a new rank's state. It is computed from the `own` part of an old rank's state and from the
+    summed residuals that the new rank gets."""
     factor = 1.0 if own.get("op") == "sum" else ranks / own["size"]
     return {
         **own,
@@ -108,11 +108,11 @@ class _StateCollection:
         self._rank = rank
         self._ranks = ranks
         self._keeps = keeps
-        self._facts: dict[str, Any] = {}  # what all states must have in common, such as the step
+        self._facts: dict[str, Any] = {}  # values that must be the same in all states, such as the step
         self._given: set[int] = set()  # the old ranks whose states were read
         self._empty = 0  # number of empty states, which ranks saved before their first step
         self._shared: Mapping[str, Any] = {}
-        self._own: Mapping[str, Any] = {}  # the own part from which the new rank continues, without residuals
+        self._own: Mapping[str, Any] = {}  # the `own` part from which the new rank continues, without residuals
         self._residuals: dict[str, _SummedResidual] = {}
 
     def add(self, state: Mapping[str, Any]) -> None:
@@ -171,7 +171,7 @@ class _StateCollection:
     def _required(self) -> set[int]:
         if self._keeps:
             return self._useful
-        # Rank 0 also needs the own part of old rank 0, because it has statistics of the policy.
+        # New rank 0 also needs the `own` part of old rank 0, because this part contains the statistics of the policy.
         return {0} if self._rank == 0 and self._shared["coordinator"] is not None else set()
 
     def state(self) -> dict[str, Any]:
@@ -208,7 +208,8 @@ class _SummedResidual:
         self._count = 0
 
     def begin(self, kept: Mapping[str, Any]) -> _SummedResidual:
-        """Sets the memory, the shapes and the element types to those of a rank's residual, without adding it."""
+        """Copies the memory, the shapes and the element types from a rank's residual, without adding this residual to
+        the sum."""
         self._memory = kept["memory"]
         self._arrays = [known_array(array) for array in kept["arrays"]]
         self._dtypes = [arrays_for(array).dtype_name(array) for array in self._arrays]
@@ -230,8 +231,8 @@ class _SummedResidual:
         self._count += 1
 
     def times(self, factor: float) -> dict[str, Any]:
-        """The sum multiplied by a factor, in the form that residuals have in a state. Elements that are too large for
-        the element type become zero, as in a step."""
+        """The sum multiplied by a factor, in the format in which a state stores residuals. Elements that are too large
+        for the element type become zero, as in a step."""
         if self._count == 1 and factor == 1:
             arrays = self._arrays
         elif not self._count:

@@ -46,7 +46,7 @@ class HorovodRanks(Ranks):
         return (self._process_set.rank(), self._process_set.size()) if self.included else (-1, 1)
 
     def check_grouping(self) -> None:
-        if self.world_size != self._hvd.size():  # Horovod creates a process set only if all of its ranks request it
+        if self.world_size != self._hvd.size():  # Horovod creates a process set only if all ranks of the job request it
             raise ConfigurationError(
                 "two-level compression (exact means within a node, compression between nodes) needs all "
                 f"{self._hvd.size()} ranks, but the process set has {self.world_size}; leave out process_set or "
@@ -72,7 +72,8 @@ class HorovodRanks(Ranks):
 
     @property
     def is_stale(self) -> bool:
-        return self._shutdowns.count != self._generation  # only a comparison, because it runs for each gradient
+        # Only a cheap comparison, because this property is read for each gradient.
+        return self._shutdowns.count != self._generation
 
     def renewed(self) -> Ranks:
         if self._process_set.process_set_id != 0:
@@ -96,11 +97,12 @@ class _Shutdowns:
 
 
 def _shutdowns(hvd: Any) -> _Shutdowns:
-    """The counter of Horovod's shutdowns in this process. It counts from the first call of this function on.
+    """The counter of Horovod's shutdowns in this process. The counter counts only the shutdowns after the first call of
+    this function.
 
     Horovod itself has no such counter. After a change of ranks in an elastic job, this process may have the same rank
-    and the same number of ranks as before, although one rank has left and another has joined. Therefore we count the
-    calls of the function that shuts down Horovod's library.
+    and the same number of ranks as before, although one rank has left and another rank has joined. Therefore we count
+    the calls of the function that shuts down Horovod's library.
 
     Args:
         hvd: Horovod's module for the framework, such as horovod.torch.
@@ -120,8 +122,8 @@ def _shutdowns(hvd: Any) -> _Shutdowns:
 
 
 def process_set_of(hvd: Any, ranks: list[int]) -> Any:
-    """Horovod's process set of these ranks. It is created if it does not exist. Call this function on all ranks, in the
-    same order.
+    """Horovod's process set of these ranks. The process set is created if it does not exist. Call this function on all
+    ranks, and make several calls in the same order on all ranks.
 
     Raises:
         ConfigurationError: if Horovod was started without permission to create process sets later.

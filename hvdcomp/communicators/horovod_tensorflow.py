@@ -23,10 +23,10 @@ from hvdcomp.errors import ConfigurationError
 if TYPE_CHECKING:
     from hvdcomp.arrays.tensorflow_on_device import DeviceTensors
 
-# Kind, element type and name of each collective in a round. Horovod identifies a collective by the name of its node in
-# a graph; without a graph, all allreduces would have the same name. Therefore the collectives of a round are one graph.
-# It is created once for each signature, and accepts arrays of any length. A call of the graph starts all collectives,
-# and waits for all of them.
+# Kind, element type and name of each collective in a group of collectives that run together. Horovod identifies a
+# collective by the name of its node in a graph; without a graph, all allreduces would have the same name. Therefore one
+# graph runs the whole group. The graph is created once for each signature, and accepts arrays of any length. A call of
+# the graph starts all collectives, and waits for all of them.
 Signature = tuple[tuple[str, tf.DType, str], ...]
 
 
@@ -41,9 +41,9 @@ class _Collective:
 class HorovodTensorFlowCommunicator(HorovodRanks):
     """Runs collectives among the ranks of a Horovod process set. By default, this process set has all ranks.
 
-    Collectives that were started run only when the engine waits for the first of them, and then they run together. A
-    broadcast, which is possible only for NumPy arrays, begins at once in a thread, and may continue during the next
-    step.
+    Starting a collective only adds the collective to a list. When the engine waits for a collective in the list, all
+    collectives in the list run together. A broadcast is an exception, and is possible only for NumPy arrays. A
+    broadcast begins at once in a thread, and may continue during the next step.
 
     Attributes:
         on_device: converter between PyTorch tensors on a GPU and TensorFlow's tensors; None if all arrays are NumPy
@@ -114,8 +114,8 @@ class HorovodTensorFlowCommunicator(HorovodRanks):
         try:
             results = self._operation(signature)(*tensors)
         except tf.errors.OpError as error:
-            # Horovod for PyTorch raises the same error. Elastic mode for TensorFlow recognizes a failure by the name of
-            # an operation in the message.
+            # This is the error class that Horovod for PyTorch raises. Horovod's elastic mode for TensorFlow recognizes
+            # a failure by the name of an operation in the message, such as HorovodAllreduce.
             raise HorovodInternalError(f"HorovodAllreduce or another collective failed: {error.message}") from error
         arrays = map(array_of, results) if on_device is None else on_device.arrays(results)
         for collective, array in zip(collectives, arrays, strict=True):
@@ -146,8 +146,8 @@ class HorovodTensorFlowCommunicator(HorovodRanks):
 
 
 def _require_threads() -> None:
-    """Raises ConfigurationError if TensorFlow has fewer than two inter-op threads. A step waits in one thread for
-    collectives that run in the other."""
+    """Raises ConfigurationError if TensorFlow has fewer than two inter-op threads. In a step, one thread waits for
+    collectives that run in a second thread."""
     asked = os.environ.get("TF_NUM_INTEROP_THREADS", "")
     threads = (
         tf.config.threading.get_inter_op_parallelism_threads()

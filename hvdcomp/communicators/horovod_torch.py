@@ -15,7 +15,8 @@ from hvdcomp.communicators.horovod_ranks import HorovodRanks
 class _Started(NamedTuple):
     handle: int
     name: str
-    length: int | None  # number of elements that one rank contributes to the result, if parts of ranks are gathered
+    # Number of elements that each rank contributes to the result of an allgather or alltoall; otherwise None.
+    length: int | None
 
 
 class HorovodTorchCommunicator(HorovodRanks):
@@ -64,7 +65,7 @@ class HorovodTorchCommunicator(HorovodRanks):
             raise
         if started.length is None:
             return result
-        if isinstance(result, tuple):  # an alltoall also returns the lengths
+        if isinstance(result, tuple):  # an alltoall also returns the number of elements from each rank
             result = result[0]
         self.check_gathered(result.shape[0], started.length, started.name)
         return result.view(self.world_size, started.length)

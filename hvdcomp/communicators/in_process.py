@@ -27,14 +27,14 @@ class InProcessGroup:
     All ranks wait for each other in each collective, even if only some of them take part, because all ranks start
     collectives at the same points.
 
-    Only one rank runs at a time. It runs until its next collective, and then the next rank runs. If threads ran
+    Only one rank runs at a time. This rank runs until its next collective, and then the next rank runs. If threads ran
     concurrently, they would spend most of a short step waiting for Python's lock.
     """
 
     def __init__(self, size: int, ranks_per_node: int | None = None) -> None:
         self.world_size = size
         self.nodes = Nodes([rank // (ranks_per_node or size) for rank in range(size)])
-        self.error: BaseException | None = None  # the first error of any rank; it ends all ranks
+        self.error: BaseException | None = None  # the first error that occurs on any rank; this error ends all ranks
         self._turns = [threading.Semaphore(0) for _ in range(size)]
         self._left: set[int] = set()
         self._contributions: dict[int, Contribution] = {}
@@ -58,8 +58,8 @@ class InProcessGroup:
         return self._results[rank]
 
     def run(self, work: Callable[[InProcessCommunicator], Result]) -> Sequence[Result]:
-        """Runs the function `work` on all ranks, and returns their results in rank order, as `run_ranks` does. State of
-        this object, such as clocks, is kept from one run to the next."""
+        """Runs the function `work` on all ranks, and returns their results in rank order, as `run_ranks` does. The
+        object does not reset other state, such as the clocks of a subclass, between two runs."""
         self.error, self._left, self._contributions = None, set(), {}
         results: list[Any] = [None] * self.world_size
 
@@ -104,7 +104,7 @@ class InProcessGroup:
             self._fail(error)
 
     def _results_of(self, contributions: dict[int, Contribution]) -> dict[int, AnyArray]:
-        """The result of a collective for each rank, by rank. The results are new arrays."""
+        """The result of a collective for each rank, as a mapping from rank numbers to new arrays."""
         results_by_rank: dict[int, AnyArray] = {}
         for members in {contribution[4] for contribution in contributions.values()}:
             group = [contributions[rank] for rank in members]

@@ -1,5 +1,5 @@
-"""A communicator that behaves as if all ranks sent the same payload. It is used to measure, in one process, how long a
-rank takes to decode the payloads of many ranks."""
+"""A communicator that behaves as if all ranks sent the same payload. This communicator is used to measure, in one
+process, how long a rank takes to decode the payloads of many ranks."""
 
 from __future__ import annotations
 

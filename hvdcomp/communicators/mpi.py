@@ -12,20 +12,21 @@ from mpi4py import MPI
 
 
 class MPIBroadcaster:
-    """Broadcasts from rank 0 to all ranks of MPI, over a duplicate of MPI's communicator of all ranks. Therefore no
-    other MPI message of the program can be mistaken for a broadcast.
+    """Broadcasts from rank 0 to all ranks of MPI. It uses a duplicate of MPI's communicator of all ranks, so no other
+    MPI message of the program can be mistaken for a broadcast.
 
     Create the object on all ranks at the same point. MPI must be initialized for several threads.
 
     If one rank ends, Horovod ends MPI on all ranks, and a later call of MPI causes a segmentation fault. Therefore a
-    rank that ends first waits for its started broadcast, which rank 0 may not have sent yet.
+    rank that reaches its end waits first until rank 0 has sent the broadcast that this rank has started.
     """
 
     def __init__(self) -> None:
         _require_mpi()
         self._communicator = MPI.COMM_WORLD.Dup()
         self._under_way: MPI.Request | None = None
-        # Python calls this handler before Horovod's handler, because Horovod's was registered earlier.
+        # At exit, Python calls this handler before Horovod's handler, because Python calls the handler that was
+        # registered last first.
         atexit.register(self._wait_at_exit)
 
     def start(self, message: np.ndarray) -> tuple[Any, np.ndarray]:

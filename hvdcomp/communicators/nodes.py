@@ -74,15 +74,15 @@ class Nodes:
             )
 
     def members(self, rank: int, group: str) -> tuple[int, ...]:
-        """The ranks of a rank's group, in ascending order. "all" means all ranks, "node" means the ranks of its node,
-        and "across" means the ranks with the same local rank."""
+        """The ranks of a rank's group, in ascending order. The group "all" consists of all ranks, "node" of the ranks
+        on the same node as `rank`, and "across" of the ranks of all nodes that have the same local rank as `rank`."""
         if group == "all":
             return tuple(sorted(self._node_of))
         own_node = self._node_of[rank]
         return own_node if group == "node" else tuple(ranks[own_node.index(rank)] for ranks in self._nodes)
 
     def groups(self) -> list[tuple[int, ...]]:
-        """All "node" and "across" groups of ranks, each once, in the same order on all ranks. Groups of one rank and of
-        all ranks are omitted, because they need no communicator of their own."""
+        """All "node" and "across" groups of ranks, without duplicates, and in the same order on all ranks. Groups of
+        one rank and of all ranks are omitted, because they need no communicator of their own."""
         groups = [*self._nodes, *zip(*self._nodes, strict=True)]
         return [ranks for ranks in dict.fromkeys(groups) if 1 < len(ranks) < len(self._node_of)]

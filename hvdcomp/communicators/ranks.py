@@ -68,7 +68,7 @@ class Ranks(Communicator):
         check_ranks_per_node(ranks_per_node[0])
         if ranks_per_node[0]:
             return [number // ranks_per_node[0] for number in numbers]
-        if len(set(sizes)) > 1:  # the launcher then numbers nodes differently on different ranks
+        if len(set(sizes)) > 1:  # then ranks of the same node may get different node numbers
             raise UnevenNodesError(
                 "two-level compression needs the same number of ranks on every node, but there are nodes with "
                 f"{' and '.join(map(str, sorted(set(sizes))))} ranks; start the same number of ranks on each node, or "
@@ -77,9 +77,9 @@ class Ranks(Communicator):
         return nodes
 
     def duplicate(self) -> Ranks:
-        """A second communicator of the same ranks, or this communicator if the library matches collectives by their
-        names. A collective of one communicator does not wait for collectives of the other, if their names differ. Call
-        this method on every rank."""
+        """A second communicator of the same ranks, or this communicator itself if the library matches collectives by
+        their names. In both cases, a collective of the result does not wait for a collective of this communicator with
+        another name. Call this method on every rank."""
         return self
 
     # Methods that each library implements.
@@ -101,7 +101,7 @@ class Ranks(Communicator):
         return False
 
     def renewed(self) -> Ranks:
-        """Creates a new communicator of all current ranks. Call it if this communicator `is_stale`.
+        """Creates a new communicator of all current ranks. Call this method if the property `is_stale` is True.
 
         Raises:
             ConfigurationError: on every rank, if this communicator did not have all ranks.
@@ -134,8 +134,8 @@ class Ranks(Communicator):
         raise NotImplementedError
 
     def check_gathered(self, gathered: int, own: int, name: str) -> None:
-        """Checks that all ranks sent the same number of bytes to an allgather. Each rank has only the total and its own
-        number.
+        """Checks that all ranks sent the same number of bytes to an allgather. A rank knows only the total number of
+        bytes and the number of bytes that it sent itself.
 
         Args:
             gathered: number of bytes that all ranks sent together.

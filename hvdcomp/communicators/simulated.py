@@ -1,5 +1,5 @@
-"""Simulated ranks: threads of one process that compute the same results as real ranks, bit for bit. The times of their
-collectives are predicted.
+"""Simulated ranks: threads of one process that compute the same results as real ranks, bit for bit. The durations of
+collectives are predicted instead of measured.
 
 An allreduce adds up in the order of Gloo's ring, which torch.distributed uses on CPUs. Each rank has one clock for each
 simulated link. A clock runs while its rank computes, and stops while other ranks compute. With each collective, each
@@ -20,11 +20,11 @@ from hvdcomp.arrays.types import AnyArray
 from hvdcomp.communicators.in_process import Contribution, InProcessCommunicator, InProcessGroup, results_of
 
 LinkCost = Callable[[str, int, int], float]
-"""A function that predicts the seconds of a collective on one link. Its arguments are the kind of collective, the bytes
-that each rank contributes, and the number of ranks that take part."""
+"""A function that predicts the duration of a collective on one link, in seconds. Its arguments are the kind of
+collective, the bytes that each rank contributes, and the number of ranks that take part."""
 
 Moment = np.ndarray
-"""The times on all clocks of a rank, (links,), in seconds since the start of the run."""
+"""The times on all clocks of a rank in seconds since the start of the run, as an array of shape (links,)."""
 
 _SEGMENT_BYTES = 2**20  # Gloo sends segments of at most this size
 
@@ -34,8 +34,8 @@ class SimulatedGroup(InProcessGroup):
 
     Args:
         size: number of ranks.
-        costs: for each link, a function that predicts the seconds of collectives; None for a link that takes no time.
-            If a rank needs the time, it uses the clock of the first link.
+        costs: for each link, a function that predicts the duration of a collective in seconds; None for a link on which
+            collectives take no time. If a rank asks for the time, it gets the time on its clock for the first link.
         timer: function that returns how many seconds the calling thread has computed.
         finish: function that waits until the accelerator has finished the work of the calling thread.
         ranks_per_node: number of ranks per node; None if all ranks are on one node. If there are several nodes,
@@ -54,7 +54,8 @@ class SimulatedGroup(InProcessGroup):
         self._costs = costs
         self._timer = timer
         self._finish_computing = finish
-        self._clocks = np.zeros((size, len(costs)))  # clocks of each rank when its timer was last read
+        # Times on the clocks of each rank when the rank's timer was last read.
+        self._clocks = np.zeros((size, len(costs)))
         self._marks: dict[int, float] = {}  # for each rank that computes, the last reading of its timer
         self._starts: dict[int, Moment] = {}  # for each rank, the times at which its contribution was ready
         self._links_free = np.zeros(len(costs))  # for each link, the time at which it becomes free
@@ -107,7 +108,7 @@ class SimulatedGroup(InProcessGroup):
         return results
 
     def _seconds(self, kind: str, size: int, members: tuple[int, ...]) -> np.ndarray:
-        """Predicted seconds of a collective on each link, (links,)."""
+        """The predicted duration of a collective on each link in seconds, as an array of shape (links,)."""
         within_node = self.nodes.count > 1 and set(members) <= set(self.nodes.members(members[0], "node"))
         costs = [None] * len(self._costs) if within_node else self._costs
         return np.array([0.0 if cost is None else cost(kind, size, len(members)) for cost in costs])
@@ -124,7 +125,8 @@ class SimulatedCommunicator(InProcessCommunicator):
     """The communicator of one rank of a `SimulatedGroup`, with the methods that bindings need.
 
     Attributes:
-        starts_at: the moment at which collectives count as started; None for the moment when they are actually started.
+        starts_at: the moment that is recorded as the start of every collective; None to record the moment when the
+            collective is actually started.
     """
 
     has_mpi = False
@@ -140,7 +142,8 @@ class SimulatedCommunicator(InProcessCommunicator):
         return float(self.moment()[0])
 
     def moment(self) -> Moment:
-        """The times on this rank's clocks for all links, (links,), in seconds since the start of the run."""
+        """The times on this rank's clocks for all links in seconds since the start of the run, as an array of shape
+        (links,)."""
         return self.group.moment(self._number)
 
     def renewed(self) -> SimulatedCommunicator:
@@ -164,7 +167,7 @@ def add_in_a_ring(arrays: list[AnyArray]) -> AnyArray:
     We found the order by experiment; tests/tools/train/test_train_simulated.py compares it with real ranks.
     """
     ranks, length = len(arrays), arrays[0].shape[0]
-    if ranks < 3:  # the sum of two arrays does not depend on their order
+    if ranks < 3:  # the sum of two arrays does not depend on the order of addition
         return arrays[0] + arrays[1] if ranks == 2 else arrays_for(arrays[0]).concatenate(arrays)
     itemsize = int(arrays[0].nbytes) // max(length, 1)
     segments = max(-(-length * itemsize // _SEGMENT_BYTES), 2 * ranks)
@@ -181,8 +184,8 @@ def add_in_a_ring(arrays: list[AnyArray]) -> AnyArray:
 
 
 def _rows_added(arrays: list[AnyArray], kind: str) -> list[AnyArray]:
-    """The results of a reduce-scatter, in rank order. Each rank adds up its rows after an alltoall, as our communicator
-    for torch.distributed does on CPUs."""
+    """The results of a reduce-scatter, in rank order. An alltoall gives each rank its rows from all ranks, and the rank
+    adds up these rows. hvdcomp's communicator for torch.distributed does the same on CPUs."""
     xp, ranks = arrays_for(arrays[0]), len(arrays)
     rows = results_of(arrays, "alltoall", add_in_a_ring)
     factor = 1 / ranks if kind.endswith("mean") else 1.0

@@ -1,4 +1,4 @@
-"""Finds the rank of this process, even before the ranks have connected."""
+"""Finds the rank of this process, even before the ranks are connected to each other."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 import sys
 
 _HOROVOD = ("horovod.torch", "horovod.tensorflow")
-# The environment variables with which horovodrun (Gloo), torchrun, Open MPI's mpirun and srun pass the rank to a
-# process. If one launcher starts another, the variable of the inner launcher comes first.
+# The environment variables that tell a process its rank. They are set by horovodrun (with Gloo), torchrun, Open MPI's
+# mpirun and srun. If one launcher starts another, the variable of the inner launcher comes first.
 _LAUNCHERS = ("HOROVOD_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
@@ -15,8 +15,8 @@ def rank_so_far() -> int:
     """The rank of this process. The rank comes from Horovod or torch.distributed if they were initialized, or else from
     the launcher's environment variable. The rank is 0 if both are missing.
 
-    This function does not wait for other ranks. In a process set or process group, the process may have a different
-    rank.
+    This function does not wait for other ranks. The result is the rank among all processes; in a process set or process
+    group, this process may have a different rank.
     """
     connected = connected_rank()
     if connected is not None:

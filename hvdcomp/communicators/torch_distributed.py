@@ -34,7 +34,7 @@ class Started(NamedTuple):
         work: the handle of the collective, from torch.distributed.
         result: the tensor into which torch.distributed writes.
         finish: function that computes the result of `wait` from `result`.
-        sent: the tensor that this rank sends. The reference keeps it alive until the collective ends.
+        sent: the tensor that this rank sends. This reference keeps the tensor alive until the collective ends.
     """
 
     work: Any
@@ -134,8 +134,8 @@ class TorchDistributedCommunicator(Ranks):
     def start_reducescatter(self, array: torch.Tensor, op: str, name: str) -> Started:
         group, finish = self._group_for(array), self._finish(op)
         if f"{array.device.type}:gloo" in _backend(group).split(","):
-            # For Gloo, torch.distributed would run an allreduce of all rows, which moves twice the bytes of an
-            # alltoall.
+            # With Gloo, the reduce-scatter of torch.distributed would be an allreduce of all rows, which sends twice as
+            # many bytes as an alltoall.
             work, rows, _, sent = self.start_alltoall(array, name)
             return Started(work, rows, lambda rows: finish(self._as_rows(rows).sum(0)), sent)
         array = array.contiguous()
@@ -212,8 +212,8 @@ def _group_beside(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
 
 def _part_of(group: dist.ProcessGroup, ranks: list[int], backend: str) -> dist.ProcessGroup:
     """Creates a new process group of some ranks of the process group `group`. If `group` has all ranks of the job, all
-    ranks must call this function. If not, all ranks of `group` call it at the same point, each with the new process
-    group that the rank is in."""
+    ranks must call this function with the same `ranks`. If not, all ranks of `group` call this function at the same
+    point, and each rank passes as `ranks` the members of the new process group that contains itself."""
     alike = {"backend": backend, **_waits_like(group)}
     if dist.get_world_size(group) == dist.get_world_size():
         return dist.new_group(ranks, **alike)
@@ -223,9 +223,9 @@ def _part_of(group: dist.ProcessGroup, ranks: list[int], backend: str) -> dist.P
         world.group_count = _agree_on_a_name(group)
         return dist.new_group(ranks, use_local_synchronization=True, **alike)
     finally:
-        # From PyTorch 2.14 on, the new process group increases this count, but only on the ranks that create it. The
-        # names of process groups of all ranks contain the count. If the counts differed, ranks would wait for each
-        # other under different names.
+        # From PyTorch 2.14 on, creating the process group increases this count, but only on the ranks that create it.
+        # When all ranks create a process group later, its name contains the count. If the counts differed, the ranks
+        # would use different names and wait forever.
         world.group_count = before
 
 
@@ -234,7 +234,8 @@ _next_count = 2**32
 
 
 def _agree_on_a_name(group: dist.ProcessGroup) -> int:
-    """Ensures that the ranks of a process group will give the same name to a new process group that only they create.
+    """Ensures that the ranks of a process group will compute the same name for a new process group that other ranks of
+    the job do not create.
 
     Up to PyTorch 2.13, torch.distributed computes the name from the number of process groups that the rank is in. If a
     rank is in fewer process groups than another rank, this function creates process groups of this single rank, until
@@ -249,14 +250,14 @@ def _agree_on_a_name(group: dist.ProcessGroup) -> int:
     world.group_count = max(counts)
     for _ in range(own[0], max(numbers)):
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-    agreed = max(counts) + max(numbers) - min(numbers)  # now no rank has a higher count than this
+    agreed = max(counts) + max(numbers) - min(numbers)  # no rank has a higher count than this number now
     _next_count = agreed + 1
     return agreed
 
 
 def _waits_like(group: dist.ProcessGroup) -> dict[str, Any]:
-    """The keyword argument that gives a new process group the timeout of `group`. It is omitted if the timeout is
-    unknown, because PyTorch 2.1 does not accept None."""
+    """The keyword argument that gives a new process group the timeout of `group`. The argument is omitted if the
+    timeout is unknown, because PyTorch 2.1 does not accept None."""
     timeout = _timeout(group)
     return {} if timeout is None else {"timeout": timeout}
 

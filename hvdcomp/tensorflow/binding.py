@@ -83,8 +83,9 @@ class TensorFlowBinding(TensorFlowTraining):
 
     Args:
         setup: the `Compression`, and what the user passed to it. `setup.parameters` is a mapping of variables by name,
-            or a function that returns one; None for the variables of the list that contains `tensor`.
-            `setup.grad_scaler` and `setup.optimizer` are Keras objects; None for the objects that call Horovod.
+            or a function that returns such a mapping. If it is None, the binding uses the variables of the list of
+            gradients that contains `tensor`. `setup.grad_scaler` and `setup.optimizer` are Keras objects. If one of
+            them is None, the binding uses the Keras object that calls Horovod.
         tensor: the gradient to compress; None before the first step.
 
     Raises:
@@ -100,7 +101,7 @@ class TensorFlowBinding(TensorFlowTraining):
         self._facts_of_call: dict[str, Any] = {}
         self._summed = False  # whether Horovod adds gradients instead of averaging them
         self._trained: set[str] = set()  # the names of variables that had a gradient in any trace
-        self._lists = 0  # number of lists that were traced for the latest function
+        self._lists = 0  # number of lists of gradients that were traced for the latest function
         self._steps_per_call = 1
         communicator = HorovodTensorFlowCommunicator(setup.process_set)
         if communicator.world_size > 1 or elastic.may_change():
@@ -140,7 +141,7 @@ class TensorFlowBinding(TensorFlowTraining):
     # Methods that are called while a graph is made.
 
     def _trace(self, call: GradientsCall) -> _Traced:
-        """Adds the operations for a list of gradients to the graph that calls Horovod with it."""
+        """Adds the operations for a list of gradients to the graph that passes this list to Horovod."""
         self._check(call)
         if self._optimizer is None:
             self._optimizer = call.optimizer
@@ -168,14 +169,16 @@ class TensorFlowBinding(TensorFlowTraining):
         freezes = isinstance(self._optimizer, CompressedAdam)
         casting = settings.policy is None and self.engine.passthrough and not freezes
         gradients = [call.gradients[place] for place in names]
-        # Horovod compresses each gradient in its own branch, and other branches cannot use its results.
+        # Horovod compresses each gradient in a separate branch of the graph, and a branch cannot use the results of
+        # another branch. Therefore the operations are added to the graph that contains all branches.
         with graph.as_default():
             if casting:
                 compressed = set(names.values())
                 begun = self._begun(lambda _: self._begin_casts(compressed))
                 return _Traced(call.gradients, names, begun, {})
             self.refuse_predivision(1.0 / call.prescale_factor)
-            # The number of steps is read in the graph, because there this step is certainly not counted yet.
+            # An operation of the graph reads the number of steps, because this operation certainly runs before the
+            # optimizer counts the current step.
             begun = self._begun(self._begin, self._optimizer.iterations if freezes else 0)
             with tf.control_dependencies([begun]):
                 ordered = list(names.values())
@@ -194,7 +197,7 @@ class TensorFlowBinding(TensorFlowTraining):
         reads.
         """
         variables = [variable for variable in self._variables.values() if is_readable(variable)]
-        # so that its result is not copied to a GPU
+        # The operation is placed on the CPU, so that its result is not copied to a GPU.
         with tf.control_dependencies(_reads(variables)), tf.device("CPU:0"):
             begun = tf.py_function(as_callback(begin), [tf.identity(number)], tf.int64, name="hvdcomp_begin")
         with tf.control_dependencies([begun]):
@@ -234,11 +237,12 @@ class TensorFlowBinding(TensorFlowTraining):
     # Methods that are called while a graph runs.
 
     def _begin(self, steps_made: Any = 0) -> int:
-        """Begins a step on all ranks, or on none, because Horovod then waits for every rank."""
+        """Begins a step. If a rank cannot begin the step, an error is raised on all ranks. If only some ranks began the
+        step, Horovod would wait for the other ranks forever."""
         self.steps_made = int(steps_made)
         if self.is_stale:
             self.follow_ranks()
-        alone = self.communicator.world_size == 1  # the other ranks of an elastic job no longer exist
+        alone = self.communicator.world_size == 1  # true if all other ranks of an elastic job have left
         if alone:
             self.agree_with_new_ranks()
         else:
@@ -281,25 +285,26 @@ class TensorFlowBinding(TensorFlowTraining):
     def steps_before_broadcast(self) -> int:
         """The number of steps that may be made before weights are broadcast.
 
-        Horovod's examples, and its Keras callback, broadcast after the first batch. In Keras, this batch may consist of
-        several steps: the steps of the first call of the function that makes them. During this call, variables may
-        change.
+        Horovod's examples, and its Keras callback, broadcast the weights after the first batch. In Keras, this means
+        after the first call of Keras's training function, which may make several steps. The weights may change during
+        this call.
         """
         return self._steps_per_call
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        # Horovod's state for Keras keeps the weights with which a worker joins, in case of a failure before the first
-        # commit.
+        # Horovod's elastic state for Keras saves the weights that a worker has when it joins, and restores these
+        # weights if a failure occurs before the first commit. Therefore the binding keeps the matching first state.
         self._first_state = self._first_state or state
         with tf.init_scope():  # TensorFlow may be tracing the first step
             super().load_state_dict(state)
-        self._summed = self._summed or state["own"].get("op") == "sum"  # with one rank, no call sets this attribute
+        self._summed = self._summed or state["own"].get("op") == "sum"  # with one rank, `_trace` does not set it
 
 
 @contextmanager
 def _refused_on_every_rank(communicator: Ranks, like: AnyArray) -> Iterator[None]:
-    """Raises an error of one rank on every rank, as `refused_on_every_rank` does, but while a graph is created. In
-    sessions of TensorFlow 1 there is no exchange."""
+    """Raises an error on every rank if an error occurs on one rank. The function `refused_on_every_rank` does the same,
+    but this function also works while a graph is created. In sessions of TensorFlow 1, the ranks do not exchange
+    errors."""
     with tf.init_scope():
         alone = communicator.world_size == 1 or not communicator.included or not tf.executing_eagerly()
         with nullcontext() if alone else refused_on_every_rank(communicator, like):
@@ -327,8 +332,8 @@ def _reads(variables: Iterable[tf.Variable]) -> list[tf.Tensor]:
 
 
 def _graph_of_call() -> Any:
-    """The graph in which Horovod got the gradients. This graph contains the branch in which Horovod compresses this
-    gradient."""
+    """The graph in which Horovod got the gradients. If Horovod compresses the current gradient in a branch, the graph
+    that contains the branch."""
     branch = tf.compat.v1.get_default_graph()
     return getattr(branch, "outer_graph", None) or branch
 

@@ -26,7 +26,7 @@ class GradientsCall(NamedTuple):
         prescale_factor: the factor by which Horovod multiplies gradients before the sum.
         optimizer: the Keras optimizer that calls Horovod; None if a gradient tape calls it.
         loss_scale_optimizer: the LossScaleOptimizer around this optimizer; None if there is none.
-        steps_per_execution: the number of steps that Keras makes in one call of its function; 1 without Keras.
+        steps_per_execution: the number of steps that Keras makes in one call of its training function; 1 without Keras.
     """
 
     gradients: Sequence[Any]
@@ -67,14 +67,16 @@ def gradients_call(tensor: tf.Tensor) -> GradientsCall:
 
 def _steps_per_execution() -> int:
     model = caller_local("self", lambda value: getattr(value, "_steps_per_execution", None) is not None)
-    with tf.init_scope():  # because the value is a TensorFlow variable
+    # The variable is read outside of the graph, because Python cannot read a TensorFlow variable while a function is
+    # traced.
+    with tf.init_scope():
         return 1 if model is None else int(model._steps_per_execution)
 
 
 def refuse_keras_3(optimizer: Any) -> None:
     """Raises ConfigurationError for an optimizer of Keras 3. Horovod accepts such an optimizer, but never averages its
     gradients."""
-    # or a subclass of such a class
+    # The optimizer's class may also be a subclass of a Keras class.
     from_keras = any(kind.__module__.startswith("keras.") for kind in type(optimizer).__mro__)
     if from_keras and int(getattr(sys.modules.get("keras"), "__version__", "0").split(".")[0]) >= 3:
         raise ConfigurationError(
@@ -90,8 +92,9 @@ def refuse_keras_3_caller() -> None:
 
 
 def refuse_to_be_traced() -> None:
-    """Raises ConfigurationError while TensorFlow traces a function, because TensorFlow may trace it again."""
-    # In tf.init_scope, TensorFlow executes eagerly although this is inside a function.
+    """Raises ConfigurationError while TensorFlow traces a function, because TensorFlow may trace the same function
+    again."""
+    # In tf.init_scope, TensorFlow executes eagerly, although `tf.inside_function` returns True.
     if tf.inside_function() and not tf.executing_eagerly():
         raise ConfigurationError(
             "hvdcomp.Compression was made while TensorFlow was tracing a function. Each trace would make a new "

@@ -21,8 +21,8 @@ import tensorflow as tf
 from hvdcomp.bindings.setup import UsedCompression
 from hvdcomp.errors import ConfigurationError
 
-_ARRAY = "array of hvdcomp"  # the key of an object that stands for an array in another file of the archive
-_PAIRS = "pairs of hvdcomp"  # the key of an object that stands for a mapping whose keys are not texts
+_ARRAY = "array of hvdcomp"  # the key of an object that represents an array in another file of the archive
+_PAIRS = "pairs of hvdcomp"  # the key of an object that represents a mapping whose keys are not all strings
 _STATE = "state.json"
 
 
@@ -39,7 +39,8 @@ class CompressionState(tf.train.experimental.PythonState):
         self._compression = compression
 
     def serialize(self) -> bytes:
-        """A zip archive. The archive contains the state in JSON, and each array in TensorFlow's own serialization."""
+        """Returns a zip archive as bytes. The archive contains the state in JSON, and each array in TensorFlow's own
+        serialization."""
         file = io.BytesIO()
         with zipfile.ZipFile(file, "w") as archive:
             archive.writestr(_STATE, json.dumps(_without_arrays(self._compression.state_dict(), archive)))
@@ -77,8 +78,8 @@ def _state_in(serialized: bytes) -> dict[str, Any]:
 
 
 def _without_arrays(value: Any, archive: zipfile.ZipFile) -> Any:
-    """Writes each array of a value to the archive. Returns the value with the names of these files in place of the
-    arrays."""
+    """Writes each array of a value to a separate file of the archive. Returns a copy of the value in which each array
+    is replaced by the name of its file."""
     if isinstance(value, np.ndarray):
         name = f"array{len(archive.namelist())}"
         archive.writestr(name, tf.io.serialize_tensor(value).numpy())

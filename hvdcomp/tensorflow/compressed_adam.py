@@ -1,4 +1,4 @@
-"""`CompressedAdam` for Keras: AdamW whose momentum can be sent compressed."""
+"""`CompressedAdam` for Keras: a variant of AdamW that lets ranks exchange compressed momenta."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class CompressedAdam(tf_keras.optimizers.AdamW):
         warm_up, floor, refreshes_per_gap: settings that `hvdcomp.torch.CompressedAdam` describes.
 
     Raises:
-        ConfigurationError: without `freeze_after`; if a number of steps or refreshes, or the floor, is invalid; with
-            `amsgrad`; or with `local_steps`, which only PyTorch supports.
+        ConfigurationError: if `freeze_after` is missing; if `freeze_after`, `floor` or `refreshes_per_gap` is invalid;
+            if `amsgrad` is True; or if `local_steps` is not 1, because only PyTorch supports local steps.
         SpecError: if `warm_up` is not a compressor.
     """
 
@@ -89,8 +89,8 @@ class CompressedAdam(tf_keras.optimizers.AdamW):
         return is_refresh(step, self.freeze_after, self.refreshes_per_gap)
 
     def sends_momenta(self) -> tf.Tensor:
-        """Whether the gradients of the next step have the noise of a compressed momentum. The result can be used in a
-        graph."""
+        """Whether the ranks exchange compressed momenta in the next step. The gradients of such a step contain the
+        noise of compression. The result can be used in a graph."""
         frozen = self.iterations >= self.freeze_after
         if self.refreshes_per_gap is None:
             return frozen
@@ -137,7 +137,8 @@ class CompressedAdam(tf_keras.optimizers.AdamW):
         return self._refreshes_among(step) > self._refreshes_among(step - 1)
 
     def _refreshes_among(self, steps: tf.Tensor) -> tf.Tensor:
-        """The number of refreshes in the first steps, as the function `refreshes_among` computes it, but in a graph."""
+        """The number of refreshes in the first `steps` steps. The result is the same as that of the function
+        `refreshes_among`, but it is computed in a graph."""
         begun = (steps - 1) // self.refreshes_per_gap + 1
         doublings = tf.reduce_sum(tf.cast(begun >= 2 ** tf.range(1, 62, dtype=steps.dtype), steps.dtype))
         gap = 2**doublings
@@ -149,7 +150,7 @@ class CompressedAdam(tf_keras.optimizers.AdamW):
 
 
 def _refuse_local_steps(options: dict[str, Any]) -> None:
-    """Removes `local_steps` from the options. Raises ConfigurationError if it is above 1."""
+    """Removes `local_steps` from the options. Raises ConfigurationError if its value is not 1."""
     local_steps = options.pop("local_steps", 1)
     if local_steps != 1:
         raise ConfigurationError(

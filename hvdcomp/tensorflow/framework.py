@@ -47,7 +47,8 @@ def prepare(kind: type) -> None:
 
 
 def check_wrapping() -> None:
-    # Called when Horovod's optimizer hashes the compression. With Keras 3, this is the only call.
+    # This function is called when Horovod's optimizer computes the hash of the `Compression`. With Keras 3, Horovod
+    # never calls `compress`, so this is the only chance to refuse the optimizer.
     if _is_imported():
         from hvdcomp.tensorflow.caller import refuse_keras_3_caller
 

@@ -24,8 +24,8 @@ class PolicyCallback(tf_keras.callbacks.Callback):
     """Checks a training run with `fit`, and records its compression and policy.
 
     - Before training begins, the callback raises an error if the model was compiled without Horovod's optimizer or with
-      `jit_compile=True`, if `steps_per_epoch` differs from that of `fit`, or if a policy changes the batch size, which
-      `fit` does not support.
+      `jit_compile=True`. It also raises an error if `steps_per_epoch` of the `Compression` differs from the number of
+      steps per epoch in `fit`, or if a policy changes the batch size, which `fit` does not support.
     - At the end of each epoch, the callback adds three values to the logs: `compression_factor` (dense bytes / sent
       bytes that may leave the node), `megabytes_sent` (everything that this rank has sent in the epoch), and
       `learning_rate`. History, CSVLogger and the progress bar show these values.
@@ -119,7 +119,7 @@ class PolicyCallback(tf_keras.callbacks.Callback):
     def _scalars(self) -> dict[str, float]:
         """The learning rate, the compression factor of the epoch, and the megabytes sent in the epoch."""
         epoch = replace(self._compression.ledger.totals)
-        epoch.add(self._epoch_began, -1)  # only the bytes are used: the difference of times is not meaningful
+        epoch.add(self._epoch_began, -1)  # only the bytes are used: the difference between two times is not meaningful
         scalars = {"learning_rate": learning_rate_of(unwrapped(self.model.optimizer))}
         if (factor := epoch.compression_factor) is not None:
             scalars |= {"compression_factor": factor, "megabytes_sent": epoch.bytes_sent / 1e6}

@@ -10,7 +10,8 @@ from hvdcomp.errors import ConfigurationError
 
 
 def stable_names(names: Sequence[str]) -> list[str]:
-    """Unique names without Keras's counters, in the same order.
+    """Replaces names of Keras's variables by unique names that do not depend on Keras's counters. The order does not
+    change.
 
     Keras names the first dense layer of a process `dense`, and the second `dense_1`, even if they belong to different
     models. If a model is built a second time, its variables would have different names, and the model would not find
@@ -20,7 +21,7 @@ def stable_names(names: Sequence[str]) -> list[str]:
     >>> stable_names(["dense_7/kernel:0", "dense_7/bias:0", "dense_9/kernel:0"])
     ['dense/kernel', 'dense/bias', 'dense_1/kernel']
     """
-    numbers: dict[str, dict[str, int]] = {}  # the new numbers of names with the same base
+    numbers: dict[str, dict[str, int]] = {}  # for each base name, the new number of each old name
 
     def renumbered(part: str) -> str:
         base = re.sub(r"_\d+$", "", part)

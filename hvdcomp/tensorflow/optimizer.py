@@ -17,8 +17,9 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def learning_rate_of(optimizer: Any) -> float:
-    """The learning rate of the next step. If there is a schedule, it is the rate of the schedule."""
-    names = ("_learning_rate", "learning_rate", "_lr")  # optimizers of TensorFlow 1 have the last name
+    """The learning rate of the next step. If the optimizer has a schedule of learning rates, the result is the value of
+    the schedule for the next step."""
+    names = ("_learning_rate", "learning_rate", "_lr")  # optimizers of TensorFlow 1 use the name `_lr`
     rate = next((value for name in names if (value := getattr(optimizer, name, None)) is not None), None)
     if rate is None:
         kind = type(optimizer).__name__
@@ -41,8 +42,8 @@ def momentum_of(optimizer: Any) -> str | None:
 
 
 class ScaledRate:
-    """Makes an optimizer apply gradients with a multiple of its learning rate. Outside of these updates, the rate has
-    its own value.
+    """Makes an optimizer apply gradients with a multiple of its learning rate. Outside of these updates, the learning
+    rate has its usual value.
 
     Create this object before a function that applies gradients is traced. The multiple may change later.
 
@@ -76,17 +77,17 @@ class ScaledRate:
             self.begin_step()
 
     def begin_step(self) -> None:
-        """Fixes the multiple of a step. Call it when the exchange of the step's gradients begins.
+        """Fixes the multiple of a step. Call this method when the exchange of the step's gradients begins.
 
-        If a decision is applied after this call (for example for a checkpoint), it counts for the next step, because
-        other ranks may apply it later.
+        If a decision of the policy is applied after this call (for example for a checkpoint), the decision changes the
+        multiple of the next step, because other ranks may apply the decision later.
         """
         self._factor.assign(self._of_next_step)
 
     def _scale_updates(self, optimizer: Any, update_step: Callable[..., Any]) -> None:
         def scaled_update_step(gradient: Any, variable: Any) -> Any:
             arrived = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-            with tf.control_dependencies([arrived]):  # after this, the step has begun and has set the multiple
+            with tf.control_dependencies([arrived]):  # once the gradient has arrived, the multiple of the step is set
                 factor = self._factor.read_value()
             with self._in_place(optimizer, factor):
                 return update_step(gradient, variable)
@@ -95,11 +96,11 @@ class ScaledRate:
 
     @contextmanager
     def _in_place(self, optimizer: Any, factor: tf.Tensor) -> Iterator[None]:
-        # The name of the attribute that the property `learning_rate` reads.
+        # `where` is the name of the attribute that the optimizer's property `learning_rate` reads.
         scheduled = callable(optimizer._learning_rate) and not isinstance(optimizer._learning_rate, tf.Variable)
         where = "_current_learning_rate" if scheduled else "_learning_rate"
         own = getattr(optimizer, where)
-        # not with setattr, which would track a variable
+        # The attribute is set without the optimizer's own `__setattr__`, which would track a variable.
         object.__setattr__(optimizer, where, own * tf.cast(factor, own.dtype))
         try:
             yield

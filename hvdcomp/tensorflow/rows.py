@@ -37,12 +37,12 @@ class RowExchange:
     Args:
         wire_dtype: the element type in which rows and means are sent, which is tf.bfloat16, tf.float16 or tf.int8. With
             tf.int8, the largest magnitude of each row is also sent, and the error of an element is at most 1/254 of
-            this magnitude. The mean is rounded in the same way a second time. Rounding errors are not kept. Default:
-            the gradient's own type.
+            this magnitude. The mean is rounded in the same way a second time. Rounding errors are not kept for later
+            steps. Default: the gradient's own type.
 
     Attributes:
-        ledger: the ledger, with the bytes of each step as in `Compression.ledger`, but without times. It is empty if
-            there is only one rank. The dense bytes are the bytes of whole tables.
+        ledger: the ledger, with the bytes of each step as in `Compression.ledger`, but without times. The ledger is
+            empty if there is only one rank. The dense bytes are the bytes of whole tables.
 
     Raises:
         ConfigurationError: if wire_dtype is any other type.
@@ -145,12 +145,13 @@ class RowExchange:
 
 def _settings_of(reduce: Any) -> dict[str, Any]:
     """Reads the settings from the closure of Horovod's function that averages gradients."""
-    function = getattr(reduce, "python_function", reduce)  # the Python function inside the tf.function
+    function = getattr(reduce, "python_function", reduce)  # the Python function that tf.function has wrapped
     return dict(inspect.getclosurevars(function).nonlocals) if inspect.isfunction(function) else {}
 
 
 def _ids_and_rows(slices: tf.IndexedSlices, table: EmbeddingTable) -> tuple[tf.Tensor, tf.Tensor]:
-    """The ids of a gradient without duplicates, and the sums of their rows (n, columns)."""
+    """The ids of a gradient without duplicates, and for each id the sum of its rows. The sums are an array of shape (n,
+    columns)."""
     ids, places = tf.unique(tf.cast(slices.indices, tf.int64))
     rows = tf.math.unsorted_segment_sum(slices.values, places, tf.size(ids))
     return ids, tf.reshape(rows, [-1, table.columns])

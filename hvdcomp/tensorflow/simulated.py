@@ -1,4 +1,5 @@
-"""The binding of simulated ranks. One process has several models, and each model is a rank, as with Horovod's tape."""
+"""The binding of simulated ranks. One process has several models, and each model belongs to one simulated rank. The
+ranks exchange gradients as with Horovod's tape."""
 
 from __future__ import annotations
 
@@ -70,8 +71,8 @@ def serve_simulated(
         optimizer: the Keras optimizer of the model.
 
     Returns:
-        A function that takes the gradients of all variables, in order, and returns their means. Call it once in each
-        step.
+        A function that takes the gradients of all variables, in order, and returns their means. Call this function once
+        in each step.
     """
     named = by_name(variables)
     return compression.serve(lambda setup: SimulatedBinding(setup, named, communicator), optimizer).exchange

@@ -29,7 +29,7 @@ class TensorFlowTraining(Binding):
 
     Args:
         setup: the `Compression`, and what the user passed to it. `setup.grad_scaler` and `setup.optimizer` are Keras
-            objects; None if unknown.
+            objects. Each of them is None if it is unknown.
         variables: all trained variables, by name.
         communicator: the communicator of the ranks that exchange gradients.
 
@@ -39,7 +39,7 @@ class TensorFlowTraining(Binding):
     """
 
     overlaps_with_policy = False
-    results_in_place = False  # not in place, because other operations of the graph may read a gradient later
+    results_in_place = False  # gradients must not change, because other operations may read them later
     _on_device: DeviceTensors | None = None
     steps_made = 0
 
@@ -118,7 +118,7 @@ class TensorFlowTraining(Binding):
         if self._scaled is None:
             self._scaled = ScaledRate(self._known_optimizer())
         self._scaled.set(batch_size.learning_rate_factor)
-        if self.communicator.world_size == 1:  # with one rank there may be no exchange
+        if self.communicator.world_size == 1:  # with one rank, there may be no exchange that calls `begin_step`
             self._scaled.begin_step()
 
     def loss_scale(self) -> float | None:

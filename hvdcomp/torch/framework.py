@@ -53,7 +53,7 @@ def prepare(kind: type) -> None:
 
 
 def check_wrapping() -> None:
-    """Accepts any optimizer; the binding checks it when the first gradient arrives."""
+    """Accepts any optimizer. The binding checks the optimizer when the first gradient arrives."""
 
 
 def can_bind(parameters: Any, optimizer: Any) -> bool:

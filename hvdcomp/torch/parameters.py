@@ -7,7 +7,7 @@ from typing import Any
 
 from hvdcomp.errors import ConfigurationError
 
-# Wrappers add these parts to names: torch.compile, activation checkpointing and FSDP1. DistributedDataParallel and
+# The wrappers torch.compile, activation checkpointing and FSDP1 add these parts to names. DistributedDataParallel and
 # DataParallel prepend `_WHOLE`, which may also be the name of a user's inner module.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _WHOLE = "module."

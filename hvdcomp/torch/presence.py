@@ -39,7 +39,7 @@ class PresenceCheck:
         self._total = 0
 
     def start(self, presence: int, name: str) -> None:
-        """Starts the allreduce. Call it on all ranks.
+        """Starts the allreduce. Call this method on all ranks.
 
         Args:
             presence: the number that this rank contributes, as in `Binding`.
@@ -55,7 +55,8 @@ class PresenceCheck:
         return 0 < self._total == self._presence * self._communicator.world_size
 
     def end(self) -> int:
-        """Waits for the sum of the ranks' presences, and returns it. All ranks must have called `start`."""
+        """Waits for the sum of the numbers `presence` of all ranks, and returns the sum. All ranks must have called
+        `start`."""
         if self._started is not None:
             started, self._started = self._started, None
             self._total = int(self._communicator.wait(started))

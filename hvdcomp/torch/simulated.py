@@ -1,7 +1,7 @@
-"""The binding of simulated ranks. One process has several models, and each model is a rank.
+"""The binding of simulated ranks. One process has several models, and each model belongs to one simulated rank.
 
 A step gives the same result as DistributedDataParallel, bit for bit. Gradients that are only cast are allreduced in the
-same buckets as in DDP, when they become ready. The engine exchanges all other gradients.
+same buckets as in DDP, and each bucket starts when its gradients are ready. The engine exchanges all other gradients.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class SimulatedBinding(TorchTraining):
 
     def _noting(self, name: str) -> Any:
         def note(parameter: torch.Tensor) -> None:
-            self._ready.pop(name, None)  # removes what an earlier backward pass of this step has left
+            self._ready.pop(name, None)  # removes the time from an earlier backward pass of this step
             self._ready[name] = self._ranks.moment()
 
         return note
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Replaces the gradients with their means. Call this after the backward passes of a step."""
+        """Replaces the gradients with their means. Call this method after the backward passes of a step."""
         ready, self._ready = self._ready, {}
         gradients = {name: gradient for name in ready if (gradient := self._parameters[name].grad) is not None}
         if not self.exchanges:
@@ -148,6 +148,7 @@ def serve_simulated(
         optimizer: the optimizer of the model.
 
     Returns:
-        A function that replaces the gradients with their means. Call it after the backward passes of each step.
+        A function that replaces the gradients with their means. Call this function after the backward passes of each
+        step.
     """
     return compression.serve(lambda setup: SimulatedBinding(setup, model, communicator), optimizer).exchange

@@ -1,5 +1,5 @@
-"""Code that the callbacks and strategies for trainers share. It saves the state of each rank in the checkpoint of a
-trainer.
+"""Code that the callbacks and strategies for trainers share. This code saves the state of each rank in the checkpoint
+of a trainer.
 
 A trainer saves only the state of one rank. Residuals differ between ranks, so each rank writes its own state to its own
 file, in the folder of the checkpoint or next to the checkpoint.
@@ -25,7 +25,8 @@ def missing(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError:
 
     Args:
         error: the error of the import.
-        extra: name of the missing module. It is also the name of the extra with which pip installs the library.
+        extra: name of the missing module. The extra `hvdcomp[NAME]`, with which pip installs the library, has the same
+            name.
     """
     library = (error.name or extra).partition(".")[0]
     return ModuleNotFoundError(
@@ -74,7 +75,7 @@ def restore(
     ranks: int,
     checkpoint: object,
 ) -> None:
-    """Restores the state of this rank before the first step. Call it on every rank.
+    """Restores the state of this rank before the first step. Call this function on every rank.
 
     If the number of ranks has changed, the residuals of all old ranks are divided among the new ranks, as in
     `hvdcomp.state_for`. If no rank has a file, for example because the checkpoint comes from a training run without

@@ -19,7 +19,7 @@ from hvdcomp.torch.optimizers.compressed_adam import CompressedAdam, LocalMoment
 from hvdcomp.torch.optimizers.learning_rate import ScaledSteps, has_rates, rates_of
 from hvdcomp.torch.parameters import with_plain_names
 
-# `Training.absence` for torch.distributed, which matches collectives only by their order.
+# The message `Training.absence` of bindings that use torch.distributed, which matches collectives only by their order.
 WITHOUT_HOROVOD = (
     "the other ranks took part in a different collective at the same time. Give every rank the same number of batches, "
     "and start your own collectives at the same places on all ranks."
@@ -50,7 +50,8 @@ class TorchTraining(Binding):
         communicator: the communicator of the ranks that exchange gradients.
         optimizer: the optimizer of these parameters; None if unknown.
         names: names of all parameters of the model, as in `Binding`.
-        shared: names of the parameters whose gradients other groups of ranks also have (`TensorInfo.is_shared`).
+        shared: names of the parameters whose gradients are also exchanged by other groups of ranks
+            (`TensorInfo.is_shared`).
 
     Class attributes:
         optimizer_from: the code with which a user passes the optimizer to hvdcomp. The code is shown in messages.
@@ -128,7 +129,8 @@ class TorchTraining(Binding):
             self._scaled_steps().begin_step()
 
     def add_momenta(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Adds the momenta to gradients, in place. Call it once for each gradient, before the engine gets it."""
+        """Adds the momenta to gradients, in place. Call this method once for each gradient, before the engine gets the
+        gradient."""
         momenta = self.units.momenta
         for name in momenta.keys() & gradients.keys() if momenta else ():
             momenta[name].add_to(gradients[name], self.units.of_momenta)

@@ -58,13 +58,13 @@ class Unaveraged:
         self._lists: list[dict[str, Any]] = []  # the parameters and the children of each module
         # the objects in these lists; they are kept so that their addresses are not reused
         self._entries: list[Any] = []
-        self._unknown: list[torch.nn.Parameter] = []  # the unknown parameters among them
+        self._unknown: list[torch.nn.Parameter] = []  # the parameters in these lists that are not in `_known`
         self._checked_in_step = False  # whether the check was made since the optimizer's latest step
         self._counted = self._count()
         self._added: list[torch.nn.Parameter] = []  # the parameters that were added to the optimizer later
         self._all.add(self)
-        # If only such parameters are trained, hvdcomp gets no gradient at all, and only the optimizer's step can show
-        # the mistake. Some wrapped optimizers, such as accelerate's, have no hooks.
+        # If only parameters that are not averaged are trained, hvdcomp gets no gradient at all. Then only the
+        # optimizer's step can show the mistake. Some wrapped optimizers, such as accelerate's, have no hooks.
         if hasattr(optimizer, "_optimizer_step_pre_hooks"):
             finalize(model, optimizer.register_step_pre_hook(self._before_step).remove)
 
@@ -94,8 +94,8 @@ class Unaveraged:
             raise ConfigurationError(reason)
 
     def _in_model(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:
-        """The unknown parameters of the model. Walking through the modules is slow. So the walk is repeated only if a
-        child or a parameter of some module has changed."""
+        """The parameters of the model that are not in `_known`. Walking through the modules is slow. So the walk is
+        repeated only if a child or a parameter of some module has changed."""
         entries = self._in_lists()
         if not entries or len(entries) != len(self._entries) or not all(map(operator.is_, entries, self._entries)):
             modules = list(model.modules())
@@ -111,7 +111,7 @@ class Unaveraged:
         return [entry for registered in self._lists for entry in registered.values()]
 
     def _in_groups(self) -> list[torch.nn.Parameter]:
-        """The unknown parameters that were added to the optimizer."""
+        """The parameters that were added to the optimizer and are not in `_known`."""
         count = self._count()
         if count != self._counted:
             self._counted = count

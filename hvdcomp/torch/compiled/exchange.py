@@ -83,14 +83,14 @@ def require_reduce_scatter(method: Compressor, tensor: TensorInfo) -> Compressor
         tensor: the whole tensor, before it is cut.
 
     Raises:
-        SpecError: if the method cannot average a tensor of which each rank gets only a part.
+        SpecError: if the method cannot average a tensor when each rank gets only a part of the mean.
     """
     chosen = method.route(tensor)
     if not averages_vectors(chosen):
         raise SpecError(
             f"{chosen} cannot compress the reduce-scatter of {tensor.name!r}, because each rank gets only a part of "
             "the mean. Choose int8, int4:rounding=stochastic, fp8, eden, bf16 or another quantizer for this tensor. In "
-            "hvdcomp.compiled.compress_reductions, you can also let name_of return None to leave it uncompressed"
+            "hvdcomp.compiled.compress_reductions, you can also leave the tensor uncompressed: let name_of return None"
         )
     return chosen
 
@@ -111,7 +111,7 @@ def check_scattered(tensor: torch.Tensor, name: str, group: dist.ProcessGroup) -
 def check(
     tensors: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor] | None, names: Sequence[str], step: torch.Tensor
 ) -> None:
-    """Raises ConfigurationError if the arguments of a node cannot be exchanged. The check does not read the values of
+    """Raises ConfigurationError if the arguments of a node are invalid. The check does not read the values of
     tensors."""
     if not len(set(names)) == len(names) == len(tensors):
         raise ConfigurationError(
@@ -198,7 +198,7 @@ def group_of(name: str) -> dist.ProcessGroup:
     Raises:
         ConfigurationError: if torch.distributed has no process group of this name.
     """
-    # from PyTorch 2.13 on, the argument of this function has a type of its own
+    # The function is declared as Any, because from PyTorch 2.13 on, its argument is not a plain str.
     resolve: Any = dist.distributed_c10d._resolve_process_group
     try:
         group: dist.ProcessGroup = resolve(name)
@@ -214,7 +214,7 @@ class _Node:
     """A node of a graph that exchanges tensors, with its communicator and its settings.
 
     Attributes:
-        group: the process group of the ranks that exchange.
+        group: the process group of the ranks that exchange tensors.
         signature: element types, shapes and device of the tensors.
         communicator: the communicator of the process group.
         infos: names, shapes and element types of the tensors.
@@ -229,7 +229,8 @@ class _Node:
         self.signature = _signature(tensors)
         self.communicator, like = TorchDistributedCommunicator(group), next(iter(tensors.values()))
         self.infos = [info_of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
-        # If ranks have different specs, some ranks may already wait here.
+        # An error is raised on all ranks, because a spec may be invalid on only some ranks, and the other ranks may
+        # already wait here.
         with refused_on_every_rank(self.communicator, like):
             self.method = self.checked(method_of(spec, residuals))
         facts = {
@@ -326,13 +327,13 @@ def _check_number(step: int) -> None:
 
 
 _N = TypeVar("_N", bound=_Node)
-_nodes: dict[tuple[Any, ...], Any] = {}  # all nodes so far, by the values that distinguish them
+_nodes: dict[tuple[Any, ...], Any] = {}  # all nodes that were created, by the values that distinguish them
 
 
 def _node(
     kind: type[_N], tensors: Mapping[str, torch.Tensor], residuals: bool, spec: str, group_name: str, seed: int
 ) -> _N:
-    """The node for these arguments. It is created again if the tensors or the process group have changed."""
+    """The node for these arguments. The node is created again if the tensors or the process group have changed."""
     group, key = group_of(group_name), (kind, spec, residuals, group_name, seed, *tensors)
     known: _N | None = _nodes.get(key)
     if known is None or known.group is not group or known.signature != _signature(tensors):

@@ -1,4 +1,4 @@
-"""The operators of compiled graphs: `torch.ops.hvdcomp.allreduce_mean`, its forms for several tensors, and
+"""The operators of compiled graphs: `torch.ops.hvdcomp.allreduce_mean`, its variants for several tensors, and
 `reduce_scatter_mean`.
 
 An operator is opaque to the compiler. The fake kernel of an operator computes the shapes of the results for the
@@ -56,7 +56,7 @@ def _(tensor: Tensor, spec: str, step: Tensor, group_name: str, name: str, seed:
 def allreduce_means(
     tensors: Sequence[Tensor], spec: str, step: Tensor, group_name: str, names: Sequence[str], seed: int
 ) -> list[Tensor]:
-    """The means of several tensors, in few collectives."""
+    """The means of several tensors, computed with few collectives."""
     return _apart(exchange(tensors, None, spec, step, group_name, names, seed), tensors)
 
 
@@ -108,7 +108,7 @@ def _(
 
 @_operator("reduce_scatter_mean", f"(Tensor tensor, {_COMMON}, str name, int seed) -> Tensor")
 def reduce_scatter_mean(tensor: Tensor, spec: str, step: Tensor, group_name: str, name: str, seed: int) -> Tensor:
-    """This rank's part of the mean; arguments as in `hvdcomp.compiled.reduce_scatter_mean`."""
+    """This rank's part of the mean. The arguments are those of `hvdcomp.compiled.reduce_scatter_mean`."""
     return reduce_scatter(tensor, spec, step, group_name, name, seed)
 
 

@@ -1,15 +1,15 @@
-"""A pass over a graph of a training step that replaces its all-reduces and reduce-scatters of gradients with compressed
-means.
+"""A pass that changes the graph of a training step. The pass replaces the all-reduces and reduce-scatters of gradients
+with compressed means.
 
 Tools that trace a training step, such as `make_fx` and `torch.compile`, represent an all-reduce as two nodes:
 `_c10d_functional.all_reduce`, which begins it, and `wait_tensor`. Reduce-scatters look the same. A coalesced collective
 begins several reductions in one node, and a `getitem` node picks the result of each reduction. A mean is a sum with a
-division by the number of ranks before or after it. The pass finds these nodes, and puts nodes of
-`hvdcomp.torch.compiled.operators` in their place.
+division by the number of ranks before or after it. The pass finds these nodes, and replaces them with nodes that call
+the operators of `hvdcomp.torch.compiled.operators`.
 
-Tensors that are all-reduced one after another share a node, and therefore its collectives, unless something between
-them uses a mean or may change a tensor. Each reduce-scatter has a node of its own, at the place where the graph began
-the reduce-scatter.
+The pass replaces consecutive all-reduces with one node, so that their tensors share collectives. A node between two
+all-reduces prevents this if the node uses a mean or may change a tensor. The pass replaces each reduce-scatter with a
+separate node, at the position where the graph began the reduce-scatter.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hvdcomp.errors import ConfigurationError
 from hvdcomp.torch.compiled.exchange import group_of, info_of, method_of, require_reduce_scatter
 
 NamesOfReductions = Callable[[Node], str | None]
-"""The name of the tensor that a node reduces, or None if the tensor is to stay uncompressed."""
+"""A function that returns the name of the tensor that a node reduces, or None to leave this tensor uncompressed."""
 
 _ALL_REDUCES = ("all_reduce", "all_reduce_coalesced")
 _REDUCE_SCATTERS = ("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced")
@@ -43,10 +43,10 @@ class _Reduction:
 
     Attributes:
         start: the node that begins the reduction, perhaps together with other reductions.
-        begun: the node whose result `wait_tensor` waits for. It is `start`, or the node that picks the result of this
-            tensor from several results.
+        begun: the node whose result `wait_tensor` waits for. This node is `start`, or the node that picks the result of
+            this tensor from several results.
         divides: whether the node `summand`, whose value is reduced, is a division by the number of ranks.
-        result: the node whose value is replaced.
+        result: the node whose value is replaced with the compressed mean.
         factor: the number by which the mean must be multiplied to give the value of `result`.
         name: the name of the tensor.
     """
@@ -60,7 +60,8 @@ class _Reduction:
 
     @property
     def summand(self) -> Node:
-        """The node of the tensor that is added up. It may be the result of a reduction that was replaced."""
+        """The node whose value is added up over the ranks. This node may be the result of a reduction that was
+        replaced."""
         return _summand(self.start, self.begun)
 
     @property
@@ -69,7 +70,7 @@ class _Reduction:
 
     @property
     def tensor(self) -> Node:
-        """The node of the tensor whose mean is computed."""
+        """The node whose value is averaged over the ranks."""
         return self.summand.all_input_nodes[0] if self.divides else self.summand
 
 
@@ -82,7 +83,7 @@ def replace_reductions(
     least: int,
     name_of: NamesOfReductions,
 ) -> list[str]:
-    """Replaces the reductions of one process group; arguments as in `hvdcomp.compiled.compress_reductions`.
+    """Replaces the reductions of one process group. The arguments are those of `hvdcomp.compiled.compress_reductions`.
 
     Returns:
         The names of the tensors that are compressed, in the order of the graph.
@@ -125,8 +126,8 @@ def compile_by(backend: str, module: GraphModule, inputs: Sequence[Any]) -> Call
 
 
 def _begun_by(start: Node, group_name: str) -> list[Node]:
-    """The nodes that hold the results of the reductions that `start` begins in this process group. `wait_tensor` waits
-    for them.
+    """The nodes whose values are the results of the reductions that `start` begins in this process group. `wait_tensor`
+    waits for these nodes.
     """
     if not _calls(start, *_ALL_REDUCES, *_REDUCE_SCATTERS):
         return []
@@ -137,18 +138,19 @@ def _begun_by(start: Node, group_name: str) -> list[Node]:
         return [start]
     picks = [pick for pick in start.users if pick.target is operator.getitem]
     places = {pick.args[1] for pick in picks}
-    return picks if len(places) == len(start.users) else []  # none if something uses the whole list
+    return picks if len(places) == len(start.users) else []  # no picks if another node uses the whole list
 
 
 def _summand(start: Node, begun: Node) -> Node:
-    """The node of the tensor that is added up."""
+    """The node whose value is added up over the ranks."""
     given: Any = start.args[0]
     summand: Node = given if begun is start else given[begun.args[1]]
     return summand
 
 
 def _may_replace(start: Node, begun: Node, least: int, size: int) -> bool:
-    """Whether a reduction adds up a tensor with at least `least` elements."""
+    """Whether a reduction may be replaced: its tensor has floating-point elements, at least `least` of them, and only
+    one `wait_tensor` uses its result."""
     example, ends = _example(begun), list(begun.users)
     if example is None or not example.dtype.is_floating_point or len(ends) != 1 or not _calls(ends[0], "wait_tensor"):
         return False
@@ -159,8 +161,8 @@ def _reduction(start: Node, begun: Node, name: str, size: int, results: Set[Node
     """Describes the reduction of one tensor in the graph.
 
     Args:
-        results: the results of all-reduces that were found before. If `summand` is one of them, its division belongs to
-            that all-reduce.
+        results: the results of all-reduces that were found before. If `summand` is one of these results, the division
+            in `summand` belongs to the earlier all-reduce.
     """
     (wait,), summand = begun.users, _summand(start, begun)
     if start.args[1] == "avg":
@@ -200,7 +202,8 @@ def _together(graph: torch.fx.Graph, found: dict[Node, list[_Reduction]]) -> Ite
 def _put_all_reduces(
     graph: torch.fx.Graph, reductions: list[_Reduction], place: Node, arguments: tuple[Any, ...], seed: int
 ) -> None:
-    """Inserts the means of some tensors before a node, and uses them in place of the results of all-reduces."""
+    """Inserts nodes that compute the means of some tensors, before the node `place`. These means replace the results of
+    all-reduces."""
     tensors, names = [one.tensor for one in reductions], [one.name for one in reductions]
     with graph.inserting_before(place):
         operation = torch.ops.hvdcomp.allreduce_means.default
@@ -215,8 +218,8 @@ def _put_all_reduces(
 def _put_reduce_scatters(
     graph: torch.fx.Graph, reductions: list[_Reduction], place: Node, arguments: tuple[Any, ...], seed: int
 ) -> None:
-    """Inserts this rank's parts of the means of some tensors before a node, and uses them in place of the results of
-    reduce-scatters."""
+    """Inserts nodes that compute this rank's parts of the means of some tensors, before the node `place`. These parts
+    replace the results of reduce-scatters."""
     with graph.inserting_before(place):
         for reduction in reductions:
             operation = torch.ops.hvdcomp.reduce_scatter_mean.default
@@ -250,7 +253,7 @@ def _erase(graph: torch.fx.Graph, start: Node, reductions: Sequence[_Reduction])
 
 
 def _keep_used(start: Node) -> None:
-    """Removes from a collective of several tensors those tensors whose results no node picks any more."""
+    """Removes tensors from a collective of several tensors, if no node picks their results any more."""
     users: list[Any] = list(start.users)
     picks = {pick.args[1]: pick for pick in users}
     tensors: Any = start.args[0]

@@ -1,9 +1,10 @@
 """The binding of `torch.nn.parallel.DistributedDataParallel` (DDP). The binding is a communication hook of DDP.
 
 When all gradients of a DDP bucket are ready, DDP calls the hook with the DDP bucket, and gets a future. The order of
-the DDP buckets is the same on all ranks. A step ends when DDP has passed all trained parameters. DDP also marks one DDP
-bucket as the last, but this mark is not reliable: in the first pass of a static graph, DDP marks every DDP bucket as
-the first and none as the last. There are two kinds of steps, and all ranks choose the same kind:
+the DDP buckets is the same on all ranks. A step ends when DDP has passed the gradients of all trained parameters to the
+hook. DDP also marks one DDP bucket as the last, but this mark is not reliable: in the first pass of a static graph, DDP
+marks every DDP bucket as the first and none as the last. There are two kinds of steps, and all ranks choose the same
+kind:
 
 - cast: the plan only casts all gradients to one element type, and the policy does not decide or measure anything in
   this step. Each DDP bucket is allreduced in place during the backward pass.
@@ -53,7 +54,7 @@ class _DDPBucket(NamedTuple):
         names: names of the parameters in the DDP bucket.
         buffer: the storage of the DDP bucket's gradients, and later of their means.
         gradients: the gradients as views of the buffer, by name; empty if the gradient is sparse.
-        future: the future that DDP waits for. Its value is the means.
+        future: the future that DDP waits for. The value of the future is the means.
         whole: whether the bucket is allreduced in place.
     """
 
@@ -70,12 +71,12 @@ class DDPBinding(TorchTraining):
     Args:
         setup: the `Compression`, and what the user passed to it. `setup.optimizer` is the optimizer of the model; None
             if unknown.
-        model: the model that is wrapped in DDP. The binding has no strong reference to the model, because DDP has a
-            reference to the hook.
+        model: the model that is wrapped in DDP. The binding has only a weak reference to the model, because DDP has a
+            reference to the binding.
     """
 
     overlaps_with_policy = True
-    early_bytes = LEAST_BYTES  # DDP has already joined gradients that become ready at the same time
+    early_bytes = LEAST_BYTES  # small buckets suffice, because DDP has already joined gradients
     broadcast = "DistributedDataParallel(..., init_sync=True)"
     optimizer_from = "hvdcomp.ddp.register(model, compression, optimizer=optimizer)"
     averaged_by = "DistributedDataParallel"
@@ -87,10 +88,11 @@ class DDPBinding(TorchTraining):
         # torch.distributed matches collectives by their order. On the host, a rank starts the engine's collectives as
         # soon as it knows that all ranks make the step, which may be at a different time on each rank. So the engine
         # has its own process group. All ranks start the presence check and the all-reduces of whole DDP buckets at the
-        # same point. These collectives stay in the model's process group. There, they are also matched with a
-        # collective of a rank that does not make the step. On a device, the model's process group is used for
-        # everything. There, the presence check waits for its result instead of polling, so that all ranks start a
-        # bucket between the same two collectives. Waiting costs little, because the device is still busy.
+        # same point, so these collectives use the model's process group. If a rank does not make the step, its next
+        # collective in the model's process group is matched with one of these collectives. On a device, all collectives
+        # use the model's process group. On a device, the presence check also waits for its result instead of polling,
+        # so that all ranks start a bucket between the same two collectives. Waiting costs little, because the device is
+        # still busy.
         on_device = any(parameter.is_cuda for parameter in trained.values())
         self._beside = None if on_device else GroupBeside.of(communicator, self)
         if self._beside is not None:
@@ -112,7 +114,7 @@ class DDPBinding(TorchTraining):
             "find_unused_parameters": model.find_unused_parameters,
             "static_graph": model.static_graph,
         }
-        # Only for a model that may not use all of its parameters in a step.
+        # Used parameters are recorded only for a model that may leave parameters unused in a step.
         self._uses = UsedParameters(model, parameters) if any(self._model_settings.values()) else None
         self._unused: Set[str] = frozenset()  # parameters without gradients in a static graph
         self._flag_bytes = 0  # bytes of the flags that mark the parameters used in the current step
@@ -122,7 +124,7 @@ class DDPBinding(TorchTraining):
         # the latest plan, and the element type to which it casts
         self._wire_of: tuple[Plan | None, torch.dtype | None] = (None, None)
         self._checks_presence = True
-        # tensors of the step whose DDP buckets DDP has not passed yet; empty between two steps
+        # tensors of the step whose DDP buckets DDP has not passed to the hook yet; empty between two steps
         self._awaited: set[str] = set()
         self._kept: set[str] | None = None  # tensors of a step that has no exchange; None in other steps
         self._step: list[_DDPBucket] = []
@@ -163,7 +165,7 @@ class DDPBinding(TorchTraining):
         gradients = {} if buffer.is_sparse else dict(zip(names, bucket.gradients(), strict=True))
         whole = self._wire is not None or buffer.is_sparse
         if whole:
-            self.observe("local", gradients)  # now, because means will overwrite the gradients
+            self.observe("local", gradients)  # this must happen before the means overwrite the gradients
             if buffer.is_sparse:
                 self.engine.count_elsewhere(names[0], _sparse_bytes(buffer))
         future = self._reduce_whole(buffer) if whole else _future(buffer)
@@ -171,7 +173,7 @@ class DDPBinding(TorchTraining):
         if not whole:
             used = {name: gradients[name] for name in names if name not in self._unused} if self._unused else gradients
             self._pending.update(used)
-            if self._uses is None:  # otherwise this is done later, because a gradient that no rank has must not change
+            if self._uses is None:  # otherwise `_end` does this, because a gradient that no rank has must not change
                 self.add_momenta(used)
                 self.engine.overlap.ready(used)
         if not self._awaited:
@@ -181,7 +183,8 @@ class DDPBinding(TorchTraining):
         return future
 
     def _keep(self, buffer: torch.Tensor, names: set[str]) -> torch.futures.Future[torch.Tensor]:
-        """Keeps this rank's own gradients. `names` are the names of the step's tensors so far."""
+        """Returns this rank's own gradients without an exchange. `names` are the names of all tensors that DDP has
+        passed to the hook in this step so far."""
         self._kept = names
         if not self._awaited:
             self.engine.enter_alone(names)
@@ -215,12 +218,13 @@ class DDPBinding(TorchTraining):
     def _reduce_whole(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """Starts the allreduce of a DDP bucket, which is first cast if the plan requires it."""
         if buffer.is_sparse or self._wire in (None, buffer.dtype):
-            # divided before the sum, because DDP without a hook does so, and the bits must be the same
+            # The buffer is divided before the sum, as in DDP without a hook, so that the means are the same bit for
+            # bit.
             mean = buffer.div_(self.communicator.world_size)
             started = self._of_model.start_allreduce(mean, "sum", UNNAMED)
             return started.work.get_future().then(lambda _: mean)
-        # Divided after the sum, as in the engine and in Horovod. A division before the sum would lose bits of small
-        # numbers on every rank.
+        # Here, the sum is divided after the all-reduce, as in the engine and in Horovod. A division before the sum
+        # would lose bits of small numbers on every rank.
         started = self._of_model.start_allreduce(half_precision.narrow(buffer, self._wire), "mean", UNNAMED)
         return started.work.get_future().then(lambda _: half_precision.widen(started.finish(started.result), buffer))
 
@@ -246,8 +250,8 @@ class DDPBinding(TorchTraining):
 
     def _end_casts(self) -> None:
         if self.coordinator is not None:
-            # The coordinator's clock, and observers of means, need the end of the step. DDP would wait at this point
-            # anyway.
+            # The coordinator needs the time at which the step ends, and the policy may need the means. DDP would wait
+            # at this point anyway.
             for bucket in self._step:
                 bucket.future.wait()
             for bucket in self._step:
@@ -304,8 +308,8 @@ class DDPBinding(TorchTraining):
 
 @not_compiled
 def compressed_hook(binding, bucket):
-    """The hook that DDP calls. The hook has no annotations, because DDP would compare them with types, but they are
-    strings."""
+    """The hook that DDP calls. The hook has no annotations, because annotations are strings in this file, and DDP would
+    compare them with types."""
     return binding.reduce(bucket)
 
 
@@ -397,7 +401,7 @@ def _named_parameters(setup: Setup) -> dict[str, torch.nn.Parameter]:
 
 
 def _sparse_bytes(gradient: torch.Tensor) -> int:
-    """The number of bytes that a rank sends of a sparse gradient: the row numbers and the values of the rows."""
+    """The number of bytes that a rank sends for a sparse gradient: the row numbers and the values of the rows."""
     rows = gradient.coalesce()  # the process group also adds up equal rows before it sends them
     return int(rows.indices().nbytes + rows.values().nbytes)
 

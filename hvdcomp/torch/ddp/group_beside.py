@@ -2,7 +2,7 @@
 
 torch.distributed matches the collectives of a process group by their order. Some collectives start in the backward
 pass, as soon as a rank knows that all ranks take part. In the user's process group, such a collective could be matched
-with a wrong collective, for example with one of another model in the same backward pass.
+with a wrong collective, for example with a collective of another model in the same backward pass.
 """
 
 from __future__ import annotations

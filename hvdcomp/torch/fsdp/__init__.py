@@ -1,2 +1,2 @@
-"""The bindings of FSDP2. One compresses between the replicas of a model, and the other compresses the reduce-scatter of
-its shards."""
+"""The two bindings of FSDP2. The first binding compresses the exchange between the replicas of a model. The second
+binding compresses the reduce-scatter of the shards of a model."""

@@ -60,8 +60,9 @@ class FSDPBinding(TorchTraining):
     absence = WITHOUT_HOROVOD
 
     def __init__(self, setup: Setup, model: torch.nn.Module, group: dist.ProcessGroup) -> None:
-        # The engine has its own process group. Buckets start at different times on each rank. In the user's process
-        # group they could be matched with collectives of others, such as another model in the same backward pass.
+        # The engine has its own process group, because buckets start at different times on each rank. In the user's
+        # process group, a bucket could be matched with a wrong collective, for example with a collective of another
+        # model in the same backward pass.
         self._replicas = TorchDistributedCommunicator(group)
         communicator, like = self._replicas.duplicate(), torch.empty(0)
         if self._replicas.world_size == 1 and dist.get_rank() == 0:
@@ -69,7 +70,8 @@ class FSDPBinding(TorchTraining):
                 "the mesh has a single replica of the model, so hvdcomp.fsdp.register has no exchange between replicas "
                 "to compress; give fully_shard a mesh with several replicas, or no mesh"
             )
-        if dist.get_rank() != 0:  # every process group of replicas decides for itself, but only one writes the log
+        # Each process group of replicas makes its own decisions, but only rank 0 writes the log.
+        if dist.get_rank() != 0:
             setup.compression.decision_log = None
         # On a device, all ranks must start a bucket between the same two collectives of FSDP, as in `DDPBinding`.
         parameters = unique(model.named_parameters())
@@ -82,13 +84,13 @@ class FSDPBinding(TorchTraining):
             _require_one_root(model)
             check_divide_factors(model)
             _require_decisions_of_whole_gradients(setup, trained)
-        require_agreement(communicator, {}, like)  # raises an error if another rank has raised one
+        require_agreement(communicator, {}, like)  # raises an error if another rank has raised an error
         require_same_shards(trained, communicator, like, REGISTER)
         self._trained = list(trained.values())
         self._registered = set(parameters.values())
         # For each residual, the number by which FSDP divided the gradients; None if FSDP computed the mean.
         self._divided_by: dict[str, float | None] = {}
-        # A rank may have no elements of a small parameter.
+        # A parameter is omitted here if it is so small that this rank has none of its elements.
         self._sharded = {name: parameter for name, parameter in trained.items() if _local(parameter).numel()}
         self._boxes = {name: box_of(parameter) for name, parameter in self._sharded.items()}
         with refused_on_every_rank(communicator, like):
@@ -98,10 +100,11 @@ class FSDPBinding(TorchTraining):
             self._frozen = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
             self._register(model)
         self._model = ref(model)
-        # By name, because FSDP replaces the parameters with whole parameters during a pass.
+        # The known parameters are stored by name, because FSDP replaces the parameters with whole parameters during a
+        # pass.
         self._known = WeakKeyDictionary({module: _own_names(module) for module in model.modules()})
         self._due = False  # whether gradients of this backward pass still wait for the exchange
-        self._was_inner = False  # whether, since the forward pass, a nested backward pass has made a step
+        self._was_inner = False  # whether a nested backward pass has made a step since the forward pass
         self._ready: dict[str, torch.Tensor] = {}  # the gradients of this backward pass, in the order of their arrival
 
     def _register(self, model: torch.nn.Module) -> None:
@@ -118,8 +121,8 @@ class FSDPBinding(TorchTraining):
     @torch.compiler.disable  # in case the whole training step is compiled
     @torch.no_grad()
     def _group_reduced(self, group: Any, shard: torch.Tensor) -> None:
-        """The hook of each parameter group. FSDP calls it when the gradients of the parameter group are reduced to
-        this rank's shard."""
+        """The hook of each parameter group. FSDP calls this hook when the gradients of the parameter group are reduced
+        to this rank's shard."""
         if any(one.sharded_param not in self._registered for one in group.fsdp_params):
             raise ConfigurationError(
                 "the model's parameters were added or replaced after the call of hvdcomp.fsdp.register, so the "
@@ -132,7 +135,8 @@ class FSDPBinding(TorchTraining):
                 "so hvdcomp cannot find the end of the step. Train without pipeline parallelism, or do not call "
                 "hvdcomp.fsdp.register"
             )
-        cuda.let_go(shard)  # FSDP allocated it on another stream, and frees it while this stream may still read it
+        # FSDP allocated the shard on another stream, and may free the shard while this stream still reads it.
+        cuda.let_go(shard)
         if group.gradient_divide_factor is not None:
             # FSDP divides the sum by the user's factor, and the mean over replicas would divide it a second time.
             # `_gradient_ready` cannot correct this, because `grad` may contain means of earlier backward passes.
@@ -147,7 +151,8 @@ class FSDPBinding(TorchTraining):
             self._presence_check.start(self.presence, UNNAMED)
             self.expect(self._presence_check.agrees)
             self._due = True
-            # Runs after FSDP's own callback of the backward pass, which was queued before.
+            # `_exchange` runs after FSDP's own callback of the backward pass, because FSDP's callback was queued
+            # earlier.
             torch.autograd.Variable._execution_engine.queue_callback(self._exchange)
 
     @torch.compiler.disable  # in case the whole training step is compiled
@@ -189,18 +194,17 @@ class FSDPBinding(TorchTraining):
             if parameter.grad is not None and self._groups[name].all_reduce_grads
         }
         self._require_same(gradients)
-        self.run_in_place({**ready, **gradients})  # in this order, because all ranks use the order of rank 0
+        self.run_in_place({**ready, **gradients})  # `ready` comes first, because all ranks use the order of rank 0
 
     def _require_same(self, names: Collection[str]) -> None:
-        """Raises RankMismatchError on every rank if not all replicas have gradients of these names.
-
-        The comparison uses the user's process group. In the engine's process group, ranks may have started different
-        numbers of buckets.
+        """Raises RankMismatchError on every rank if only some replicas have gradients of these names. The comparison
+        uses the user's process group, because ranks may have started different numbers of buckets in the engine's
+        process group.
         """
         flags = gather_rows(self._replicas, bytes(name in names for name in self._sharded), self.like, "hvdcomp.names")
         differing = [name for name, *of_rank in zip(self._sharded, *flags, strict=True) if len(set(of_rank)) > 1]
         if differing:
-            self._due = True  # as in a backward pass that has raised an error
+            self._due = True  # the next forward pass then treats this as a failed backward pass
             raise RankMismatchError(
                 f"only some replicas have gradients of {listed(differing)} in this step, but hvdcomp averages the "
                 "gradients of all replicas. Let all replicas use the same modules in each step. To give an unused "
@@ -211,7 +215,8 @@ class FSDPBinding(TorchTraining):
         """Drops the state of a backward pass that has raised an error."""
         self._was_inner = False
         frozen = torch.is_grad_enabled() and not any(parameter.requires_grad for parameter in self._trained)
-        # checked here, because without gradients no step would find out that all parameters are frozen
+        # This is checked before the forward pass, because if all parameters are frozen, no gradient arrives, so no step
+        # begins that could check it.
         if frozen and (reason := self.reason_to_refuse()):
             raise ConfigurationError(reason)
         if not self._due:
@@ -237,8 +242,8 @@ class FSDPBinding(TorchTraining):
         return {}
 
     def warm_up(self) -> str | None:
-        """The spec with which all tensors are compressed, whatever the plan. A single replica has no other replica to
-        send to."""
+        """The spec of the compressor for all tensors; None to use the compressors in the plan. With a single replica,
+        nothing is compressed, because there is no other replica to send to."""
         return "none" if self.communicator.world_size == 1 else None
 
     def trained(self) -> Set[str]:
@@ -280,7 +285,7 @@ class FSDPBinding(TorchTraining):
         self._divided_by = dict(state["own"].get("divided_by", {}))
 
     def _added(self) -> list[str]:
-        """The names of trained parameters that were added to the model since the start."""
+        """The names of trained parameters that were added to the model after this binding was created."""
         model = self._model()
         if model is None:
             return []
@@ -307,8 +312,8 @@ def _require_one_root(model: torch.nn.Module) -> None:
 
 
 def _require_decisions_of_whole_gradients(setup: Setup, trained: Mapping[str, DTensor]) -> None:
-    """Raises ConfigurationError if a setting would let the ranks of one shard decide, from this shard alone, for all
-    ranks of the model."""
+    """Raises ConfigurationError if a setting would make ranks decide something for the whole model, although each rank
+    knows the gradients of only one shard."""
     policy: Any = setup.compression.settings.policy
     if all(number_of_boxes(parameter) == 1 for parameter in trained.values()):
         return

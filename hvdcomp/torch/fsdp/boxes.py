@@ -1,9 +1,9 @@
-"""Boxes, and how residuals move to a different mesh. A box is the part of a parameter that a rank has on a mesh.
+"""Converts residuals to a different mesh. A box is the part of a parameter that a rank has on a mesh.
 
 The part of a mean that was not sent yet is the sum of the replicas' residuals, divided by the number of replicas. This
 part must stay the same on the new mesh. Let there be N old and M new replicas. The new replica j gets the sum of the
-residuals of the old replicas j, j + M, j + 2M, and so on, times M / N. Each rank takes the elements of its box.
-`hvdcomp.state_for` redistributes whole residuals in the same way.
+residuals of the old replicas j, j + M, j + 2M, and so on, times M / N. Each rank gets only the elements that are in its
+box. `hvdcomp.state_for` redistributes whole residuals in the same way.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Cut(NamedTuple):
 
     Attributes:
         place: number of the piece that this rank has, from 0.
-        pieces: number of pieces into which a dimension of the mesh cuts the parameter; 1 if it does not cut the
-            parameter.
+        pieces: number of pieces into which a dimension of the mesh cuts the parameter; 1 if this dimension does not cut
+            the parameter.
     """
 
     place: int
@@ -71,8 +71,8 @@ def number_of_boxes(parameter: DTensor) -> int:
 def shared_in_replica(parameters: Mapping[str, DTensor]) -> set[str]:
     """The names of the parameters for which several ranks of a replica have the same box, as with tensor parallelism.
 
-    Each of these ranks exchanges with a different group of ranks. The means must be the same on all of them, although
-    these ranks have different boxes of other parameters.
+    Each rank with the same box exchanges gradients with a different group of ranks. The means of the box must still be
+    the same on all these ranks, although the ranks have different boxes of other parameters.
     """
     most = max(map(number_of_boxes, parameters.values()), default=1)
     return {name for name, parameter in parameters.items() if number_of_boxes(parameter) < most}
@@ -85,7 +85,7 @@ def box_of(parameter: DTensor) -> Box:
 
 
 def boxes_in(own: Mapping[str, Any]) -> dict[str, Box]:
-    """The boxes in a rank's own part of a state, by parameter name. States of earlier versions have no boxes."""
+    """The boxes in the `own` part of a rank's state, by parameter name. States of earlier versions have no boxes."""
     return {name: Box(*map(tuple, box)) for name, box in own.get("boxes", {}).items()}
 
 
@@ -94,17 +94,18 @@ def on_other_mesh(
 ) -> dict[str, Any]:
     """Makes the state of a rank whose boxes, or whose number of replicas, have changed.
 
-    Methods with warm starts begin without a start value. A policy continues, but loses its measurements since its
-    latest decision.
+    Methods with warm starts begin without their saved start values. A policy continues, but loses its measurements
+    since its latest decision.
 
     Args:
-        states: the states that all ranks saved. They are read one after another.
-        own: the rank's own part in any of these states. The counts in this part, such as the number of steps, continue.
+        states: the states that all ranks saved. The states are read one after another.
+        own: the `own` part of any of these states. The counts in this part, such as the number of steps, continue.
         boxes: the boxes that this rank has now, by parameter name.
         rank, ranks: this rank's number among the replicas, and the number of replicas.
 
     Raises:
-        ConfigurationError: if the states belong to other parameters, or have different memories.
+        ConfigurationError: if the states belong to other parameters, or if the residuals in the states come from
+            different memories.
     """
     shared: Mapping[str, Any] = {}
     known: set[str] = set()
@@ -150,6 +151,6 @@ def on_other_mesh(
 
 
 def _nothing_left(kept: Mapping[str, Any], box: Box) -> dict[str, Any]:
-    """A residual of zeros for a box, with the same kinds of arrays as another residual. All ranks must have a residual,
-    because the exchange of a step depends on whether there are residuals."""
+    """A residual of zeros for a box, with the memory and the number of arrays of the residual `kept`. All ranks must
+    have a residual, because the exchange of a step depends on whether there are residuals."""
     return {"memory": kept["memory"], "arrays": [array.new_zeros(box.shape) for array in kept["arrays"]]}

@@ -15,7 +15,7 @@ from hvdcomp.torch.optimizers.compressed_adam import CompressedAdam
 
 
 def modules_of(model: torch.nn.Module) -> dict[str, FSDPModule]:
-    """The FSDP modules of a model, by name. The model itself may be one of them."""
+    """The FSDP modules of a model, by name. The model itself may be one of these modules."""
     return {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
 
 
@@ -92,13 +92,13 @@ def check_sharding(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> dict
 
 
 def before_forward_passes(model: torch.nn.Module, forget: Callable[[], None]) -> None:
-    """Calls `forget` before each forward pass that is not part of a backward pass. If some state still waits for the
-    end of a backward pass at this time, that backward pass has raised an error. (Activation checkpointing runs forward
-    passes within a backward pass.)"""
+    """Calls `forget` before each forward pass that is not part of a backward pass. If a backward pass has not ended by
+    this time, it has raised an error, and `forget` drops its state. (Activation checkpointing runs forward passes
+    within a backward pass.)"""
 
     @torch.compiler.disable
     def begin(*_: Any) -> None:
         if torch._C._current_graph_task_id() == -1:
             forget()
 
-    model.register_forward_pre_hook(begin, prepend=True)  # before FSDP's own hook, which gathers weights
+    model.register_forward_pre_hook(begin, prepend=True)  # runs before FSDP's own hook, which gathers weights

@@ -46,14 +46,15 @@ class FlatGradient:
 
     Args:
         name: name of the flat gradient.
-        modules: the modules of one `fully_shard`, in the same order, by the prefix of the names of their parameters.
+        modules: the modules of one `fully_shard`, in FSDP's order. The key of a module is the prefix of the names of
+            its parameters.
         ranks: the number of ranks over which each parameter is sharded.
 
     Attributes:
         name: name of the flat gradient.
         modules: the modules.
-        held: the names of the parameters in a residual, in order. The names are those of the parameters that are
-            trained at the start, or have had a gradient since then.
+        held: the names of the parameters in a residual, in order. A parameter is in the residual if it was trained at
+            the start, or has had a gradient since then.
     """
 
     def __init__(self, name: str, modules: Mapping[str, Any], ranks: int) -> None:
@@ -99,7 +100,8 @@ class FlatGradient:
         self._with_gradient.add(name)
 
     def take_names(self, length: int) -> list[str] | None:
-        """The names of the parameters in the flat gradient that FSDP is passing; None if the names are not known.
+        """The names of the parameters in the flat gradient that FSDP is passing to hvdcomp; None if the names are not
+        known.
 
         Args:
             length: the number of elements of a row.
@@ -113,7 +115,8 @@ class FlatGradient:
         return None
 
     def hold(self, names: Iterable[str], arrays: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Adds parameters to `held`. Returns the residual (rows, length), which is zero for the added parameters."""
+        """Adds parameters to `held`. Returns the residual, an array of shape (rows, length), which is zero for the
+        added parameters."""
         before, wanted = self.held, {*self.held, *names}
         self.held = [name for name in self._parameters if name in wanted]
         return tuple(arrays) if self.held == before else self.moved(arrays, before, self.held)
@@ -121,12 +124,12 @@ class FlatGradient:
     def moved(
         self, arrays: Iterable[torch.Tensor], names: Sequence[str], new_names: Sequence[str], into: Any = None
     ) -> tuple[torch.Tensor, ...]:
-        """Rearranges arrays (rows, length) from the parameters `names` to the parameters `new_names`. Missing
-        parameters become zero.
+        """Rearranges arrays of shape (rows, length). The given arrays contain the parameters `names`, and the results
+        contain the parameters `new_names`. Parameters that are not in `names` become zero.
 
         Args:
-            into: arrays for `new_names` to write into; missing parameters then keep their values. None to create new
-                arrays.
+            into: the arrays to which the results are written. Parameters that are not in `names` then keep their values
+                in these arrays. None to create new arrays.
         """
         old, new, results = self._places(names), self._places(new_names), []
         for number, array in enumerate(arrays):
@@ -137,10 +140,12 @@ class FlatGradient:
         return tuple(results)
 
     def restored(self, arrays: Sequence[torch.Tensor], layout: FlatLayout | None) -> tuple[torch.Tensor, ...] | None:
-        """A residual (rows, length) from a checkpoint; None if its parameters do not belong to this flat gradient.
+        """A residual of shape (rows, length) from a checkpoint; None if its parameters do not belong to this flat
+        gradient.
 
         Args:
-            layout: the saved layout; None if there is none. The residual must then have exactly the parameters `held`.
+            layout: the saved layout; None if no layout was saved. Without a layout, the residual must have exactly the
+                parameters `held`.
         """
         known = self._parameters
         shapes = {name: known[name].shape for name in self.held} if layout is None else dict(layout)
@@ -181,7 +186,8 @@ def _in_order(
 
 
 def _cut(parameter: DTensor, ranks: int) -> tuple[int, bool]:
-    """The length of a parameter's part, and whether its first dimension is cut."""
+    """The number of elements of a parameter in a row of the flat gradient, and whether the parameter's first dimension
+    is cut."""
     if Shard(0) in parameter.placements:
         return part_of(parameter.shape, ranks), True
     return parameter.numel() // ranks, False  # FSDP cuts another dimension only if the ranks divide it evenly

@@ -2,7 +2,7 @@
 
 On a mesh of two dimensions, FSDP itself allreduces uncompressed gradients between replicas before it calls any hook.
 `leave_to_hook` makes FSDP stop after the reduction to this rank's shards, as on a mesh of one dimension. Parameters and
-their places on the mesh do not change, so optimizers, clipping and checkpoints see the same model as before.
+their placements on the mesh do not change, so optimizers, clipping and checkpoints see the same model as before.
 `hvdcomp.fsdp.register` exchanges the gradients in a hook. `LocalSteps` has no hook, because it exchanges weights.
 """
 
@@ -26,7 +26,7 @@ from hvdcomp.torch.fsdp.checks import all_parameter_groups
 
 REGISTER = "hvdcomp.fsdp.register"
 LOCAL_STEPS = "LocalSteps"
-"""The two functions to which FSDP can leave the exchange between replicas, as messages name them."""
+"""The names, for messages, of the two callers that can exchange between replicas in place of FSDP."""
 
 _PLACES_BYTES = 64  # bytes of the text that describes which boxes a rank has
 
@@ -41,8 +41,8 @@ def group_of_replicas(model: torch.nn.Module, mesh: DeviceMesh | None, caller: s
 
     Raises:
         ConfigurationError: if FSDP averages the gradients of only some modules, or between ranks other than those of
-            `mesh`; or if this model was registered before. (If only `LocalSteps` has used a model before, it may use
-            the model again.)
+            `mesh`; or if this model was registered before. (A model that was used only with `LocalSteps` may be used
+            with `LocalSteps` again.)
     """
     own = _group_of_fsdp(model, caller)
     if mesh is None:
@@ -138,7 +138,8 @@ def require_replicas(trained: Mapping[str, DTensor], group: dist.ProcessGroup, c
 def require_same_shards(
     trained: Mapping[str, DTensor], communicator: Communicator, like: torch.Tensor, caller: str
 ) -> None:
-    """Raises ConfigurationError on every rank of the communicator if the ranks have different parts."""
+    """Raises ConfigurationError on every rank of the communicator if the ranks have different parts of the
+    parameters."""
     places = " and ".join(sorted({_place(parameter) for parameter in trained.values()})) or "of nothing"
     rows = gather_rows(communicator, places.encode()[:_PLACES_BYTES].ljust(_PLACES_BYTES), like, "hvdcomp.shards")
     if len(set(rows)) > 1:
@@ -150,8 +151,8 @@ def require_same_shards(
 
 
 def _group_of_fsdp(model: torch.nn.Module, caller: str) -> dist.ProcessGroup | None:
-    """The ranks between which FSDP itself averages gradients, or averaged them before `caller` replaced this. None if
-    there are no such ranks."""
+    """The ranks between which FSDP itself averages gradients, or averaged gradients until `caller` replaced FSDP's
+    averaging. None if there are no such ranks."""
     found: dict[tuple[int, ...], tuple[str, dist.ProcessGroup | None]] = {}
     for name, groups in all_parameter_groups(model).items():
         for group in groups:

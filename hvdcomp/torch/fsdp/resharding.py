@@ -1,8 +1,10 @@
 """Converts residuals of shards to a different number of ranks or nodes.
 
-With N nodes, the pending part of a row's mean is 1/N of the sum of its residuals on all nodes. This sum is cut into the
-rows of the new ranks. Each row is divided equally among the ranks that send the row to its owner. There is one such
-rank on each other node. So with N' nodes there are N' - 1 of them, and each gets N' / (N' - 1) of the pending part.
+The pending part of a mean is the part that was not sent yet. With N nodes, the pending part of a row's mean is 1/N of
+the sum of the row's residuals on all nodes. The pending part is cut into the rows of the new ranks. With N' new nodes,
+N' - 1 ranks send a row to the owner of the row: one rank on each other node. The pending part of the row is divided
+equally among these ranks. The next mean divides residuals by N', so each of these ranks gets N' / (N' - 1) times the
+pending part as its residual.
 
 With R replicas, the pending part of the mean is 1/R of the sum of the replicas' pending parts. The pending parts of the
 old replicas are distributed over the R' new replicas. Each new replica adds up the parts that it gets, and multiplies
@@ -41,8 +43,8 @@ class OwnedRows(NamedTuple):
 
 
 def replica_of(own: Mapping[str, Any]) -> tuple[int, int]:
-    """The number of the replica in a rank's own part of a state, and the number of replicas. In states of earlier
-    versions, there is one replica."""
+    """Two numbers from the `own` part of a rank's state: the number of the replica, and the number of replicas. In
+    states of earlier versions, there is one replica."""
     return own.get("replica", 0), own.get("replicas", 1)
 
 
@@ -55,10 +57,10 @@ def length_of(layout: FlatLayout, ranks: int) -> int:
 def resharded(
     states: Iterable[Mapping[str, Any]], layouts: Mapping[str, FlatLayout], new: OwnedRows
 ) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Makes the residual of a new rank for each flat gradient, float32 (rows, length).
+    """Computes the residual of a new rank for each flat gradient, as a float32 tensor of shape (rows, length).
 
     Args:
-        states: the states of all old ranks. They are read one after another.
+        states: the states of all old ranks. The states are read one after another.
         layouts: the current layout of each flat gradient, by name.
         new: the rows that the new rank owns.
 
@@ -99,7 +101,8 @@ _Cut = tuple[int, slice]  # a row, and a slice of its elements
 
 
 def _overlaps(layout: FlatLayout, old: OwnedRows, new: OwnedRows) -> Iterator[tuple[_Cut, _Cut]]:
-    """The elements that new rows and old rows have in common, as slices of both."""
+    """Yields the elements that a new row and an old row have in common, as a slice of the new row and a slice of the
+    old row."""
     old_start = new_start = 0
     for _, shape in layout:
         size = torch.Size(shape).numel()

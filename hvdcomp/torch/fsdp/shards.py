@@ -99,7 +99,7 @@ class ShardsBinding:
         try:
             self.engine = ShardReducer(
                 communicator, settings.compressor, settings.memory,
-                settings.seed + replica,  # with the same random numbers, the errors of replicas would be alike
+                settings.seed + replica,  # the same seed would give similar errors in all replicas
                 settings.min_numel, setup.compression.ledger, like,
             )  # fmt: skip
         except UnevenNodesError:
@@ -127,7 +127,8 @@ class ShardsBinding:
                 if weights is not None and self.engine.levels.across.size > 1:
                     gather = WeightChanges(self.engine, weights, flat.name, settings.min_numel)
                 for module in flat.modules:
-                    # FSDP uses only these methods, and its own class is private.
+                    # `_ReduceScatter` has no base class, because FSDP only calls its methods, and FSDP's own base class
+                    # is private.
                     module.set_custom_reduce_scatter(_ReduceScatter(self, flat, group))
                     if gather is not None:
                         module.set_custom_all_gather(gather)
@@ -174,13 +175,13 @@ class ShardsBinding:
         """Raises ConfigurationError if FSDP divides by a different factor than before.
 
         FSDP divides gradients in float16 twice, once before and once after the exchange. If the first divisor changed,
-        the residual would have a different scale. Other types are only divided after the exchange.
+        the residual would have a different scale. FSDP divides gradients of other types only once, after the exchange.
         """
         before, self._divided_by[name] = self._divided_by.get(name, factor), factor
         if before != factor and self.engine.states.get(name):
             raise ConfigurationError(
                 f"module {name}: set_gradient_divide_factor changed its factor from {before or 'none'} to {factor}, so "
-                "the scale of float16 gradients would differ from that of the residual. Set the factor before the "
+                "the scale of float16 gradients would differ from the scale of the residual. Set the factor before the "
                 "first step, or use MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)"
             )
 
@@ -217,7 +218,8 @@ class ShardsBinding:
         self.engine.end_step()
 
     def _forget(self) -> None:
-        """Counts the bytes of a backward pass that has raised an error as part of the next step."""
+        """Ends the bookkeeping of a backward pass that has raised an error. The bytes that it has sent are counted in
+        the next step."""
         self._due = False
 
     # Methods that `Compression` calls.
@@ -300,8 +302,8 @@ class ShardsBinding:
         If the number of ranks or nodes has changed, `hvdcomp.dcp.load` passes the states of all ranks.
 
         Raises:
-            ConfigurationError: if the state belongs to another compressor; or if it belongs to another rank and the
-                states of all ranks are not given, because rows depend on the rank.
+            ConfigurationError: if the state was saved with another compressor; or if the state was saved by another
+                rank, whose residuals belong to other rows, and the states of all ranks are not given.
         """
         shared, own = parts_of(state)
         engine = self.engine
@@ -341,7 +343,8 @@ class ShardsBinding:
     def _by_name(
         self, states: Mapping[str, tuple[torch.Tensor, ...]], layouts: Mapping[str, FlatLayout]
     ) -> dict[str, tuple[torch.Tensor, ...]]:
-        """The saved residuals of this rank, extended so that they have all parameters of this model's residuals.
+        """The saved residuals of this rank, extended with zeros for parameters that are in this model's residuals but
+        not in the saved residuals.
 
         Raises:
             ConfigurationError: if a module or parameter is not in the model.
@@ -363,7 +366,7 @@ class ShardsBinding:
 
 
 class _ReduceScatter:
-    """The reduce-scatter of a module's flat gradient, which FSDP calls in place of its own."""
+    """The reduce-scatter of a module's flat gradient. FSDP calls this object instead of its own reduce-scatter."""
 
     def __init__(self, binding: ShardsBinding, flat: FlatGradient, group: Any) -> None:
         self._binding, self._flat, self._parameters = binding, flat, group
@@ -411,7 +414,7 @@ def _check(setup: Setup) -> None:
     if setup.grad_scaler is not None and setup.grad_scaler.is_enabled():
         raise ConfigurationError(
             "a torch.amp.GradScaler does not work in FSDP's reduce-scatter, because the scale of residuals would "
-            "differ from that of the gradients to which they are added. Train in bfloat16, which needs no scaler"
+            "differ from the scale of the gradients to which they are added. Train in bfloat16, which needs no scaler"
         )
 
 
@@ -436,8 +439,8 @@ def _trained(model: torch.nn.Module, ranks: list[int], in_replica: bool) -> dict
     """The trained parameters, by name.
 
     Args:
-        ranks: the communicator of the ranks over which the model is sharded.
-        in_replica: whether these are the ranks of one replica, found by `group_of_shards`.
+        ranks: the ranks over which the model is sharded.
+        in_replica: whether `ranks` are the ranks of one replica, as returned by `group_of_shards`.
 
     Raises:
         ConfigurationError: if a parameter is not sharded over exactly these ranks.
@@ -492,7 +495,8 @@ def _flat_gradients(model: torch.nn.Module, ranks: int) -> list[tuple[FlatGradie
 
 
 def _several_meshes_error(error: ValueError) -> ConfigurationError:
-    """The error to raise if FSDP refuses a hook. FSDP refuses the hook on every rank."""
+    """The error to raise if FSDP refuses a hook. FSDP then refuses the hook on every rank, so every rank raises this
+    error."""
     return ConfigurationError(
         "FSDP cannot use the reduce-scatter of hvdcomp for a module whose parameters are sharded over several meshes: "
         f"{error} Let shard_placement_fn return no meshes, or call fully_shard on modules whose parameters share a "

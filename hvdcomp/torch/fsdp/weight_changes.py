@@ -2,10 +2,10 @@
 all-gather.
 
 Every rank keeps the result of the last all-gather. The owner of a row quantizes the difference between its weights and
-this result. All ranks, including the owner, add the decoded difference. So all ranks compute with the same weights, bit
-for bit. The rounding error of one gather is part of the next difference, so errors do not accumulate. The owner's
-shard, which the optimizer updates, is not rounded. The method is that of the weight differences in SDP4Bit (Jia et al.
-2024, arXiv:2410.15526, section 3.1).
+this result. All ranks, including the owner, add the decoded difference to this result. So all ranks compute with the
+same weights, bit for bit. The rounding error of one gather is part of the next difference, so errors do not accumulate.
+The owner's shard, which the optimizer updates, is not rounded. SDP4Bit describes this method as quantization of weight
+differences (Jia et al. 2024, arXiv:2410.15526, section 3.1).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hvdcomp.torch.training import refuse_capture
 
 
 class WeightChanges:
-    """The all-gather of one module. FSDP calls it instead of its own all-gather.
+    """The all-gather of one module. FSDP calls this object instead of its own all-gather.
 
     Args:
         reducer: the `ShardReducer` of the same ranks. The reducer provides the seed, the step and the ledger.
@@ -38,13 +38,13 @@ class WeightChanges:
 
     def __init__(self, reducer: ShardReducer, compressor: Compressor, name: str, min_numel: int) -> None:
         self._reducer, self._compressor, self._name, self._min_numel = reducer, compressor, name, min_numel
-        self._gathered: list[torch.Tensor] = []  # the rows of all ranks, the same on all ranks
+        self._gathered: list[torch.Tensor] = []  # the rows of all ranks at the last gather; they are equal on all ranks
         self._last = torch.empty(0)  # this rank's weights at the last gather
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    @torch.compiler.disable  # for a training step that is compiled as a whole
+    @torch.compiler.disable  # in case the whole training step is compiled
     @torch.no_grad()
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -75,11 +75,11 @@ class WeightChanges:
             inside.register_load_state_dict_post_hook(forget)
 
     def gather(self, row: torch.Tensor, changed: bool = True) -> tuple[list[torch.Tensor], Sent]:
-        """Gathers the rows of all ranks, (length,) each. Also returns the tensor that this rank passed to the
-        collective.
+        """Gathers the rows of all ranks, each of shape (length,). Also returns the number of bytes that this rank
+        passed to the collective.
 
         Args:
-            row: this rank's weights (length,), of a floating-point type.
+            row: this rank's weights, of shape (length,) and of a floating-point type.
             changed: whether the weights of any rank may have changed since the last gather. The value must be the same
                 on all ranks.
         """
@@ -95,7 +95,8 @@ class WeightChanges:
             )
             wide = torch.promote_types(row.dtype, torch.float32)
             change = (row.to(wide) - finite(self._gathered[own], wide)).float()
-            # zero if nothing has changed, because passes between two updates must have the same weights
+            # The change is zero if this rank's weights have not changed, because all passes between two updates must
+            # use the same weights.
             change *= (row != self._last).any()
             payload: Any = method.encode(xp, change, context)
             answers, sent = self._answers(payload)
@@ -116,5 +117,6 @@ class WeightChanges:
 
 
 def finite(gathered: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The gathered weights, with zeros in place of inf and NaN. Otherwise weights could never become finite again."""
+    """The gathered weights, with zeros in place of inf and NaN. Without these zeros, weights could never become finite
+    again after an inf or NaN."""
     return torch.nan_to_num(gathered, nan=0.0, posinf=0.0, neginf=0.0).to(dtype)

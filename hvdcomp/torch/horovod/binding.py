@@ -39,9 +39,10 @@ class TorchBinding(TorchTraining):
     """Ties one `Compression` to one Horovod optimizer.
 
     Args:
-        setup: the `Compression`, and what the user passed to it. `setup.parameters` is a mapping by name, or a function
-            that returns pairs; None for the parameters of Horovod's optimizer. `setup.optimizer` is Horovod's
-            optimizer; None if it is the caller of `compress`.
+        setup: the `Compression`, and what the user passed to it. `setup.parameters` is a mapping of parameters by name,
+            or a function that returns pairs of a name and a parameter. If it is None, the binding uses the parameters
+            of Horovod's optimizer. `setup.optimizer` is Horovod's optimizer. If it is None, the binding uses the
+            optimizer that calls `compress`.
     """
 
     overlaps_with_policy = True
@@ -91,8 +92,8 @@ class TorchBinding(TorchTraining):
         ready = {name: tensor}
         self.add_momenta(ready)
         self.engine.overlap.ready(ready)
-        # An int64, so that Horovod does not fuse it with the engine's buffers. Fusion depends on timing, so the order
-        # of additions would differ from run to run.
+        # The number is an int64, so that Horovod does not fuse it with the engine's buffers. Fusion depends on timing,
+        # so the order of additions would differ from run to run.
         return torch.full((1,), self.presence), Ticket(name, False, tensor)
 
     def decompress(self, tensor: torch.Tensor, ticket: Ticket) -> torch.Tensor:
@@ -113,7 +114,7 @@ class TorchBinding(TorchTraining):
         return result
 
     def _keep(self, ticket: Ticket) -> torch.Tensor:
-        """Keeps this rank's own gradient, in a step without an exchange."""
+        """Returns this rank's own gradient, in a step without an exchange."""
         assert ticket.gradient is not None
         self._open -= 1
         if not self._open:
@@ -137,14 +138,14 @@ class TorchBinding(TorchTraining):
             coordinator = self.coordinator
             self._passthrough.begin(coordinator.source if coordinator is not None and coordinator.observes else None)
         else:
-            if era := self.engine.overlap.era:  # otherwise no rank starts buckets early in this step
+            if era := self.engine.overlap.era:  # if this is 0, no rank starts buckets early in this step
                 self._presence_check.start(self.presence, f"hvdcomp.order{era}.presence")
             self.expect(self._presence_check.agrees)
 
     @torch.no_grad()
     def _run_pending(self, presence: int) -> None:
-        """Runs the engine with the gradients that were kept. `presence` is the sum of the ranks' presences, from
-        Horovod."""
+        """Runs the engine with the gradients that were kept. `presence` is Horovod's mean (or sum, with op=hvd.Sum) of
+        the numbers `presence` of all ranks."""
         try:
             self.check_presence(presence if self.is_summed else presence * self.communicator.world_size)
         except (ConfigurationError, RankMismatchError):
@@ -189,8 +190,8 @@ class TorchBinding(TorchTraining):
 
 
 def _checked_optimizer(setup: Setup) -> Any:
-    """The checked Horovod optimizer, which the user gave or which is the caller. None if another function called
-    `compress`."""
+    """Finds and checks Horovod's optimizer: the optimizer that the user passed, or else the optimizer that called
+    `compress`. The result is None if another function called `compress`."""
     compression, optimizer = setup.compression, setup.optimizer
     if optimizer is None:
         optimizer = caller_local("self", lambda value: compression_of(value) is compression)

@@ -24,7 +24,7 @@ class ParameterNames:
         self._previous: str | None = None
 
     def begin_step(self) -> None:
-        """Begins a step. Call it before the first gradient of the step."""
+        """Begins a step. Call this method before the first gradient of the step."""
         self._previous = None
 
     def of(self, gradient: torch.Tensor, optimizer: Any) -> str:

@@ -1,10 +1,10 @@
 """Enables `hvd.elastic.TorchState(..., compression=compression)` to save and restore an `hvdcomp.Compression`, and also
 optimizers.
 
-Horovod calls a handler to save the object at a commit, to restore it after a failure, and to synchronize it when the
-ranks have changed. `hvdcomp.bindings.elastic` synchronizes a `Compression` in the first step after a change. Only a
-policy that changes the batch size must be synchronized earlier, because the training loop reads
-`compression.accumulation` before this step.
+Each object in an elastic state has a handler. Horovod calls the handler to save the object at a commit, to restore the
+object after a failure, and to synchronize the object when the ranks have changed. `hvdcomp.bindings.elastic`
+synchronizes a `Compression` in the first step after a change. Only a policy that changes the batch size must be
+synchronized earlier, because the training loop reads `compression.accumulation` before this step.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class OptimizerHandler(OptimizerStateHandler):
     """Saves and restores an optimizer like Horovod's own handler, but does not change the weights.
 
     To give a new rank the state of an optimizer, Horovod's own handler makes a step with zero gradients on the new
-    rank. In this step, weight decay would change the weights of the rank, which may already be those of rank 0.
+    rank. In this step, weight decay would change the weights of the new rank, although they may already be equal to the
+    weights of rank 0.
 
     Args:
         value: the optimizer in the elastic state.
@@ -101,7 +102,7 @@ class LocalStepsHandler(StateHandler):
                 "Leave out model=, because LocalSteps keeps the weights"
             )
         own = self.value.state_dict()
-        own.get(OWN, {}).pop("compression", None)  # the binding synchronizes it
+        own.get(OWN, {}).pop("compression", None)  # the binding synchronizes the compression
         message = (list(_parameters(self.value)), own) if hvd.rank() == 0 else None
         weights, common = hvd.broadcast_object(message, root_rank=0, name="hvdcomp.local_steps")
         if OWN not in common:  # rank 0 has not made a step

@@ -16,14 +16,14 @@ from hvdcomp.bindings.callers import caller_local
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.torch.unaveraged import is_table
 
-_NO_PASS = -1  # PyTorch's number outside of any backward pass
+_NO_PASS = -1  # the number that PyTorch returns outside of any backward pass
 _passes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # the backward pass in which a step began, by optimizer
 _OPERATIONS = {hvd.Average: "Average", hvd.Sum: "Sum"}
 
 _WRAPPED_TWICE = (
     "Horovod passes each gradient to hvdcomp twice, because these parameters were given to hvd.DistributedOptimizer "
-    "twice. Wrap an optimizer only once. Before you wrap it again, delete the old one (del optimizer, then "
-    "gc.collect(), to remove its hooks)"
+    "twice. Wrap an optimizer only once. Before you wrap it again, delete the old wrapped optimizer (del optimizer, "
+    "then gc.collect(), to remove its hooks)"
 )
 _SHARED = (
     "two optimizers share one hvdcomp.Compression, but it keeps the residuals of only one training; make a Compression "
@@ -32,14 +32,15 @@ _SHARED = (
 
 
 class HorovodOptimizer:
-    """A binding's view of Horovod's optimizer.
+    """The settings and checks of Horovod's optimizer that a binding needs.
 
     Args:
         optimizer: the optimizer from `hvd.DistributedOptimizer`; None if another function of Horovod is the caller.
         parameters: the parameters of the `hvdcomp.Compression`, by name.
 
     Raises:
-        ConfigurationError: with op=hvd.Adasum, or within `optimizer.step(closure)`.
+        ConfigurationError: if the optimizer has op=hvd.Adasum, or if this object is created within
+            `optimizer.step(closure)`.
 
     Attributes:
         own: the names of the parameters whose gradients the optimizer passes to hvdcomp.
@@ -139,7 +140,8 @@ def enter_step(optimizer: Any) -> None:
 
 
 def _clash(optimizer: Any, current: int) -> str | None:
-    """The reason why gradients of this optimizer cannot be distinguished from those of another; None if they can."""
+    """The reason why Horovod cannot distinguish the gradients of this optimizer from the gradients of another
+    optimizer; None if Horovod can."""
     for other_optimizer, began in list(_passes.items()):
         in_one_pass = began == current != _NO_PASS
         if other_optimizer is optimizer or not (in_one_pass or _is_under_way(other_optimizer)):
@@ -172,7 +174,7 @@ def _is_under_way(optimizer: Any) -> bool:
 
 
 def _is_open(handle: Any) -> bool:
-    if not isinstance(handle, int):  # it was not submitted, or is a sparse gradient
+    if not isinstance(handle, int):  # the gradient was not submitted yet, or is sparse
         return False
     try:
         hvd.poll(handle)

@@ -41,7 +41,7 @@ class Passthrough:
         parameters: the parameters of the model, by name.
         names: the object that finds the names of gradients.
         optimizer: Horovod's optimizer; None if another function of Horovod is the caller.
-        observe: function that passes gradients to the policy. It gets the source of the gradients, as in
+        observe: function that passes gradients to the policy. The function gets the source of the gradients, as in
             `Policy.source`, and the gradients by name.
     """
 
@@ -59,24 +59,25 @@ class Passthrough:
         self._optimizer = optimizer
         self._observe = observe
         self._observed: str | None = None  # the source of the gradients that are observed in this step
-        # For the latest plan of casts, the element type in which each tensor is sent. The first table is by name and
-        # element type. The second is by element type only, if all tensors are cast to the same type. The third is the
-        # second table for steps that need no names.
+        # Three tables with the element type in which each tensor is sent, for the plan `_wires_of`. The keys of
+        # `_wires` are the name and the element type of the tensor. The keys of `_wires_alike` are only element types;
+        # this table is empty unless all tensors are cast to the same type. `_alike` is the table `_wires_alike` in a
+        # step that needs no names, and is empty in other steps.
         self._wires_of: Plan | None = None
         self._wires: dict[tuple[str, torch.dtype], torch.dtype] = {}
         self._wires_alike: dict[torch.dtype, torch.dtype] = {}
         self._alike: dict[torch.dtype, torch.dtype] = {}
         self._named: set[str] = set()  # the names of the tensors of this step
         self._unnamed: list[torch.Tensor] = []  # the gradients of this step that have no name yet
-        self._all: frozenset[str] = frozenset()  # all tensors of the latest step that looked up all names
+        self._all: frozenset[str] = frozenset()  # the names of all tensors in the latest step that looked up all names
         self._unchanged = {name: Ticket(name, True, None) for name in parameters}
 
     def begin(self, observed: str | None) -> None:
         """Begins a step.
 
         Args:
-            observed: the source of the gradients that this rank observes, as in `Policy.source`; None if it observes
-                none.
+            observed: the source of the gradients that this rank observes, as in `Policy.source`; None if this rank
+                observes no gradients.
         """
         plan = self._engine.plan
         if self._wires_of is not plan:

@@ -12,8 +12,8 @@ import torch
 from hvdcomp.specs.described import Described, at_least, number
 
 MEASURED_ROUNDS = 3
-"""The number of rounds at the beginning that have `start` steps each. Their drift determines the drift that is allowed
-later."""
+"""The number of rounds at the beginning that have `start` steps each. The drift in these rounds determines the drift
+that is allowed later."""
 
 WIDTH = 251
 """The number of elements of a sketch. With this number, the standard deviation of the sketch's squared norm is 9 % of
@@ -25,13 +25,14 @@ class AutoRounds(Described):
     """The rule for the length of a round. A round should be long enough that the exchange takes only a small share of
     the time, but short enough that the ranks do not drift too far apart.
 
-    The first three rounds have `start` steps. After the first three rounds, H is the smallest number of steps for which
-    the exchange takes at most `share` of the round's time. The drift of the ranks limits H. The drift S is the mean
-    squared distance of the ranks' pseudo-gradients from their mean. S may be at most C times the learning rate times
-    the largest learning rate so far. C is the value of S / (rate times largest rate) in the first three rounds (Jiang
-    and Agrawal 2020, ADPSGD, arXiv:2007.06134, algorithm 2, in which the learning rate only falls). S grows at least in
-    proportion to H, and at most in proportion to H². So H times the square root of (allowed S / measured S) never
-    exceeds the limit. From one round to the next, H at most doubles and at most halves.
+    The first three rounds have `start` steps. After the first three rounds, a round has H steps, where H is the
+    smallest number for which the exchange takes at most `share` of the round's time. The drift of the ranks limits H.
+    The drift S is the mean squared distance of the ranks' pseudo-gradients from their mean. S may be at most C times
+    the learning rate times the largest learning rate so far. C is the value of S / (rate times largest rate) in the
+    first three rounds (Jiang and Agrawal 2020, ADPSGD, arXiv:2007.06134, algorithm 2, in which the learning rate only
+    falls). S grows at least in proportion to H, and at most in proportion to H². So the drift stays within its limit if
+    the next round has at most H times the square root of (allowed S / measured S) steps. From one round to the next, H
+    at most doubles and at most halves.
 
     Attributes:
         start: number of steps of each of the first three rounds.
@@ -56,8 +57,8 @@ class RoundLength:
         rounds: the number of measured rounds.
         allowed: C, computed from the rounds so far.
         top_rate: the largest learning rate so far.
-        step_seconds, exchange_seconds: moving averages of the seconds of a step and of an exchange. The latest value
-            has the weight 1/2.
+        step_seconds, exchange_seconds: moving averages of the durations of a step and of an exchange, in seconds. The
+            latest value has the weight 1/2.
     """
 
     steps: int
@@ -77,8 +78,8 @@ class RoundLength:
             steps: the number of steps of the round.
             drift: the drift S at the end of the round.
             rate: the learning rate at the end of the round. A round with rate 0 is ignored.
-            step_seconds, exchange_seconds: the seconds of a step, measured until all ranks have finished it, and the
-                seconds of the exchange.
+            step_seconds, exchange_seconds: the duration of a step in seconds, including the time until all ranks have
+                finished the step, and the duration of the exchange in seconds.
         """
         if rate <= 0:
             return
@@ -99,8 +100,8 @@ class RoundLength:
 
 
 def sketch(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A sketch of a vector, float64 (WIDTH,) on the host. The vector is divided into `WIDTH` parts, and the elements of
-    each part are added with random signs.
+    """Computes a sketch of a vector, as a float64 tensor of shape (WIDTH,) on the host. The vector is divided into
+    `WIDTH` parts, and the elements of each part are added with random signs.
 
     The sketch is linear, and the signs are the same on all ranks. The expectation of the sketch's squared norm is the
     squared norm of the vector. Therefore sketches are enough to estimate the distance of ranks from their mean (Alon,

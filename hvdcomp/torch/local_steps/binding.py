@@ -42,7 +42,7 @@ class LocalStepsBinding(TorchTraining):
         settings: further settings that must be the same on all ranks, in addition to the settings of the compression.
             These settings are read in the first step.
         every: number of steps from one exchange to the next, or the spec of the rule that decides this number.
-        communicator: the communicator of the ranks that exchange.
+        communicator: the communicator of the ranks that exchange pseudo-gradients.
     """
 
     overlaps_with_policy = False
@@ -82,7 +82,7 @@ class LocalStepsBinding(TorchTraining):
         self.engine.enter_alone(self._parameters.keys())
 
     def connect(self, communicator: Ranks) -> None:
-        self._waves: Sequence[Wave] = ()  # the waves of the current exchange; an exchange with former ranks is lost
+        self._waves: Sequence[Wave] = ()  # the current exchange, in groups of tensors; dropped if the ranks change
         super().connect(communicator)
 
     def change_ranks(self, group: dist.ProcessGroup) -> None:
@@ -97,7 +97,7 @@ class LocalStepsBinding(TorchTraining):
 
     @property
     def is_sending(self) -> bool:
-        """Whether an exchange was sent and not yet received."""
+        """Whether an exchange was begun with `send` and not yet ended with `receive`."""
         return bool(self._waves)
 
     @property
@@ -146,7 +146,8 @@ class LocalStepsBinding(TorchTraining):
             moved: the pseudo-gradients of these parameters.
             background: whether local steps are made between `send` and `receive`. If so, do not change `moved` before
                 `receive`.
-            earlier: if the exchange is begun again after a restart, the number of steps since it was first begun.
+            earlier: if the exchange is begun again after a restart, the number of steps since it was first begun;
+                otherwise 0.
         """
         names = list(self._parameters)
         self._sent = [names[place] for place in places]
@@ -164,12 +165,12 @@ class LocalStepsBinding(TorchTraining):
         """Ends the current exchange. Returns the means of the ranks' pseudo-gradients, in the order of `send`.
 
         Raises:
-            ConfigurationError: on every rank, if a pseudo-gradient of any rank is not finite. In this case nothing has
-                changed.
+            ConfigurationError: on every rank, if a pseudo-gradient of any rank is not finite. In this case, the outer
+                momentum, the residuals and the weights of the latest exchange have not changed.
         """
         waves, self._waves = self._waves, ()
         means = self.engine.finish(waves, self._parameters.keys() - set(self._sent))
-        # it is NaN if a value is not finite
+        # `found_inf` is NaN, and therefore not 0, if a value is not finite.
         if self.engine.found_inf is not None and float(self.engine.found_inf) != 0:
             raise ConfigurationError(self._describe_not_finite())
         return [means[name] for name in self._sent]

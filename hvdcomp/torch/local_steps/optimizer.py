@@ -75,8 +75,9 @@ class LocalSteps(torch.optim.Optimizer):
             "auto", or for example "auto:share=0.05,start=10", rank 0 decides on the number after each exchange, with
             the rule of `hvdcomp.torch.AutoRounds`. "auto" does not work with `fragments`, `delay` or `local_share`.
         compression: a `Compression` that only this optimizer uses. Default: no compression; values are sent in float32.
-            Rules by name and checkpoints use the names in its `named_parameters`. If there are no such names, rules and
-            checkpoints use the names in the inner optimizer (with PyTorch 2.6 or later), or else numbers.
+            Checkpoints, and rules that choose a compressor by the name of a parameter, use the names in its
+            `named_parameters`. If there are no such names, they use the names in the inner optimizer (with PyTorch 2.6
+            or later), or else numbers.
         fragments: the number of fragments. A fragment is a set of whole parameters. All fragments have about the same
             size. Each fragment is exchanged once in `every` steps.
         delay: the number of steps between sending a fragment and applying its mean; less than `every / fragments`. In
@@ -85,9 +86,9 @@ class LocalSteps(torch.optim.Optimizer):
             `local_share` is the share of its own weights. If there is a delay and `local_share` is 0, the rank loses
             the steps that it has made since sending. With 0.5, the rank keeps half of these steps.
         outer_lr, outer_momentum, nesterov: the settings of the outer `torch.optim.SGD`, which applies the mean of the
-            pseudo-gradients. With a rate of 1 and no momentum, this averages the ranks' weights.
-        communicator: the communicator of the ranks that exchange. Default: all ranks of torch.distributed, or all ranks
-            of Horovod if torch.distributed was not started.
+            pseudo-gradients. With a rate of 1 and no momentum, the new weights are the mean of the ranks' weights.
+        communicator: the communicator of the ranks that exchange pseudo-gradients. Default: all ranks of
+            torch.distributed, or all ranks of Horovod if torch.distributed was not started.
         model: the model, if FSDP2 shards it on a mesh that has a dimension of replicas, or if you have passed it to
             `replicate`. Each replica makes its own steps, and the ranks with the same shards exchange these steps. FSDP
             then averages gradients only within each replica.
@@ -104,8 +105,8 @@ class LocalSteps(torch.optim.Optimizer):
 
     Raises:
         ConfigurationError: if a number is invalid, the inner optimizer itself exchanges gradients, or no ranks were
-            started. The error is raised on every rank if local steps do not allow a setting (policies whose decisions
-            rank 0 makes, methods without a magnitude).
+            started. The error is raised on every rank if a setting does not work with local steps, such as a policy for
+            which rank 0 makes decisions, or a method whose results have no magnitude.
         RankMismatchError: on every rank, in the first step, if settings or weights differ between ranks.
     """
 
@@ -174,7 +175,7 @@ class LocalSteps(torch.optim.Optimizer):
         if model is not None:
             from hvdcomp.torch.fsdp.replicas import leave_to_nobody
 
-            leave_to_nobody(model)  # last, because no check after this can refuse the settings
+            leave_to_nobody(model)  # this is done last, after all checks that may refuse the settings
 
     @classmethod
     def diloco(cls, optimizer: torch.optim.Optimizer, every: int = 500, **options: Any) -> LocalSteps:
@@ -290,8 +291,8 @@ class LocalSteps(torch.optim.Optimizer):
     @not_compiled
     def exchange(self) -> None:
         """Exchanges all parameters now, so that all ranks have the same weights, for example at the end of a training
-        run. Call it on every rank. If a fragment was sent and its mean is not yet applied, the mean is applied first.
-        Nothing happens if the ranks are `in_sync`."""
+        run. Call this method on every rank. If a fragment was sent and its mean is not yet applied, the mean is applied
+        first. Nothing happens if the ranks are `in_sync`."""
         self._begin()
         if self.in_sync:
             return
@@ -318,7 +319,7 @@ class LocalSteps(torch.optim.Optimizer):
     def _send(self, places: list[int], background: bool) -> None:
         assert self._binding is not None
         moved = self._binding.moved(places)
-        if self._length is not None:  # before the exchange, because the exchange may happen in place in `moved`
+        if self._length is not None:  # this is done before the exchange, which may overwrite `moved`
             self._agreed = self._binding.agree(self._length.steps, moved)
             self._met_at = self._binding.now()
         self._binding.send(places, moved, background)
@@ -363,8 +364,8 @@ class LocalSteps(torch.optim.Optimizer):
         self._timed_from = now, 0
 
     def _begin(self) -> LocalStepsBinding:
-        """Returns the binding. In the first step, and in the first step after a change of the ranks, it first compares
-        the ranks' settings."""
+        """Returns the binding. In the first step, and in the first step after a change of the ranks, this method first
+        compares the ranks' settings."""
         binding = self._binding
         if binding is None:
             raise ConfigurationError(
@@ -428,8 +429,8 @@ class LocalSteps(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores a state from `state_dict` before the first step. Call it on every rank, with the state that this
-        rank has saved. Also load the weights of the model.
+        """Restores a state from `state_dict` before the first step. Call this method on every rank, with the state that
+        this rank has saved. Also load the weights of the model.
 
         You can also pass a state of the inner optimizer alone. Training then starts in the same way as after an
         exchange, without outer momentum. If all ranks load a state that rank 0 has saved between two exchanges, all
@@ -447,7 +448,7 @@ class LocalSteps(torch.optim.Optimizer):
 
     def roll_back(self, state_dict: Mapping[str, Any]) -> None:
         """Restores an earlier state from `state_dict` after steps were made. Elastic Horovod does this after a failure.
-        Call it on every rank, and also restore the weights that the model had at this step."""
+        Call this method on every rank, and also restore the weights that the model had when the state was saved."""
         self._load(state_dict, self.compression.roll_back)
 
     def join(self, state_dict: Mapping[str, Any]) -> None:
@@ -461,19 +462,20 @@ class LocalSteps(torch.optim.Optimizer):
                 moved.zero_()
 
     def change_ranks(self, group: dist.ProcessGroup) -> None:
-        """Continues with a different set of ranks of torch.distributed, beginning with the next step. Call it between
-        two steps, on every rank of the new process group, and on no other rank. You can call it in the middle of a
-        round.
+        """Continues with a different set of ranks of torch.distributed, beginning with the next step. Call this method
+        between two steps, on every rank of the new process group, and on no other rank. You can call this method in the
+        middle of a round.
 
             group = torch.distributed.new_group([0, 1, 3])  # without rank 2
             if torch.distributed.get_rank() != 2:
                 optimizer.change_ranks(group)
 
         A rank that has made steps keeps its weights, its moments and its residuals. The residuals are multiplied by a
-        factor, so that they contribute to the mean with the same weight as before. A rank that has made no step counts
-        as new. A new rank begins with the outer weights and the outer momentum, with the moments of the first rank of
-        the process group, and at the same step of the round. A rank that is not in the new process group loses its
-        steps since its latest exchanges. If an exchange has not ended, it is sent again in the new process group.
+        factor, so that they contribute to the mean with the same weight as before. A rank that has made no step is
+        treated as a new rank. A new rank begins with the outer weights and the outer momentum, with the moments of the
+        first rank of the process group, and at the same step of the round. A rank that is not in the new process group
+        loses its steps since its latest exchanges. If an exchange has not ended, it is sent again in the new process
+        group.
 
         A rank that has made fewer steps than the first rank of the process group continues at the step number of the
         first rank. If both ranks are in the same round, the rank keeps its steps. If the first rank has made an
@@ -490,7 +492,7 @@ class LocalSteps(torch.optim.Optimizer):
         assert self._binding is not None
         self._binding.change_ranks(group)
         own = self.state_dict()
-        own.get(OWN, {}).pop("compression", None)  # the binding exchanges it in the next step
+        own.get(OWN, {}).pop("compression", None)  # the binding exchanges the compression's state in the next step
         message = [own if dist.get_rank(group) == 0 else None]
         dist.broadcast_object_list(message, dist.get_global_rank(group, 0), group)
         common: Any = message[0]
@@ -541,7 +543,8 @@ class LocalSteps(torch.optim.Optimizer):
                 self._sent = Sent(sent["places"], sent["at"], moved)
 
     def _has_exchanged_like(self, other: Mapping[str, Any]) -> bool:
-        """Whether this rank has made, and begun, the same exchanges as the rank that saved another state."""
+        """Whether this rank has taken part in the same exchanges as the rank that saved the state `other`. This
+        includes an exchange that has begun and not ended."""
         pairs = zip(self._anchors(), other["anchors"], strict=True)
         sent = None if self._sent is None else (self._sent.at, self._sent.places)
         other_sent = None if other["sent"] is None else (other["sent"]["at"], other["sent"]["places"])
@@ -572,7 +575,7 @@ def _check(optimizer: Any, rate: Any, momentum: Any) -> None:
             f"LocalSteps was given a {type(optimizer).__name__}; pass a PyTorch optimizer, such as "
             "torch.optim.AdamW(model.parameters()). TensorFlow and Keras have no local steps"
         )
-    # Horovod's optimizer
+    # Only Horovod's optimizer has the attribute `_requires_update`.
     if isinstance(optimizer, CompressedAdam | LocalSteps) or hasattr(optimizer, "_requires_update"):
         raise ConfigurationError(
             f"LocalSteps was given a {type(optimizer).__name__}, which exchanges gradients by itself; pass an "

@@ -1,4 +1,4 @@
-"""`LocalSteps` for a model in FSDP2. Each rank exchanges with the ranks that have the same shards.
+"""`LocalSteps` for a model in FSDP2. Each rank exchanges pseudo-gradients with the ranks that have the same shards.
 
 `LocalSteps` imports this module only for such models, because older versions of PyTorch have no FSDP2.
 """
@@ -62,7 +62,7 @@ def replicas_of(
             _require_no_replicas_of_fsdp(sharded.values(), group)
         else:
             _require_all_in(model, parameters)
-    require_agreement(ranks, {}, like)  # raises an error if another rank has raised one
+    require_agreement(ranks, {}, like)  # raises an error if another rank has raised an error
     require_same_shards(sharded, ranks, like, LOCAL_STEPS)
     return ranks
 

@@ -1,4 +1,4 @@
-"""`CompressedAdam`: AdamW whose momentum can be sent compressed."""
+"""`CompressedAdam`: a variant of AdamW that lets ranks exchange compressed momenta."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from hvdcomp.specs.described import is_whole
 
 @dataclass(frozen=True)
 class Momentum:
-    """The momentum that is added to a gradient before the exchange. The sum g + b1 / (1 - b1) m is the new momentum
-    divided by 1 - b1.
+    """The momentum that is added to a gradient before the exchange. For a gradient g and a first moment m, the sum g +
+    b1 / (1 - b1) m is the new momentum divided by 1 - b1.
 
     Attributes:
         mean: m, the first moment before this step. The mean is the same on all ranks.
@@ -72,7 +72,7 @@ class LocalMomenta:
         """Does nothing, because the optimizer gets the mean momentum itself."""
 
 
-# The options of a parameter group in addition to those of AdamW.
+# The options of a parameter group that AdamW does not have.
 _OWN = ("freeze_after", "warm_up", "local_steps", "floor", "refreshes_per_gap")
 
 
@@ -128,7 +128,7 @@ class CompressedAdam(torch.optim.AdamW):
         exchanges: whether gradients are exchanged in the next step.
 
     Raises:
-        ConfigurationError: without `freeze_after`, or for invalid numbers of steps.
+        ConfigurationError: if `freeze_after` is missing, or if a number is invalid.
         SpecError: if `warm_up` is not a compressor.
     """
 
@@ -223,7 +223,7 @@ class CompressedAdam(torch.optim.AdamW):
     def frozen(self) -> bool:
         for group in self.param_groups:
             states = [self.state[parameter] for parameter in group["params"] if parameter in self.state]
-            if any(state.get("frozen_at") for state in states):  # faster than reading `step`, which is a tensor
+            if any(state.get("frozen_at") for state in states):  # reading `step` is slower, because it is a tensor
                 continue
             if states and max(int(state["step"]) for state in states) < group["freeze_after"]:
                 return False
@@ -359,7 +359,7 @@ class CompressedAdam(torch.optim.AdamW):
         """Begins local steps from the current parameters, which are the same on all ranks."""
         for parameter in parameters:
             state = self.state[parameter]
-            state["anchor"].copy_(parameter)  # also if there was no exchange, as on a single rank
+            state["anchor"].copy_(parameter)  # even if there was no exchange, as on a single rank
             state["moved"].zero_()
             state["rates"] = 0.0
 

@@ -34,10 +34,10 @@ class ScaledSteps:
         return rates_of(self._optimizer) if self._own is None else tuple(map(float, self._own))
 
     def begin_step(self) -> None:
-        """Fixes the factor of a step. Call it when the exchange of the step's gradients begins.
+        """Fixes the factor of a step. Call this method when the exchange of the step's gradients begins.
 
-        If a decision is applied after this call (for example for a checkpoint), it counts for the next step, because
-        other ranks may apply it later.
+        If a decision of the policy is applied after this call (for example for a checkpoint), the decision changes the
+        factor of the next step, because other ranks may apply the decision later.
         """
         self._of_step = self.factor
 

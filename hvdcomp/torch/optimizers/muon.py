@@ -31,8 +31,8 @@ def hidden_matrices(model: nn.Module, head: nn.Module | Iterable[nn.Module] | No
     Args:
         model: a model, which may be wrapped in DistributedDataParallel or torch.compile.
         head: the layer that computes the model's outputs, or several layers. Pass `()` if no separate layer computes
-            them, as in a GPT that multiplies by the weight of its embedding. Default: the linear layer that was defined
-            last.
+            the outputs, as in a GPT that multiplies by the weight of its embedding. Default: the linear layer that was
+            defined last.
 
     Returns:
         The matrices, by name, in the order of the model; empty if there are none.
@@ -50,7 +50,8 @@ def hidden_matrices(model: nn.Module, head: nn.Module | Iterable[nn.Module] | No
     modules = list(model.modules())
     if head is None:
         head = [module for module in modules if isinstance(module, nn.Linear)][-1:]
-    heads: list[Any] = [head] if isinstance(head, nn.Module | str) else list(head)  # a name leads to an error below
+    # If the user passes a layer's name, an error follows.
+    heads: list[Any] = [head] if isinstance(head, nn.Module | str) else list(head)
     if strangers := [one for one in heads if one not in modules]:
         raise ConfigurationError(
             f"head={strangers[0]!r} is not a layer of this {type(model).__name__}; give the layer that computes the "
@@ -70,13 +71,13 @@ class MuonWithAdamW(torch.optim.Optimizer):
         optimizer = hvdcomp.torch.MuonWithAdamW(model, lr=8e-3)
 
     `MuonWithAdamW` is a single optimizer, because Horovod, `LocalSteps`, schedulers, a GradScaler and checkpoints
-    expect a single optimizer. Inside, PyTorch's two optimizers share its parameter groups and its state. So the weights
-    are the same, bit for bit, as with two separate optimizers. Muon's steps are scaled to the size of AdamW's steps
-    (`adjust_lr_fn="match_rms_adamw"`; Liu et al. 2025, arXiv:2502.16982, section 2.2), so that both can use the same
-    learning rate.
+    expect a single optimizer. Inside `MuonWithAdamW`, PyTorch's two optimizers share the parameter groups and the state
+    of `MuonWithAdamW`. So the weights are the same, bit for bit, as with two separate optimizers. Muon's steps are
+    scaled to the size of AdamW's steps (`adjust_lr_fn="match_rms_adamw"`; Liu et al. 2025, arXiv:2502.16982, section
+    2.2), so that both can use the same learning rate.
 
-    `hidden_matrices` determines which parameters of a model Muon trains. To choose them yourself, pass parameter
-    groups:
+    `hidden_matrices` determines which parameters of a model Muon trains. To choose these parameters yourself, pass
+    parameter groups:
 
         optimizer = hvdcomp.torch.MuonWithAdamW(
             [{"params": matrices, "use_muon": True}, {"params": others, "weight_decay": 0.0}], lr=8e-3
@@ -86,11 +87,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
         params: a model, or parameter groups. The parameters of a model are divided into two parameter groups with
             names. Muon trains the parameter groups with `use_muon=True`. A parameter group may set options of the
             optimizer that trains it.
-        lr: the learning rate of parameter groups that have none of their own.
+        lr: the learning rate of parameter groups that do not set `lr`.
         head: the head of a model, as in `hidden_matrices`.
         muon, adamw: the options of `torch.optim.Muon` and of `torch.optim.AdamW` for parameter groups that do not set
-            them, such as `adamw={"betas": (0.9, 0.95), "lr": 2e-3}`. Defaults: PyTorch's own defaults, except for
-            `adjust_lr_fn`.
+            these options, such as `adamw={"betas": (0.9, 0.95), "lr": 2e-3}`. Defaults: PyTorch's own defaults, except
+            for `adjust_lr_fn`.
 
     Raises:
         ConfigurationError: if PyTorch is older than 2.9, which has no Muon; if there is no hidden matrix; if a
@@ -141,8 +142,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self._share()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores a state, as `torch.optim.Optimizer` does. The parameter groups of the state must use the same
-        optimizers."""
+        """Restores a state, as `torch.optim.Optimizer` does. A parameter group of the state must have the same
+        `use_muon` as the parameter group of this optimizer."""
         own, loaded = (
             [bool(group.get("use_muon")) for group in groups]
             for groups in (self.param_groups, state_dict["param_groups"])

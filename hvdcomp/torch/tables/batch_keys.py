@@ -15,7 +15,7 @@ from hvdcomp.exchange.rows import Rows
 
 END = object()
 """The value that takes the place of a batch after the last batch of the loader."""
-_ENDED, _REFUSED = -1, -2  # sent in place of a number of rows
+_ENDED, _REFUSED = -1, -2  # a rank sends one of these numbers instead of its number of keys
 
 
 class Share(NamedTuple):

@@ -35,8 +35,8 @@ _RULES: dict[type, dict[str, Callable[[Any], bool]]] = {
 }
 
 Ids = Callable[[Any], Mapping[str, torch.Tensor]]
-"""A function that takes a batch and returns the ids that it looks up: a tensor of any shape for each table, by the name
-of the table's weight."""
+"""A function that takes a batch and returns the ids that the batch looks up. The result is a mapping from the name of
+each table's weight to a tensor of ids, of any shape."""
 
 
 class LookAhead:
@@ -50,7 +50,8 @@ class LookAhead:
         for inputs, targets in ahead:
             loss_of(ddp(inputs), targets).backward()
             ahead.step()        # the tables: instead of rows.exchange(), optimizer.step() and zero_grad()
-            layers.step()       # an optimizer of all other parameters layers.zero_grad()
+            layers.step()       # an optimizer of all other parameters
+            layers.zero_grad()
 
     The weights are the same, bit for bit, as with `RowExchange.exchange` in each step. No rank looks up a row after the
     gradient of this row was computed and before the row is updated. The update uses the learning rate of the gradient's
@@ -60,7 +61,8 @@ class LookAhead:
     LookAhead ends.
 
     Each rank keeps the batches that were read in advance, and 5 bytes for each row of a `RowExchange`. If the loader
-    has a position, this position is ahead of the training loop. So save the number of steps instead of the position.
+    can report its position, this position is ahead of the training loop. So save the number of steps in a checkpoint,
+    not the position.
 
     Args:
         loader: an iterable of batches. The loader must have the same number of batches on each rank. Each iteration
@@ -68,8 +70,8 @@ class LookAhead:
         rows: the `RowExchange` or `ShardedTables`, all in the host's memory and with sparse=True.
         optimizer: an optimizer that has only these tables. Use `torch.optim.SGD` without momentum,
             `torch.optim.Adagrad` without lr_decay (both without weight_decay), or `RowWiseAdagrad`.
-        ids: a function that takes a batch, and returns for each table, by the name of its weight, a tensor of ids of
-            any shape. The tensor must contain all ids that the batch looks up, and may contain more.
+        ids: a function that takes a batch, and returns a mapping from the name of each table's weight to a tensor of
+            ids, of any shape. The tensor must contain all ids that the batch looks up, and may contain more.
         batches: the number of batches to read in advance, at least 1. A row may also be updated up to this number of
             steps late. With 1, a step waits for the ids of the next batch.
 
@@ -83,7 +85,7 @@ class LookAhead:
             loaders of other ranks, if ids are not in a table, or if a gradient has rows that `ids` did not return.
     """
 
-    _made: ClassVar[Iterator[int]] = itertools.count()  # counts the objects of this process
+    _made: ClassVar[Iterator[int]] = itertools.count()  # counts the LookAhead objects of this process
 
     def __init__(
         self,
@@ -98,7 +100,8 @@ class LookAhead:
         facts = {"batches of LookAhead": batches, "optimizer of LookAhead": type(optimizer).__name__}
         require_agreement(rows.ranks, facts, _ON_HOST)
         self.loader, self.rows, self.optimizer, self.batches = loader, rows, optimizer, batches
-        # Rank 0's count, used in names of collectives, because collectives of two objects may run at the same time.
+        # The names of collectives contain rank 0's count of LookAhead objects, because collectives of two objects may
+        # run at the same time.
         number, *_ = gather_rows(rows.ranks, next(self._made).to_bytes(4, "big"), _ON_HOST, "hvdcomp.ahead")
         self._name = f"hvdcomp.ahead{int.from_bytes(number, 'big')}"
         self._ids = ids
@@ -161,7 +164,8 @@ class LookAhead:
     @torch.no_grad()
     def step(self) -> None:
         """Exchanges and updates the rows that the next batch needs, starts the exchange of the other rows, and removes
-        the gradients of the tables. Call it on every rank, once for each batch, after its backward passes."""
+        the gradients of the tables. Call this method on every rank, once for each batch, after the backward passes of
+        the batch."""
         if self._stepped:
             raise ConfigurationError(
                 "LookAhead.step() was called twice for a batch, or without a batch; call it once for each batch"
@@ -192,12 +196,12 @@ class LookAhead:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Waits for all deferred rows, and updates them. Other ranks need not call this."""
+        """Waits for all deferred rows, and updates them. Other ranks need not call this method."""
         self._wait_until(self._steps)
 
     def end(self) -> None:
-        """Flushes, and stops using the tables. A new LookAhead for the same tables calls this on every rank when it is
-        created."""
+        """Calls `flush`, and stops using the tables. A new LookAhead for the same tables calls this method on every
+        rank when it is created."""
         self._end_iteration()
         for hook in self._hooks:
             hook.remove()
@@ -409,8 +413,8 @@ class _WholeTables:
         """Does nothing: each rank has whole tables, so the model may look up any row."""
 
     def leave(self) -> None:
-        """Ends the lookups of a batch. Returns None, because with whole tables the gradients show which rows were
-        looked up without being named."""
+        """Ends the lookups of a batch. Returns None, because with whole tables the gradients show whether the batch
+        looked up a row that `ids` did not return."""
 
     def lent(self) -> torch.Tensor:
         """The keys of rows that other ranks will fetch from this rank. The result is empty, because each rank has the

@@ -12,8 +12,9 @@ from hvdcomp.torch.tables.rows import rows_of
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):
-    """Adagrad for embedding tables. This optimizer keeps one sum of squares for each row, and `torch.optim.Adagrad`
-    keeps one for each weight (Mudigere et al. 2022, arXiv:2104.05158). The rule is the same as in FBGEMM and TorchRec:
+    """Adagrad for embedding tables. This optimizer keeps one sum of squares for each row. In contrast,
+    `torch.optim.Adagrad` keeps one sum for each weight (Mudigere et al. 2022, arXiv:2104.05158). The rule is the same
+    as in FBGEMM and TorchRec:
 
         sum of the row += mean of the squares of its gradient
         row -= lr * gradient / (sqrt(sum of the row) + eps)
@@ -38,7 +39,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         if not (lr >= 0 and eps > 0 and initial_accumulator_value >= 0):
             raise ConfigurationError(
                 f"RowWiseAdagrad: lr={lr}, eps={eps}, initial_accumulator_value={initial_accumulator_value} is not "
-                "allowed; give an eps above 0, and give the others 0 or more"
+                "allowed; give an eps above 0, and an lr and an initial_accumulator_value of at least 0"
             )
         options = {"lr": lr, "eps": eps, "initial_accumulator_value": initial_accumulator_value}
         super().__init__(params, options)
@@ -88,6 +89,6 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
 
 def _dtype(table: torch.Tensor) -> torch.dtype:
-    """The element type of sums. For tables in 16 bits it is float32, because squares of small gradients would underflow
-    in 16 bits."""
+    """The element type of sums. For tables in 16 bits, this type is float32, because squares of small gradients would
+    underflow in 16 bits."""
     return torch.promote_types(table.dtype, torch.float32)

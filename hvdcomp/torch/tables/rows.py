@@ -26,8 +26,8 @@ _ON_HOST = torch.empty(0)
 class RowExchange:
     """Averages the gradients of embedding tables over all ranks, row by row.
 
-        rows = hvdcomp.torch.RowExchange(model)  # on every rank, before DistributedDataParallel, which then
-        model = DistributedDataParallel(model)   # leaves these tables alone
+        rows = hvdcomp.torch.RowExchange(model)  # on every rank, before DistributedDataParallel
+        model = DistributedDataParallel(model)   # does not average the gradients of these tables
         loss.backward()
         rows.exchange()
         optimizer.step()
@@ -39,17 +39,18 @@ class RowExchange:
     gradient are not sent.
 
     Args:
-        model: the model with the tables, not yet wrapped.
-        tables: the modules of the tables, by the names of their weights.
+        model: the model with the tables, before it is wrapped in DistributedDataParallel.
+        tables: the names of the weights of the tables, such as ["items.weight"]. "all" for all embeddings whose weight
+            no other kind of layer uses. Default: the embeddings with sparse=True.
         wire_dtype: the element type in which rows and means are sent, which is torch.bfloat16, torch.float16 or
             torch.int8. With torch.int8, the largest magnitude of each row is also sent, and the error of an element is
             at most 1/254 of this magnitude. The mean is rounded in the same way a second time. Rounding errors are not
-            kept. Default: the table's own type.
+            kept for later steps. Default: the table's own type.
         ratio: the share of a gradient's rows that a rank sends, above 0. The number of rows is rounded up. The rank
             sends the rows with the largest norms. The rank keeps the other rows in float32, and adds them to its next
             gradients (error feedback, as with `TopK`). The kept rows can take as much memory as the table in float32.
-            Do not use `ratio` with a `torch.amp.GradScaler`. The kept rows have the scale of their step, and if the
-            scaler skips a step, the rows that were sent in this step are lost. Default: all rows.
+            Do not use `ratio` with a `torch.amp.GradScaler`. The kept rows have the loss scale of their own step, and
+            if the scaler skips a step, the rows that were sent in this step are lost. Default: all rows.
         communicator: the communicator of the ranks. Default: all ranks of torch.distributed, or all ranks of Horovod if
             torch.distributed was not started.
 
@@ -100,9 +101,9 @@ class RowExchange:
     @not_compiled
     @torch.no_grad()
     def exchange(self) -> None:
-        """Exchanges the gradients. Call it on every rank in each step, after the backward passes. Call it before you
-        clip gradients, and before a scaler's `unscale_` or the optimizer's step. A table is skipped if no rank has a
-        gradient for it."""
+        """Exchanges the gradients. Call this method on every rank in each step, after the backward passes. Call it
+        before you clip gradients, and before a scaler's `unscale_` or the optimizer's step. A table is skipped if no
+        rank has a gradient for it."""
         refuse_capture()
         tables = list(self.tables.values())
         self.compare_weights()

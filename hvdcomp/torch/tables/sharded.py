@@ -1,4 +1,4 @@
-"""`ShardedTables` shards embedding tables by rows over the ranks. `LookAhead` trains them."""
+"""`ShardedTables` shards embedding tables by rows over the ranks. `LookAhead` trains these tables."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from hvdcomp.torch.unaveraged import note_tables
 _ON_HOST = torch.empty(0)
 
 Fill = Callable[[str, torch.Tensor], torch.Tensor]
-"""A function that takes the name of a table's weight and ids (n,), and returns the initial rows (n, columns) of these
-ids."""
+"""A function that takes the name of a table's weight and a tensor of n ids, and returns the initial rows of these ids,
+as a tensor of shape (n, columns)."""
 
 
 class ShardedTables:
@@ -38,15 +38,17 @@ class ShardedTables:
     training mode, look up only rows of the batch that LookAhead has returned.
 
     Args:
-        model: the model with the tables, not yet wrapped.
-        tables: the names of weights of `nn.Embedding` or `nn.EmbeddingBag` with sparse=True. Default: all of them.
-        fill: a function that takes the name of a weight and ids (n,), and returns the rows (n, columns). Use it for
-            tables that were created with device="meta", which no rank has as a whole.
+        model: the model with the tables, before it is wrapped in DistributedDataParallel.
+        tables: the names of weights of `nn.Embedding` or `nn.EmbeddingBag` with sparse=True. Default: all weights of
+            such modules.
+        fill: a function that takes the name of a weight and a tensor of n ids, and returns the rows, as a tensor of
+            shape (n, columns). Use this function for tables that were created with device="meta", which no rank has as
+            a whole.
         communicator: the communicator of the ranks, as in `RowExchange`.
 
     Attributes:
-        tables, ranks, ahead, ledger: attributes that `RowExchange` describes. The bytes include the rows that were
-            fetched.
+        tables, ranks, ahead, ledger: attributes that `RowExchange` describes. The bytes in the ledger include the rows
+            that were fetched.
         means: the object that exchanges rows and computes their means.
 
     Raises:
@@ -77,8 +79,8 @@ class ShardedTables:
         self.means = RowMeans(self.ranks, shapes, None, _ON_HOST)
         self.ledger = self.means.ledger
         self.ahead: Any = None
-        # For the current batch and each table: the ids, and their rows. One additional row is for ids that the batch
-        # has not named.
+        # For the current batch and each table: the ids, and their rows. One additional row is for ids that `ids` did
+        # not return for the batch.
         self._present: dict[str, tuple[torch.Tensor, torch.nn.Parameter]] = {}
         self._unnamed: str | None = None
         for name, part in parts.items():
@@ -90,7 +92,7 @@ class ShardedTables:
         note_tables(parts.values())
 
     def enter(self, batch: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """From now on, lookups in training mode use these sorted ids (n,) and their rows (n, columns)."""
+        """Makes lookups in training mode use these sorted ids, of shape (n,), and their rows, of shape (n, columns)."""
         self._unnamed = None
         for name, (ids, rows) in batch.items():
             self._present[name] = ids, torch.nn.Parameter(torch.cat([rows, rows.new_zeros(1, rows.shape[1])]))
@@ -112,7 +114,7 @@ class ShardedTables:
         ranks: Communicator,
         name: str,
     ) -> Callable[[], list[list[torch.Tensor]]]:
-        """Starts to fetch rows from their owners. Call it on every rank.
+        """Starts to fetch rows from their owners. Call this method on every rank.
 
         Args:
             by_rank: for each rank and table, the ids of the rows that the rank needs.
@@ -149,7 +151,8 @@ class ShardedTables:
                     for owner, chosen in enumerate(from_owner):
                         entries = array[chosen]
                         start, ends[owner] = ends[owner], ends[owner] + entries.nbytes
-                        # Copied to new storage, because in the bytes they may not be aligned for their element type.
+                        # The entries are copied to new storage, because in the received bytes they may not be aligned
+                        # for their element type.
                         entry_bytes = received[owner, start : ends[owner]].clone()
                         array[chosen] = entry_bytes.view(array.dtype).view(entries.shape)
             return fetched

@@ -63,7 +63,8 @@ class ShardedExchange:
         self._weights: list[torch.Tensor] = [table.weight for table in tables.tables.values()]
         lengths = [-(-table.num_embeddings // self._size) * self._size for table in tables.tables.values()]
         self.starts = torch.tensor([0, *lengths]).cumsum(0)
-        self.reach = max(1, batches - 1)  # one less, because the keys of the latest batch are still being exchanged
+        # Less than `batches`, because the keys of the latest batch are still being exchanged.
+        self.reach = max(1, batches - 1)
         # there are two entries for each step
         self._deferred: deque[tuple[int, torch.Tensor]] = deque(maxlen=2 * batches + 4)
         self._needed = self._new = self._next = [self.starts[:0]] * self._size
@@ -106,7 +107,7 @@ class ShardedExchange:
         return Share(keys[taken[self._rank]], start)
 
     def enter(self, own: torch.Tensor) -> None:
-        """From now on, the model looks up the rows with these keys."""
+        """Makes the model look up the rows with these keys."""
         batch = {}
         for name, weight, ids, cache in zip(
             self._tables.tables, self._weights, self._ids(own), self._caches, strict=True
@@ -197,7 +198,7 @@ class ShardedExchange:
         return [weight.data, *(state[name] for name in self._state_names(weight))]
 
     def _put(self, arrays: Sequence[Sequence[torch.Tensor]]) -> None:
-        """From now on, the optimizer updates these arrays instead of the arrays of the tables."""
+        """Makes the optimizer update these arrays instead of the arrays of the tables."""
         for weight, (rows, *kept) in zip(self._weights, arrays, strict=True):
             weight.grad, weight.data = None, rows
             self._optimizer.state[weight].update(zip(self._state_names(weight), kept, strict=True))
@@ -210,7 +211,7 @@ def _within(keys: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 
 
 def _moved(cache: _Cache, ids: torch.Tensor, fetched: Sequence[torch.Tensor]) -> _Cache:
-    """A new cache with these ids. Some of the rows were in the old cache, and the others were fetched."""
+    """A new cache with these ids. The rows that were not in the old cache are in `fetched`."""
     kept = _within(ids, cache.ids)
     arrays = []
     for before, new in zip(cache.arrays, fetched, strict=True):
