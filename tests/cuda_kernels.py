@@ -162,7 +162,7 @@ def launches(
         engine = Engine(communicator, tensors, parse_compressor(spec), memory, min_numel=0, min_ndim=0)
         sums = AccumulatedGradients()
         if watched:
-            observe(engine, sources)
+            watch(engine, sources)
         for step in range(steps):
             engine.begin()
             gradients = {tensor.name: torch.zeros(tensor.shape, dtype=getattr(torch, dtype)) for tensor in tensors}
