@@ -29,8 +29,8 @@ class HessianEigenvalue:
         value: the largest eigenvalue in the algebraic sense: the greatest upward curvature. It is negative only if the
             loss curves down in every direction.
         dominant: the signed Rayleigh quotient at the end of plain power iteration. It estimates the eigenvalue of
-            largest magnitude: `value` itself, or a negative eigenvalue. If both extremes are equally far from zero, it
-            may be anywhere between them.
+            largest magnitude: `value` itself, or a negative eigenvalue. If the largest and the smallest eigenvalue are
+            equally far from zero, `dominant` may be anywhere between them.
         iterations: the number of Hessian-vector products. Each product is a pass over all batches.
         relative_change: the change of the estimate in the last iteration, relative to `value`.
         converged: whether the relative change fell to the tolerance within the allowed iterations, in the plain power
@@ -67,7 +67,7 @@ def largest_hessian_eigenvalue(
     for example, has a fixed mask per batch.
 
     Args:
-        model: the model. It is called with the inputs of a batch.
+        model: the model, which is called with the inputs of a batch.
         loss_function: function that gets the model's output and the targets, and returns a scalar: the mean loss over
             the elements of the targets.
         batches: pairs of inputs and targets, on the model's device, which can be iterated many times, such as a list or
@@ -147,7 +147,7 @@ def _power_iteration(
     """
     vector = torch.randn(hessian.size, generator=generator).to(hessian.device, hessian.dtype)
     vector /= torch.linalg.vector_norm(vector)
-    resolution = 8 * torch.finfo(hessian.dtype).eps * shift  # the rounding error of differences from the shift
+    resolution = 8 * torch.finfo(hessian.dtype).eps * shift  # the rounding error of `norm - shift`
     last = math.inf
     for _ in range(iterations):
         product = hessian(vector)
@@ -156,7 +156,7 @@ def _power_iteration(
         norm = torch.linalg.vector_norm(product, dtype=torch.float64).item()
         change, estimate = abs(norm - last), abs(norm - shift)
         relative = change / estimate if estimate else math.inf
-        if norm == 0:  # no curvature at all, or all of it is at -shift
+        if norm == 0:  # Hessian + shift * identity is zero
             return _Iterated(rayleigh, norm, 0.0, True)
         if change <= max(tolerance * estimate, resolution):
             return _Iterated(rayleigh, norm, relative, True)
@@ -226,7 +226,8 @@ class _Hessian:
             )
         ]
         total, elements = torch.zeros_like(vector), 0
-        # The iteration is inside, because a DataLoader draws a seed from the global generator at its start.
+        # The loop over the batches is inside this context, because a DataLoader draws a seed from PyTorch's global
+        # generator when its iteration starts.
         with _own_randomness(self._seed, self._parameters), torch.enable_grad():
             for number, batch in enumerate(self._batches):
                 inputs, targets = _pair(batch, number)

@@ -11,10 +11,10 @@ the page --table, a CSV file and a plot from all complete runs. It keeps the fig
 --runs. A run in this file counts as complete. To train everything again, pass a new folder to --runs.
 
 The training runs give the quality, the steps and the bytes. You can run them on any machine, even a busy one, or on a
-GPU. The times of a step come from a few steps of each method, which --times measures; use it on an idle machine. It
-measures several links at once (docs/simulated-ranks.md). So that the rows of a workload can be compared, all of them
-use the same time for the computation of a step: the median over the methods, or --compute-ms. The times of encoding,
-decoding and waiting for a link are measured for each method.
+GPU. The option --times measures the times of a step, in a few steps of each method. Use this option only on an idle
+machine. It measures several links at once (docs/simulated-ranks.md). So that the rows of a workload can be compared,
+all of them use the same time for the computation of a step: the median over the methods, or --compute-ms. The times of
+encoding, decoding and waiting for a link are measured for each method.
 
     python -m benchmarks.quality.convergence --times --workers 1       # half an hour
     python -m benchmarks.quality.convergence --page-only --evidence hvdcomp/compressors/evidence_one_rate.json
@@ -45,8 +45,8 @@ from hvdcomp.tools.train.target import Target
 
 RANKS = 4
 LINKS = {"100mbit": "100 Mb/s", "1gbit": "1 Gb/s"}
-ALL_LINKS = ",".join((NO_TIME, *LINKS))  # on the first link, only computation takes time
-UNCOMPRESSED = ("none", "fp16")  # speedups are over the faster of these two, which do not need hvdcomp
+ALL_LINKS = ",".join((NO_TIME, *LINKS))  # with NO_TIME, only computation takes time
+UNCOMPRESSED = ("none", "fp16")  # the baseline of speedups is the faster of the two; they do not need hvdcomp
 NODES = {"HVDCOMP_RANKS_PER_NODE": "2"}  # for methods with two levels
 
 
@@ -116,7 +116,8 @@ WORKLOADS = {
         beside="gpt",
         only=("none", "efsignsgd", "onebit", "powersgd:rank=4", "int4"),
     ),
-    # 200 exchanges. Compare them with an exchange in each step, and with a single rank, which exchanges nothing.
+    # `gpt-rounds` exchanges 200 times. The other workloads compare it with an exchange in each step, and with a single
+    # rank, which exchanges nothing.
     "gpt-long": Workload(_LONG, "loss=1.6", only=("none", "int4")),
     "gpt-rounds": Workload(
         {**_LONG, "local_steps": 30}, "loss=1.6", beside="gpt-long", only=("none", "int4", "chunkedtopk")
@@ -166,10 +167,11 @@ def _methods(*specs: str, **attributes: Any) -> list[Method]:
     return [Method(spec, **attributes) for spec in specs]
 
 
-# These methods cannot send the residuals that int4 leaves, because their noise is too large for error feedback.
+# Methods with `_BEFORE_NOISE` cannot send the residuals that int4 leaves, because they are too noisy for error
+# feedback.
 _BEFORE_NOISE = {"compressed-adam": {"freeze_compression": "int8"}}
 METHODS = (
-    # By default, compressed-adam sends the steps before freezing as int4.
+    # By default, compressed-adam sends gradients as int4 until it freezes the second moment.
     Method("none", {"compressed-adam": {"freeze_compression": "none"}}),
     Method("fp16", {"compressed-adam": {"freeze_compression": "fp16"}}),
     Method("bf16", {"compressed-adam": {"freeze_compression": "bf16"}}),
@@ -409,7 +411,7 @@ class Row:
     def difference(self) -> list[float]:
         """For each seed, the loss of quality compared with dense training, in the unit of `Workload.lost`.
 
-        It is empty if any run diverged.
+        The list is empty if any run diverged.
         """
         if any(outcome.loss is None for outcome in self.outcomes):
             return []
@@ -524,7 +526,7 @@ def _record(table: Table, row: Row) -> dict[str, Any]:
     seconds = {link: row.seconds(link, table.compute_ms) for link in LINKS if len(steps) == runs}
     return {
         "workload": table.name,
-        "trained_in": run.workload,  # a different one for uncompressed baseline runs
+        "trained_in": run.workload,  # differs from the table's workload in baseline runs
         "method": run.method.spec,
         "ranks": table.workload.ranks,
         "seeds": runs,
@@ -792,9 +794,13 @@ def _check(runs: Sequence[MethodRun]) -> None:
     multiple=True,
     callback=_compute_ms,
     metavar="WORKLOAD=MS",
-    help="Time to compute a step, for the page. Default: the median of the timed steps.",
+    help="Milliseconds of computation in a step, for the times on the page. Default: the median of the timed steps.",
 )
-@click.option("--evidence", type=click.Path(path_type=Path), help="File to write for the policy `auto`.")
+@click.option(
+    "--evidence",
+    type=click.Path(path_type=Path),
+    help="Also write the lost quality of each method to this file, for the policy `auto`.",
+)
 @click.option("--times", is_flag=True, help="Time a few steps of each method, instead of training.")
 def main(
     workloads: tuple[str, ...],

@@ -210,7 +210,7 @@ def test_accuracy_is_lost_in_points() -> None:
 def test_the_seeds_of_the_search_are_not_reported(tmp_path: Path) -> None:
     done = CliRunner().invoke(command.main, ["--page-only", "--runs", str(tmp_path), "--seeds", "0,1"])
     assert done.exit_code == 2
-    assert "the search sees 0; give others" in done.output
+    assert "the search uses seed 0; give other seeds" in done.output
     done = CliRunner().invoke(command.main, ["--page-only", "--runs", str(tmp_path)])
     assert "there is no finished training in" in done.output
     done = CliRunner().invoke(command.main, ["--dry-run", "--runs", str(tmp_path), "--only", "edn"])
