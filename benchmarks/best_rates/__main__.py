@@ -111,7 +111,9 @@ def main(
 ) -> None:
     """Trains methods at their best learning rates on simulated ranks, and writes the page of all trainings."""
     if SEARCHED in seeds:
-        raise click.BadParameter(f"the search uses seed {SEARCHED}; give other seeds, from 101 on", param_hint="--seeds")
+        raise click.BadParameter(
+            f"the search uses seed {SEARCHED}; give other seeds, from 101 on", param_hint="--seeds"
+        )
     console = make_console(soft_wrap=True)
     names = workloads or (*WORKLOADS, *WORKLOADS_OF_OTHERS)
 

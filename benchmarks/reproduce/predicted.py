@@ -188,7 +188,7 @@ def batches(artefact: Artefact) -> Outcome:
 
 
 def distance(artefact: Artefact) -> Outcome:
-    """Figure 10: the time of dense steps on 96 ranks that exceeds the time of the passes."""
+    """Figure 10: how much longer a dense step on 96 ranks takes than its forward and backward pass."""
     rows, curves = [], []
     most = artefact.published["ms, at most"]
     for model in MODELS:
@@ -241,7 +241,7 @@ def computers(artefact: Artefact) -> Outcome:
 
 
 def tradeoff(artefact: Artefact) -> Outcome:
-    """Figure 21: encoding that is k times faster, and sends l k times as many bytes."""
+    """Figure 21: an encoding that is k times faster, but sends l * k times as many bytes."""
     rows, curves, faster = [], [], (1, 2, 3, 4)
     for model in MODELS:
         adviser = _adviser(model)
@@ -276,8 +276,8 @@ def setups(artefact: Artefact) -> Outcome:
 
 
 def _counted(advisers: Mapping[str, Adviser]) -> dict[float, list[int]]:
-    """For each share of the batch size, the number of set-ups, the number of those in which a method is faster than
-    dense gradients, and the number of those in which it is faster by more than the error."""
+    """For each share of the batch size, three numbers: all set-ups, the set-ups in which a method is faster than dense
+    gradients, and the set-ups in which a method is faster by more than the model's error."""
     counts = {share: [0, 0, 0] for share in (0.25, 0.5, 1.0)}
     for adviser in advisers.values():
         own_batch_size = adviser.facts.compute.batch_size or 1
@@ -336,7 +336,7 @@ def factors(artefact: Artefact) -> Outcome:
         speedups = [seconds[0] / second for second in seconds]
         curves.append(Curve(label=name, x=candidates, y=speedups))
         published = artefact.published[f"{name}: saturates at factor"]
-        # Factors at which the next factor makes the exchange less than a tenth faster.
+        # The factors after which the next larger factor makes the exchange less than a tenth faster.
         ends = [low for low, (a, b) in zip(candidates, pairwise(seconds), strict=False) if a / b < 1.1]
         ours = ends[0] if ends else candidates[-1]
         what = f"{name}: factor from which a larger one is hardly faster"

@@ -24,7 +24,7 @@ from hvdcomp.perfmodel.shapes import tensors_of
 
 POWERSGD = "powersgd:rank=4"
 FASTER = 1.05
-"""The smallest speedup that counts. Smaller ones are within the spread of repeated measurements."""
+"""The smallest speedup that counts. A smaller speedup may be due to the spread of repeated measurements."""
 
 
 def _encode_ms(specs: Sequence[str], quick: bool) -> tuple[str, dict[str, float]]:
@@ -36,7 +36,8 @@ def _encode_ms(specs: Sequence[str], quick: bool) -> tuple[str, dict[str, float]
         words += ["--seconds", "0.3", "--json", str(file)]
         for spec in specs:
             words += ["--method", spec]
-        # Even if other work disturbs the measurements by a few percent, they still show the order.
+        # The order of the methods is still visible if other work on the machine changes the measurements by a few
+        # percent.
         subprocess.run([sys.executable, "-m", "hvdcomp", *words], check=False, capture_output=True)
         measured = json.loads(file.read_text())["measurements"]
     return model, {measurement["method"]: measurement["step_ms"] for measurement in measured}
@@ -85,8 +86,8 @@ def ratios(artefact: Artefact, quick: bool) -> Outcome:
 
 
 def multilevel(artefact: Artefact, quick: bool) -> Outcome:
-    """GraVAC's table 3: selection at 10x and at 1000x. Both select from the whole gradient, or the second selects from
-    the result of the first."""
+    """GraVAC's table 3: selection at 10x and at 1000x. Either both selections read the whole gradient, or the second
+    selection reads only the result of the first selection."""
     sizes = {"ResNet101": "resnet101", "VGG16": "vgg16", "LSTM": "gravac-lstm"}
     rows, xp = [], arrays_for(np.zeros(1, np.float32))
     share = 16 if quick else 1

@@ -24,13 +24,13 @@ from typing import Any
 
 import click
 
-MODELS = {"cnn": ("digits", 16), "resnet20": ("synthetic", 32)}  # data, and samples of a batch
+MODELS = {"cnn": ("digits", 16), "resnet20": ("synthetic", 32)}  # the data, and the batch size
 LARGEST = {"cnn": (128, 1024), "resnet20": (64, 64, 3, 3)}  # shape of the largest tensor
 TURN = 2  # steps; in longer turns, other work on the machine disturbs the ratios more
-# Only the decisions have no effect: norms and ratios of all gradients are computed, and rank 0 decides every 20 steps.
-# Eta and fall are chosen so that each tensor stays at its level. Policies that compute optimal levels choose among as
-# many levels as by default, but all levels are within 1 % of the compressor's own, so that the sent bytes differ by at
-# most 1 %.
+# The policies do all their work: norms and ratios of all gradients are computed, and rank 0 decides every 20 steps.
+# Only the decisions have no effect. Eta and fall are chosen so that each tensor stays at its level. Policies that
+# compute optimal levels choose among as many levels as by default, but all levels are within 1 % of the compressor's
+# own level, so that the sent bytes differ by at most 1 %.
 CASES = {
     "no policy": ("powersgd:rank=4", None),
     "constant": ("powersgd:rank=4", "constant"),

@@ -408,6 +408,6 @@ def _change(adviser: Adviser, spec: str, setting: Setting, low: float, high: flo
     for _ in range(2):
         between = np.geomspace(low, high, 256)
         faster = _faster(adviser, spec, setting, between)
-        at = max(1, int(np.argmax(faster != faster[0])))  # the first whose result differs from that of the lowest
+        at = max(1, int(np.argmax(faster != faster[0])))  # the first change, seen from the lowest bandwidth
         low, high = between[at - 1], between[at]
     return float(low)

@@ -178,8 +178,8 @@ def sequential(compute: Array, encode: Array, exchange: Exchange, cost_of: CostO
 
 
 def _of_round(collectives: Round, cost_of: CostOf, payload: Array) -> Seconds:
-    """The time of a round's collectives. They start together, and run one after the other. Their bytes are multiplied
-    by `payload`."""
+    """The time of a round's collectives. The collectives are requested together, and run one after the other. Their
+    bytes are multiplied by `payload`."""
     costs = [
         cost_of(collective.kind, collective.bytes * payload, dtype=collective.dtype, among=collective.among)
         for collective in collectives
@@ -234,10 +234,10 @@ def early(
     """Predicts a step in which the engine starts some buckets during the backward pass, by a simulation.
 
     During the backward pass, the engine encodes these early buckets and starts their first collectives. Encoding delays
-    the backward pass. The network carries one collective at a time. It makes the backward pass longer by gamma - 1
-    times the time during which it carries collectives. After the backward pass, the remaining tensors are encoded and
-    sent. Then the later rounds begin. While one bucket waits for its results, the collectives of other buckets run.
-    Early buckets are decoded during the exchange of the remaining tensors.
+    the backward pass. The network carries one collective at a time. Collectives slow the backward pass, which becomes
+    longer by gamma - 1 times the time that they take during the pass. After the backward pass, the remaining tensors
+    are encoded and sent. Then the later rounds begin. While one bucket waits for its results, the collectives of other
+    buckets run. Early buckets are decoded during the exchange of the remaining tensors.
 
     In a two-level exchange, encoding follows the first collective. All buckets are therefore encoded and decoded after
     the backward pass, without overlap.

@@ -46,7 +46,7 @@ DENSE_CANDIDATE = "dense"
 """Name of the candidate without compression."""
 
 _HOPELESS = 1.5  # a trial ends early if its steps are slower, or faster, than the best candidate's by this factor
-_FEW = 4  # from this number of measurements on, the cost of changing to a candidate always counts
+_FEW = 4  # after this number of measured windows, a trial is never free
 _MOST = 16  # largest number of windows to measure a candidate that cannot be distinguished from the best
 # smallest standard error of a trial's ratio, because the speed of a machine changes from minute to minute
 _UNEVEN = 0.05
@@ -315,7 +315,7 @@ class Auto(Policy[AutoState]):
 
     def fields_of(self, data: Mapping[str, Any]) -> dict[str, Any]:
         fields = dict(data)
-        if vars(Trial()).keys() <= fields.keys():  # an incomplete trial is omitted, and then reported as missing
+        if vars(Trial()).keys() <= fields.keys():  # if a field is missing, the base class reports it
             fields["trial"] = {name: fields.pop(name) for name in vars(Trial())}
         return super().fields_of(fields)
 

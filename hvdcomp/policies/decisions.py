@@ -15,8 +15,8 @@ from hvdcomp.specs.levels import Level, Unit
 from hvdcomp.specs.typed import as_fields, typed
 
 Gain = Literal["error_feedback", "raw"]
-"""How GraVAC's gain is computed. It is the energy that compression keeps of x = g + r, divided by the energy of x
-("error_feedback") or by the energy of the gradient g alone ("raw")."""
+"""How GraVAC's gain is computed. Compression keeps a part of the energy of x = g + r. The gain is this part divided by
+the energy of x ("error_feedback"), or by the energy of the gradient g alone ("raw")."""
 
 
 @dataclass(frozen=True)

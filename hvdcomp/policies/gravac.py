@@ -26,7 +26,7 @@ WINDOWS = {"exponential": 500, "geometric": 2000}
 """For each `scaling`, the default number of steps for which a candidate is evaluated."""
 
 SELDOM = 10
-"""The default of `every`. It is used if a window then has at least this number of measurements."""
+"""The default of `every`. It is used only if a window has at least this number of measurements with this default."""
 
 
 def error_gain(energy: float, error_energy: float) -> float:
@@ -117,7 +117,8 @@ class GraVAC(Policy[GraVACState]):
         smoothing: the weight of a new gain in the moving average. None means N/100 for N ranks, at most 1, applied once
             for each of `every` steps.
         every: one of `every` steps measures gains and decides which result to send. 1 is the published algorithm, which
-            is costly if steps are short. None means 10 if the window has 10 or more such parts, otherwise 1.
+            is costly if steps are short. None means 10 if the window consists of at least 10 parts of 10 steps each;
+            otherwise it means 1.
         factor: how compression factors are counted. "bytes" counts bytes, and includes indices. "elements" counts
             elements, without indices, as published. For methods that send all elements, "elements" counts 32-bit
             numbers.
