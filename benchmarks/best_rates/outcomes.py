@@ -121,7 +121,7 @@ def _lacks_of(grid: Grid, own: Row | None, seeds: Sequence[int]) -> tuple[str, .
     if grid.next:
         lacks.append(f"a worse learning rate on either side of the best of {len(grid.lost)} rates")
     elif not grid.is_inside:
-        lacks.append(f"a best learning rate inside the grid, within {FARTHEST} factors of two")
+        lacks.append(f"a best learning rate less than {FARTHEST} factors of two away from the first rate")
     there, needed = 0 if own is None else len(own.qualities), max(len(HELD_OUT), len(seeds))
     if there < needed:
         lacks.append(f"{needed - there} of {needed} held-out seeds")

@@ -44,7 +44,7 @@ _SHARE_OF_OTHER_RATES = 0.5
 """Expected share of methods whose best rate differs from the best rate of dense training."""
 _QUIET_SECONDS = {"gpt": 100.0, "lstm": 70.0, "mnist1d": 26.0, "sorting": 17.0, "shapes": 17.0, "heavy-tails": 10.0}
 """For workloads without records, the seconds of a training run on an otherwise idle core, extrapolated from the
-processor time of 40 steps. The number for the LSTM is that of its quickest training run in docs/convergence.md. The
+processor time of 40 steps. The number for the LSTM comes from its quickest training run in docs/convergence.md. The
 number for the GPT is a guess."""
 _SLOW = 30.0
 """If a training run takes at least this number of seconds, the rows of its workload are trained one after the other,

@@ -2,7 +2,8 @@
 between two worse rates.
 
 A row is complete when its best rate is between two worse rates of the search, and the method was trained at the best
-rate with five seeds that the search has not used. The same must be true of dense training on the same workload.
+rate with five seeds that the search has not used. The row of dense training on the same workload must meet these two
+conditions, too.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ MORE_SEEDS = {"heavy-tails": 30, "heavy-tails-muon": 30, "shapes": 30, "sorting"
 """Numbers of held-out seeds of quick workloads. With only five seeds, these workloads cannot show a loss of quality of
 a few percent or points, because the results differ too much between seeds."""
 FARTHEST = 8
-"""Largest number of doublings or halvings of the workload's own learning rate. A search ends there, even if it has not
-found a best rate between two others."""
+"""Largest number of doublings or halvings of the workload's own learning rate. A search tries no rate beyond this
+limit, even if it has not found a best rate between two worse rates."""
 
 
 def seeds_of(workload: str, seeds: Sequence[int]) -> tuple[int, ...]:

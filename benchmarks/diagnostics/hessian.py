@@ -58,8 +58,8 @@ def largest_hessian_eigenvalue(
     """The largest eigenvalue of the Hessian of the mean loss over `batches`.
 
     Power iteration finds the eigenvalue of largest magnitude. If a negative eigenvalue is at least as far from zero as
-    the largest eigenvalue, a second power iteration follows, on Hessian + |dominant| * identity. Its dominant
-    eigenvalue corresponds to the largest eigenvalue of the Hessian.
+    the largest eigenvalue, a second power iteration follows, on Hessian + |dominant| * identity. The dominant
+    eigenvalue of this sum, minus |dominant|, is the largest eigenvalue of the Hessian.
 
     The model is used in its current mode (`model.eval()`, `model.train()`). The function does not change the model's
     gradients, its buffers (batch normalization updates copies), or PyTorch's random generators on the CPU and on the

@@ -203,7 +203,7 @@ METHODS = (
     *_methods(
         "signsgd",
         changes={"mnist1d": {"lr": 0.02}, "lstm": {"lr": 0.1}},
-        left_out={"gpt-frozen": "votes have no magnitude, but the frozen second moment has that of gradients"},
+        left_out={"gpt-frozen": "votes have no magnitude, but the frozen second moment has one"},
     ),
     *_methods("onebit", "onebit:per_row=True"),
     # With `powersgd`, the first steps are only a small part of all bytes.
@@ -373,9 +373,9 @@ class Outcome:
     def seconds(self, link: str, compute_ms: float) -> float | None:
         """Seconds until the target on a link; None if no steps of the method were timed.
 
-        With overlap, the time that a step waits for a link depends on the machine. It is therefore measured in the
-        timed steps. With CompressedAdam there is no overlap, and steps before and after freezing differ. The waits of
-        the whole training run are therefore used.
+        With overlap, the time that a step waits for a link depends on the machine. The timed steps of --times therefore
+        give this waiting time. With CompressedAdam there is no overlap, but steps before freezing wait longer or
+        shorter than steps after freezing. The waiting times of the whole training run are therefore used.
 
         Args:
             compute_ms: milliseconds of computation in each step.
@@ -563,8 +563,8 @@ LOSES_TOO_MUCH = 5.0  # points or percent; a method that loses at least this is 
 def front_of(table: Table) -> list[Row]:
     """The rows that lose less than every row with fewer bytes, sorted by their bytes.
 
-    Rows with one seed are left out. Rows with nodes are also left out, because their bytes are only those between
-    nodes.
+    Rows with one seed are left out. Rows with nodes are also left out, because only the bytes between nodes are counted
+    for them.
     """
     front: list[Row] = []
     own = [row for row in table.rows if row.outcomes[0].run.workload == table.name]

@@ -91,8 +91,8 @@ def static(artefact: Artefact, t: Trainings) -> Outcome:
     speeds = [compared.times_as_fast(label, "topk 10x").ours for label in runs]
     bars = [Curve(label="times as fast as topk 10x", x=list(runs), y=speeds)]
     note = (
-        "The published numbers are for ResNet101. Its speedups are up to a target, and ours are for the same number "
-        "of steps."
+        "The published numbers are for ResNet101. Its speedups are for training until a target, our "
+        "speedups for the same number of steps."
     )
     return compared.outcome(artefact, rows, note, curves={**compared.curves(), "times as fast": bars})
 

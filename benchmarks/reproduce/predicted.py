@@ -2,8 +2,8 @@
 V100s.
 
 The preset `v100-p3.8xlarge-2021` has the paper's own times for ResNet-50, and estimates for the other models. The
-paper's figures can therefore be computed without a GPU. This does not test them, because the results follow from the
-paper's numbers.
+paper's figures can therefore be computed without a GPU. The comparison does not test the paper's figures, because our
+results are computed from the paper's own numbers.
 """
 
 from __future__ import annotations

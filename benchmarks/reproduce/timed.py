@@ -50,8 +50,8 @@ def _outcome(artefact: Artefact, model: str, rows: list[Row], bars: Mapping[str,
 
 
 def encoding(artefact: Artefact, quick: bool) -> Outcome:
-    """Table 2 of On the Utility: encode times relative to those of PowerSGD rank 4, because a processor is not a
-    V100."""
+    """Table 2 of On the Utility: encode times divided by the encode time of PowerSGD rank 4. This machine's processor
+    is not a V100, so the times themselves cannot be compared."""
     published: Mapping[str, float] = artefact.published
     model, ours = _encode_ms(list(published), quick)
     rows = [Row(what=f"{spec}: ms", published=published[spec], ours=ours.get(spec)) for spec in published]

@@ -1,7 +1,8 @@
-"""The training runs that replace those of the papers and, if a folder has their data, Accordion's own training runs.
+"""The training runs that we use instead of the papers' training runs. If a folder has the data of the Accordion paper,
+Accordion's own training runs are used.
 
-Two small workloads replace those of the papers: a convolutional network on MNIST-1D (Greydanus and Kobak 2020), and an
-LSTM on text. As in the papers, low compression gives better results than high compression. Learning rate and length
+Two small workloads replace the papers' workloads: a convolutional network on MNIST-1D (Greydanus and Kobak 2020), and
+an LSTM on text. As in the papers, low compression gives better results than high compression. Learning rate and length
 were chosen so that low compression loses little compared with dense gradients. The loss of a policy is therefore due to
 its decisions.
 """

@@ -86,7 +86,7 @@ class Training:
     def _distributed(self, loss: Loss, seed: int) -> DistributedDataParallel:
         whole = 1 + 4 * self.numel // 2**20
         buckets: dict[str, Any] = {"bucket_cap_mb": whole} if self.method in _IN_ONE_BUCKET else {}
-        # Buffers are the same work for all methods, and none of theirs.
+        # DDP does not broadcast buffers here, because this work has nothing to do with the methods.
         model = DistributedDataParallel(loss, **OWN_BUFFERS, **buckets)
         if self.method in HOOKS:
             make_state, hook = HOOKS[self.method]

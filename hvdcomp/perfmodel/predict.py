@@ -128,7 +128,7 @@ def local_step_s(
     exchange and the outer optimizer take.
 
     The exchange does not overlap with anything, because it begins after the step of the inner optimizer. The outer
-    optimizer also processes all weights once, so its step is assumed to take the same time as that of the inner
+    optimizer also processes all weights once, so its step is assumed to take the same time as a step of the inner
     optimizer.
 
     Args:

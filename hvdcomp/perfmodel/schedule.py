@@ -94,7 +94,7 @@ def overlapped(compute: Array, backward: Array, gamma: Array, buckets: Buckets, 
     hidden = cost_of("allreduce", buckets.size) * (buckets.number - 1)
     last = cost_of("allreduce", buckets.last)
     beyond = np.maximum(hidden.total - slowed, 0)
-    # We assume that latency and transfer have the same proportion in the part that does not overlap as in the whole.
+    # We assume that the part that does not overlap has the same ratio of latency to transfer as the whole time.
     share = beyond / np.where(hidden.total > 0, hidden.total, 1)
     exposed = hidden * share + last
     waiting = exposed.latency + exposed.start
@@ -151,7 +151,7 @@ def when_ready(
         spent = spent + Seconds(cost.latency, cost.transfer, np.where(idle, cost.start, 0.0)) * under_way
         sent = np.where(under_way, upto, sent)
     beyond = np.maximum(clock - slowed, 0) * several
-    # We assume that latency and transfer have the same proportion in the part that does not overlap as in the whole.
+    # We assume that the part that does not overlap has the same ratio of latency to transfer as the whole time.
     exposed = spent * (beyond / np.where(spent.total > 0, spent.total, 1))
     latency = exposed.latency + exposed.start
     return Parts(compute - backward + slowed, np.zeros(shape), exposed.transfer, latency, waits)
@@ -333,7 +333,7 @@ def sharded(
     hidden = gathered + reduced * (1 - 1 / modules)
     beyond_busy = np.maximum(hidden.total - busy, 0)
     spent = gathered_before + hidden
-    # We assume that latency and transfer have the same proportion in the part that does not overlap as in the whole.
+    # We assume that the part that does not overlap has the same ratio of latency to transfer as the whole time.
     share = (beyond_before + beyond_busy) / np.where(spent.total > 0, spent.total, 1)
     exposed = spent * share + last
     waiting = exposed.latency + exposed.start

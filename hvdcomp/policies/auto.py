@@ -67,8 +67,8 @@ _Excess = Annotated[float, number(lambda value: value > 0, "above 0, such as 0.1
 class Auto(Policy[AutoState]):
     """Chooses no compression, fp16 or a compressor for each set of tensors, so that steps are as fast as possible.
 
-    The compressor is that of the training run, or one of `compressors`. Levels do not change. If a compressor has
-    `exchange="auto"`, the policy also chooses the faster of "gather" and "scatter".
+    The compressors to choose from are the training run's own compressor and `compressors`. Levels do not change. If a
+    compressor has `exchange="auto"`, the policy also chooses the faster of "gather" and "scatter".
 
     Attributes:
         calibration: a calibration file, or the name of a preset of `hvdcomp.perfmodel`. Only rank 0 reads it.

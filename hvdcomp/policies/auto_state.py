@@ -113,7 +113,7 @@ class AutoState:
         measured: the measurements of each candidate, by name, since the last time when all candidates could be tried
             again. A trial is recorded as a step time: the ratio between the trial and the rival before and after the
             trial, times the step time of the rival. The first trial is averaged with the prediction, which counts as
-            two steps. They are not averaged if they contradict each other.
+            two steps. If the first trial contradicts the prediction, the prediction is ignored.
         before: the median step time of each candidate in earlier measurements, by name.
         usual: the seconds of a step when the policy decided to stay with a candidate, by the candidate's name. A drift
             is noticed by comparison with this time.

@@ -103,8 +103,8 @@ class Policy(Described, Generic[State]):
 
     @property
     def first_request(self) -> Request:
-        """The request that this policy makes for a model without tensors. All requests of a policy have the same
-        `ever`."""
+        """The request that this policy makes for a model without tensors. The field `ever` is the same in all requests
+        of a policy."""
         return self.request(self.initial_state(()))
 
     def update(self, state: State, statistics: Statistics) -> State:

@@ -67,8 +67,9 @@ class Budget(OptimalLevels[BudgetState]):
     Attributes:
         factor: smallest compression factor of the whole model in a step, that is, the uncompressed bytes divided by the
             bytes that a rank sends.
-        error: the limit on the relative error. The relative error is the sum of the tensors' errors over the sum of
-            their norms ||G||, in the same unit. This quotient is the mean of ||G - C(G)|| / ||G||, weighted by sqrt(n).
+        error: the limit on the relative error. The relative error is the sum of the tensors' errors, divided by the sum
+            of their norms ||G|| in the unit of the errors. This quotient is the mean of ||G - C(G)|| / ||G||, weighted
+            by sqrt(n).
         ms: largest number of milliseconds by which the exchange may lengthen a step. Encoding, exchange and decoding
             count, except for the parts that overlap with the backward pass. Pass exactly one of `factor`, `error` and
             `ms`.
