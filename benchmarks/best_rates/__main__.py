@@ -47,7 +47,8 @@ Train = Callable[[Sequence[RateRun]], list[Run]]
 
 
 def trained(runs: Path) -> list[RateRun]:
-    """All training runs of these workloads and methods whose results are in a folder or in the file of records."""
+    """All training runs of this benchmark that have results, either in their own folder below `runs` or in the file of
+    records."""
     seeds = seeds_there(runs)
     return [
         RateRun(workload, seed, runs, spec, doublings)
@@ -87,7 +88,8 @@ def show_plan(plan: Sequence[Item], runs: Path, console: Any) -> None:
         )
     console.print(
         f"All {len(STAGES)} stages together take {least:.1f} to {usual:.1f} hours of a core, if no row makes another "
-        "row unnecessary. The two numbers are for the quickest and for the median training of each workload so far"
+        "row unnecessary. The first number assumes the quickest training of each workload so far, the second number "
+        "the median training"
     )
 
 
@@ -122,7 +124,9 @@ def main(
 
     if not plan():
         rows = ", ".join(dict.fromkeys(spec for name in names for spec in methods_of(name)))
-        raise click.BadParameter(f"{', '.join(only)} is no row; choose from {rows}", param_hint="--only")
+        raise click.BadParameter(
+            f"{', '.join(only)} is not a row of the benchmark; choose from {rows}", param_hint="--only"
+        )
     if dry_run:
         show_plan(plan(), runs, console)
         return

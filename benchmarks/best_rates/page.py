@@ -195,8 +195,8 @@ _MANY_RANKS_IN_WORDS = (
 
 
 def _variants(found: ByWorkload, runs: Path, kind: str, title: str, text: str) -> list[str]:
-    """A section about training runs of a different kind, with a result for each seed. Two seeds are too few for a
-    confidence interval.
+    """A section about one kind of variant, such as longer training, with a result for each seed. Two seeds are too few
+    for a confidence interval.
 
     Args:
         kind: end of the names of these variants, such as "-long".

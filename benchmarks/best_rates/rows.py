@@ -132,7 +132,7 @@ METHODS_OF_OTHERS = ("topk:ratio=0.01", "eden:bits=1", "eden", "int4")
 """The compressors that are trained with other optimizers, from the fewest bytes to the most."""
 
 LONGER = 3
-"""Factor by which a long training has more steps."""
+"""A long training has this many times the steps of the workload."""
 LONG, MANY_RANKS = "-long", "-16"
 """The names of variants end in one of these: "-long" for a workload with more steps, and "-16" for a workload with 16
 ranks. No learning rate is searched for a variant: it uses the best learning rates of its workload. A variant has only
@@ -201,8 +201,8 @@ def changes_of(workload: str, spec: str) -> dict[str, Any]:
         return {**changes, "freeze_after": round(share * steps)}
     if spec not in STEPS:
         return changes
-    # The last step ends a round. Within a round, the ranks have different weights, so the only evaluation is at the
-    # end.
+    # Ranks have equal weights only after an exchange. The last step of the training must therefore end with an
+    # exchange, and the model is evaluated only after this step.
     every = max(length for length in range(1, changes["local_steps"] + 1) if steps % length == 0)
     return {**changes, "local_steps": every, "evaluate_every": steps}
 

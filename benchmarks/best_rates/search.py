@@ -61,7 +61,7 @@ def grid_of(workload: str, spec: str, runs: Path, start: int) -> Grid:
     """The learning rates at which a method has been trained so far.
 
     Args:
-        start: doublings of the rate at which the search begins.
+        start: the learning rate at which the search begins, as a number of doublings of the workload's own rate.
     """
 
     def untrained(*places: int) -> tuple[RateRun, ...]:
@@ -86,14 +86,14 @@ def grid_of(workload: str, spec: str, runs: Path, start: int) -> Grid:
 
 
 _DENSE_STARTS = {"gpt": 2, "gpt-muon": 3}
-"""For workloads whose own learning rate is far from the best one, the doublings at which the search for dense training
-begins."""
+"""For workloads whose own learning rate is far from the best rate: the number of doublings of the own rate with which
+the search for dense training begins."""
 
 
 def start_of(workload: str, spec: str, runs: Path) -> int:
-    """The doublings of the rate at which the search for a method begins. The search begins at the best rate of dense
-    training. If ranks exchange compressed steps, the search begins at twice the best rate of dense training, because
-    the mean of the steps is shorter than each step."""
+    """The learning rate at which the search for a method begins, as a number of doublings of the workload's own rate.
+    It is the best rate of dense training. If ranks exchange compressed steps, the search begins at twice the best rate
+    of dense training, because the mean of the steps is shorter than each step."""
     start = _DENSE_STARTS.get(workload, 0)
     if spec == DENSE:
         return start
@@ -121,7 +121,7 @@ def search(
 
 
 def best_of(workload: str, spec: str, runs: Path) -> int:
-    """The doublings of a method's best learning rate, as far as the search has found it."""
+    """The best learning rate of a method so far, as a number of doublings of the workload's own rate."""
     return grid_of(workload, spec, runs, start_of(workload, spec, runs)).best
 
 

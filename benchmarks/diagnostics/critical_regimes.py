@@ -106,7 +106,7 @@ def row(
 
 
 def shown(record: RegimeRecord, rows: list[dict[str, Any]]) -> Table:
-    """The measurements at the ends of all spans, as text for the terminal."""
+    """The measurements at the end of each span of epochs, as a table for the terminal."""
     table = Table("epochs", "learning rate", "loss", "eigenvalue", "critical", "gradient norm", "critical")
     by_eigenvalue, by_norm = record.critical("eigenvalue"), record.critical("gradient_norm")
     for end in range(record.interval - 1, record.epochs, record.interval):
@@ -174,7 +174,7 @@ def main(
     console.print(shown(record, rows))
     agreement = record.agreement()
     console.print(
-        "too few spans to compare" if agreement is None else f"the criteria agree on {agreement:.0%} of spans"
+        "too few spans to compare" if agreement is None else f"the two criteria agree on {agreement:.0%} of the spans"
     )
     console.print(f"wrote critical_regimes.json and critical_regimes.png to {output}")
 

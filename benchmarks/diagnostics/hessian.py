@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hvdcomp.policies import is_number, is_whole
 
-_ONCE_ONLY = ("not implemented", "differentiate twice")  # PyTorch's texts for operations without a second derivative
+_ONCE_ONLY = ("not implemented", "differentiate twice")  # words of PyTorch's errors for a missing second derivative
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ class _Hessian:
         loss = self._loss_function(torch.func.functional_call(self._model, buffers, (inputs,)), targets)
         _check_loss(loss, number)
         try:
-            # If this factor requires a gradient, PyTorch marks operations that can be differentiated only once.
+            # This factor requires a gradient, so that PyTorch detects operations that can be differentiated only once.
             weight = torch.ones_like(loss, requires_grad=True)
             gradients = torch.autograd.grad(loss, self._parameters, weight, create_graph=True, allow_unused=True)
             if self.products == 1:

@@ -99,7 +99,7 @@ WORKLOADS = {
             "model": "cnn1d",
             "data": "mnist1d",
             "optimizer": "sgd",
-            "lr": 0.1,  # at 0.2, dense training is barely stable: its results vary by 20 % by chance
+            "lr": 0.1,  # with 0.2, the results of dense training vary by 20 % by chance
             "schedule": "cosine",
             "warm_up": 1.0,
             "steps": 800,
@@ -206,7 +206,7 @@ METHODS = (
         left_out={"gpt-frozen": "votes have no magnitude, but the frozen second moment has one"},
     ),
     *_methods("onebit", "onebit:per_row=True"),
-    # With `powersgd`, the first steps are only a small part of all bytes.
+    # `powersgd` sends only few bytes in the steps before freezing.
     *_methods("efsignsgd", changes={"gpt-local": {"freeze_compression": "powersgd:rank=4"}}),
     *_methods("qsgd:bits=4", "qsgd:bits=2", "qsgd:bits=4,exchange=scatter", changes=_BEFORE_NOISE),
     *_methods("terngrad", "natural", "globalqsgd:bits=8", "globalqsgd:bits=4"),
@@ -294,7 +294,7 @@ class TimedRun(MethodRun):
         steps, on_links = self.records("steps.jsonl"), self.summary["trained_seconds_on_links"]
         coding = [(step["encode_ms"] or 0.0) + (step["decode_ms"] or 0.0) for step in steps]
         alone = [step["ms"] - spent for step, spent in zip(steps, coding, strict=True)]
-        # The times of steps that encode. With local steps, only steps with an exchange encode.
+        # Only steps that encode are used. With local steps, these are the steps with an exchange.
         spent = [ms for ms in coding if ms > 0]
         return {
             "compute_ms": statistics.median(alone),
@@ -605,7 +605,7 @@ def _time(seconds: float | None, times: float | None) -> str:
 
 
 def savings_of(tables: Sequence[Table]) -> str:
-    """In Markdown, the method for each workload and link that reaches the target with the largest speedup over
+    """In Markdown, for each workload and link, the method that reaches the target with the largest speedup over
     uncompressed training.
 
     Workloads without any speedup are left out.
@@ -694,8 +694,8 @@ def family_of(spec: str) -> str | None:
 def draw(tables: Sequence[Table]) -> bytes:
     """Plots the lost quality of all methods over the compression factor. Returns a PNG.
 
-    A line joins the methods that no other method beats in both respects. Well-known methods are labeled. Workloads with
-    few methods are left out.
+    A line joins the methods that no other method beats in both quality and compression factor. Well-known methods are
+    labeled. Workloads with few methods are left out.
     """
     from matplotlib.lines import Line2D
 
@@ -742,8 +742,8 @@ _OTHERWISE = (*UNCOMPRESSED, "bf16", "dgc", "signsgd")
 
 
 def evidence_of(tables: Iterable[Table]) -> list[dict[str, Any]]:
-    """The records of `hvdcomp.compressors.evidence` at one rate, from training runs in which ranks exchange gradients
-    in each step.
+    """The records of `hvdcomp.compressors.evidence` that were measured at one learning rate, from training runs in
+    which ranks exchange gradients in each step.
 
     A loss of None means that a run diverged.
     """

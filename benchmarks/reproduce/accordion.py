@@ -68,7 +68,7 @@ def levels(artefact: Artefact, t: Trainings) -> Outcome:
     ]
     beside = f" The published numbers of trainings are for {network}." if numbers else ""
     low, high = (workload.level(compressor, which) for which in ("low", "high"))
-    note = f"Low is {low}, high is {high}.{beside}"
+    note = f"Low compression is {low}, high compression is {high}.{beside}"
     return compared.outcome(artefact, rows, note)
 
 

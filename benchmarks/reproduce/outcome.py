@@ -121,7 +121,7 @@ class Outcome:
     @property
     def reason(self) -> str:
         """The reason why nothing could be shown."""
-        return self.why or "no row has a claim of the paper"
+        return self.why or "no row tests a claim of the paper"
 
 
 def _within_bounds(value: float, half: float, more_than: float | None, less_than: float | None) -> bool | None:

@@ -74,7 +74,7 @@ def ratios(artefact: Artefact, quick: bool) -> Outcome:
         exchange = adviser.exchange(spec, 64)
         own_factor, note = exchange.compression_factor, ""
         if spec.startswith("mstopk"):
-            own_factor, note = 2 * own_factor, "counted without indices, as in the paper; with indices it is half"
+            own_factor, note = 2 * own_factor, "without indices, as in the paper; half as large with indices"
         holds = within(own_factor, factor, 0.1)
         rows.append(Row(what=f"{spec}: compression ratio", published=factor, ours=own_factor, holds=holds, note=note))
     for spec, (_, published_ms) in published.items():

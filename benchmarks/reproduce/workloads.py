@@ -75,7 +75,8 @@ class Workload:
         return spec(compressor, self.levels[compressor][which == "high"])
 
     def accordion(self, compressor: str, levels: tuple[float, float] | None = None) -> str:
-        """The spec of Accordion, between the workload's levels unless others are given."""
+        """The spec of the policy Accordion. It chooses between `levels`, or between the workload's levels if `levels`
+        is None."""
         low, high = levels or self.levels[compressor]
         rule = f"interval={self.interval}" if "data_dir" in self.options else f"steps={self.accordion_steps}"
         eta = "" if self.eta == 0.5 else f",eta={self.eta:g}"

@@ -25,7 +25,7 @@ DOUBT = 0.1  # a prediction may be too high by this share; a trial of a candidat
 _PRIOR = 2  # a prediction counts as this number of measured steps, with DOUBT as its standard error
 # trial and prediction agree within this number of standard errors; if they do not agree, the prediction is ignored
 _AGREES = 2
-# a change must exceed this number of standard errors, so that noisy steps do not make all candidates open again
+# a change must exceed this number of standard errors, so that noise does not start new trials of all candidates
 SURE = 3
 NOTICEABLE = 0.01  # smallest relative difference between step times that matters
 

@@ -130,9 +130,9 @@ class IncreaseBatchSize(Policy[IncreaseBatchSizeState]):
 
     If the schedule's learning rate is below its peak, the batch is multiplied by peak / rate, rounded down to an
     integer and limited by `high`. The learning rate of the schedule is multiplied by the same integer. So the rate
-    falls below its peak only because of the rounding and the limit `high`. With several parameter groups, the largest
-    rate counts. If the schedule returns to its peak (a warm restart), the batch returns to its original size. A rate of
-    zero, as at the end of some schedules, changes nothing.
+    falls below its peak only because of the rounding and the limit `high`. If there are several parameter groups, the
+    policy looks only at the largest rate. If the schedule returns to its peak (a warm restart), the batch returns to
+    its original size. A rate of zero, as at the end of some schedules, changes nothing.
 
     Attributes:
         low: size of the batch at the start of training, in samples.

@@ -207,7 +207,7 @@ class Budget(OptimalLevels[BudgetState]):
 def bytes_within(seconds: Mapping[int, float], limit: float) -> float:
     """The largest number of bytes whose exchange stays within a time limit, by linear interpolation.
 
-    More bytes may take less time, because less is encoded.
+    Sending more bytes may take less time than sending fewer bytes, because less must then be encoded.
 
     Args:
         seconds: the predicted seconds of a step's exchange, by the bytes that a rank sends.

@@ -114,11 +114,11 @@ class GraVAC(Policy[GraVACState]):
             are 2, 4, 8, 16... times `min`. The last candidate is `max`.
         window: the number of steps for which each candidate is evaluated; None for 500 (exponential) or 2000
             (geometric).
-        smoothing: the weight of a new gain in the moving average. None means N/100 for N ranks, at most 1, applied once
-            for each of `every` steps.
-        every: one of `every` steps measures gains and decides which result to send. 1 is the published algorithm, which
-            is costly if steps are short. None means 10 if the window consists of at least 10 parts of 10 steps each;
-            otherwise it means 1.
+        smoothing: the weight of a new gain in the moving average. With None, the weight of one step is N/100 for N
+            ranks, but at most 1. A new gain then gets the combined weight of `every` steps.
+        every: one of `every` steps measures gains and decides which result to send. The published algorithm uses 1,
+            which is costly if steps are short. None means 10 if the window consists of at least 10 parts of 10 steps
+            each; otherwise it means 1.
         factor: how compression factors are counted. "bytes" counts bytes, and includes indices. "elements" counts
             elements, without indices, as published. For methods that send all elements, "elements" counts 32-bit
             numbers.

@@ -215,4 +215,4 @@ def test_the_seeds_of_the_search_are_not_reported(tmp_path: Path) -> None:
     assert "there is no finished training in" in done.output
     done = CliRunner().invoke(command.main, ["--dry-run", "--runs", str(tmp_path), "--only", "edn"])
     assert done.exit_code == 2
-    assert "edn is no row; choose from none, eden" in done.output
+    assert "edn is not a row of the benchmark; choose from none, eden" in done.output
