@@ -1,9 +1,9 @@
 """The search for a method's best learning rate. It tries rates that differ by factors of two, until the best rate is
 between two worse rates.
 
-A row is complete when its best rate is between two worse rates of the search, and the method was trained at the best
-rate with five seeds that the search has not used. The row of dense training on the same workload must meet these two
-conditions, too.
+A row is complete if two conditions are met. Its best rate is between two worse rates of the search, and the method was
+trained at the best rate with five seeds that the search has not used. The row of dense training on the same workload
+must meet these two conditions, too.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
     python -m benchmarks.diagnostics.critical_regimes        # without Horovod; some minutes on one core
 
 The program trains the reference network on the digits with dense SGD. The learning rate falls once. The program
-measures both quantities at the end of every epoch, and writes critical_regimes.json and critical_regimes.png: figure 3
-of the Accordion paper, for a model that is small enough for every machine. By default, a fifth of the labels are
-random. Otherwise the loss would be near zero before the learning rate falls, and the fall would not change anything.
+measures both quantities at the end of every epoch, and writes critical_regimes.json and critical_regimes.png. The plot
+is like figure 3 of the Accordion paper, but for a model that is small enough for every machine. By default, a fifth of
+the labels are random. Otherwise the loss would be near zero before the learning rate falls, and the fall would not
+change anything.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ the page --table, a CSV file and a plot from all complete runs. It keeps the fig
 
 The training runs give the quality, the steps and the bytes. You can run them on any machine, even a busy one, or on a
 GPU. The option --times measures the times of a step, in a few steps of each method. Use this option only on an idle
-machine. It measures several links at once (docs/simulated-ranks.md). So that the rows of a workload can be compared,
-all of them use the same time for the computation of a step: the median over the methods, or --compute-ms. The times of
-encoding, decoding and waiting for a link are measured for each method.
+machine. It measures several links at once (docs/simulated-ranks.md). All rows of a workload use the same time for the
+computation of a step, so that the rows can be compared. This time is the median over the methods, or --compute-ms. The
+times of encoding, decoding and waiting for a link are measured for each method.
 
     python -m benchmarks.quality.convergence --times --workers 1       # half an hour
     python -m benchmarks.quality.convergence --page-only --evidence hvdcomp/compressors/evidence_one_rate.json

@@ -130,7 +130,7 @@ def gain(artefact: Artefact, t: Trainings) -> Outcome:
 def _gain_row(label: str, values: Sequence[float], training: str) -> Row:
     ours = statistics.median(values)
     what = f"{label}: median compression gain (published: close to 1)"
-    note = "with the paper's denominator, gradient and residual"
+    note = "the gain is relative to the energy of gradient and residual, as in the paper"
     return Row(what=what, ours=ours, holds=ours > 0.8, note=note, trainings=(training,))
 
 

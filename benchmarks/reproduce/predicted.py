@@ -56,7 +56,7 @@ def collectives(artefact: Artefact) -> Outcome:
         ):
             row = f"{name.replace('_', ' ')}, 64 machines: {what}"
             rows.append(Row(what=row, published=published, ours=ours, holds=within(ours, published, 1e-9)))
-    how = "From the formulas of the performance model; a test counts their messages on arrays."
+    how = "Computed with the formulas of the performance model. A test counts the messages of collectives on arrays."
     return Outcome(name=artefact.name, rows=rows, ours=how)
 
 
@@ -162,7 +162,7 @@ def _milliseconds(artefact: Artefact, model: str, spec: str, ours: float) -> lis
     published = artefact.published.get(what)
     if published is None:
         return []
-    note = "without the forward pass; holds within 20 %"
+    note = "without the forward pass; the row holds if the difference is at most 20 %"
     return [Row(what=what, published=published, ours=ours, holds=within(ours, published, 0.2), note=note)]
 
 
@@ -262,7 +262,7 @@ def setups(artefact: Artefact) -> Outcome:
     total, faster, clearly = (sum(count[number] for count in counts.values()) for number in range(3))
     published = 100 * artefact.published["set-ups"] / artefact.published["of"]
     whole, own_faster, own_clearly = counts[1.0]
-    note = "holds below twice the published share; the paper does not say which set-ups it counts"
+    note = "the row holds below twice the published share, because the paper does not say which set-ups it counts"
     rows = [
         Row(what="set-ups looked at (published: more than)", published=artefact.published["of"], ours=total),
         Row(what="set-ups in which compression is faster", published=artefact.published["set-ups"], ours=faster),
@@ -272,7 +272,10 @@ def setups(artefact: Artefact) -> Outcome:
         _share("at the own batch sizes by more than the model's error (%)", published, own_clearly / whole, ""),
         *_with_own_kernels(),
     ]
-    ours = f"{OURS} PowerSGD, MSTop-K, SignSGD; 8 to 96 ranks at 10 Gb/s; a quarter, half and all of the batch sizes."
+    ours = (
+        f"{OURS} We compare PowerSGD, MSTop-K and SignSGD on 8 to 96 ranks at 10 Gb/s, with a quarter, half and all of "
+        "each model's batch size."
+    )
     return Outcome(name=artefact.name, rows=rows, ours=ours)
 
 
@@ -346,8 +349,8 @@ def factors(artefact: Artefact) -> Outcome:
         what = f"{name}: speedup of the exchange at 1000x over 10x, less than 100"
         rows.append(Row(what=what, ours=speedups[4], holds=1 < speedups[4] < 100))
     note = (
-        f"{OURS} For the exchange alone, at 10 Gb/s, because the encode times by factor and the rate of the link are "
-        "not published."
+        f"{OURS} The times are for the exchange alone, at 10 Gb/s, because the encode times by factor and the "
+        "rate of the link are not published."
     )
     label = "speedup of the exchange over 10x, 32 ranks"
     return Outcome(name=artefact.name, rows=rows, curves={label: curves}, x="factor", ours=note)

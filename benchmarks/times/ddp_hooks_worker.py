@@ -131,9 +131,9 @@ class Training:
         self._steps = self._wire_bytes = self._ledger_bytes = 0
 
     def as_json(self) -> dict[str, Any]:
-        """The measurements. Bytes are per step. There are two numbers: the bytes on the link of the host that sent the
-        most, including headers and acknowledgments, and the bytes that rank 0 passed to collectives according to
-        hvdcomp's ledger."""
+        """The measurements. Bytes are per step. There are two numbers. The first number is the bytes on the link of the
+        host that sent the most, including headers and acknowledgments. The second number is the bytes that rank 0
+        passed to collectives, according to hvdcomp's ledger."""
         low, middle, high = statistics.quantiles(
             [time for block in self.step_ms for time in block], n=4, method="inclusive"
         )

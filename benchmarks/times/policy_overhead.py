@@ -4,12 +4,12 @@ policy.
     horovodrun -np 2 python -m benchmarks.times.policy_overhead     # about 15 minutes on two cores
     horovodrun -np 2 python -m benchmarks.times.policy_overhead --model resnet20 --steps 200
 
-Two training runs of the cnn on digits, or of ResNet-20 on random images, take turns in one process, two steps at a
-time, so that other work on the machine affects both equally. One run has a policy that reads every gradient and makes
-decisions often, but always chooses the fixed level of the other run. Rank 0 writes two medians to --output: the median
-of the step times, and the median of the ratios between corresponding steps in the turns of the two runs. A median does
-not show the cost of rare expensive steps. The ratio of the total times shows it, but includes other work on the
-machine.
+Two training runs of the cnn on digits, or of ResNet-20 on random images, alternate in one process. A turn has only two
+steps, so that other work on the machine affects both runs equally. One run has a policy that reads every gradient and
+makes decisions often, but always chooses the fixed level of the other run. Rank 0 writes two medians to --output: the
+median of the step times, and the median of the ratios between corresponding steps in the turns of the two runs. A
+median does not show the cost of rare expensive steps. The ratio of the total times shows it, but includes other work on
+the machine.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ The performance model lists the candidates and predicts the time of a step for e
 Training begins with the candidate that has the shortest predicted time, and the policy measures it. If the predicted
 time of another candidate is close to the best time, the policy tries this candidate for a few steps. The steps before
 and after the trial use the best candidate. Because the speed of a machine changes, only measurements that directly
-follow each other can be compared. The policy keeps the candidate with the shortest measured time. A trial begins when
-its expected cost is at most a small share of the training time so far, so that the cost of all trials stays below this
-share. If step times have changed since the candidate was chosen, all candidates may be tried again. If the trial of a
-candidate was long ago, the candidate is tried once more.
+follow each other can be compared. The policy keeps the candidate with the shortest measured time. The cost of all
+trials stays below a small share of the training time. A trial therefore begins only when its expected cost fits into
+this share. If step times have changed since the candidate was chosen, all candidates may be tried again. If the trial
+of a candidate was long ago, the candidate is tried once more.
 
 This policy was developed for hvdcomp and is not from a paper.
 """
@@ -83,8 +83,9 @@ class Auto(Policy[AutoState]):
             second, the number is larger.
         margin: a candidate is tried if its steps are expected to be slower than the best steps by at most this share.
         budget: the share of the training time that trials may cost.
-        drift: a share of the step time. All candidates may be tried again if, at four decisions in a row, the step time
-            differs by more than this share from the step time when the current candidate was chosen.
+        drift: a share of the step time. At each decision, the step time is compared with the step time when the current
+            candidate was chosen. If the two differ by more than this share at four decisions in a row, all candidates
+            may be tried again.
 
     Example:
         >>> str(Auto(calibration="calibration.json"))

@@ -37,8 +37,8 @@ class Policy(Described, Generic[State]):
         name: the policy's name in a spec string.
         state_type: the dataclass of the policy's state. The fields must have types that `hvdcomp.specs.typed.typed`
             accepts.
-        state_growth: the number of bytes by which the JSON of a state may grow, in addition to an allowance for each
-            tensor. A larger state needs a second message.
+        state_growth: the number of bytes by which the JSON of a state may grow. A further allowance for each tensor is
+            added. A larger state needs a second message.
 
     Attributes:
         lag: with 1, a decision is used one step later, so that its broadcast overlaps with the computation of the next

@@ -45,8 +45,8 @@ class AccordionBatchSizeState:
 class AccordionBatchSize(CriticalRegimes[AccordionBatchSizeState]):
     """Accordion for the batch size (Agarwal et al. 2021, arXiv:2010.16248, section 4.1).
 
-    The batch is small at first. When a comparison of norms finds that the regime of the whole model is not critical and
-    the learning rate does not fall, the batch becomes large and stays large.
+    The batch is small at first. The batch becomes large when a comparison of norms finds that the regime of the whole
+    model is not critical, unless the learning rate falls at this time. It then stays large.
 
     Attributes:
         low: size of the small batch at the start of training, in samples.

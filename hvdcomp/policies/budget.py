@@ -52,9 +52,9 @@ class Budget(OptimalLevels[BudgetState]):
     ||G - C(G)|| sqrt(n) / ||G|| for n elements. Adam divides gradients by a similar number: the square root of its
     second moment. With `factor`, the policy considers all choices that send at most the uncompressed bytes / `factor`,
     and takes the choice with the smallest error. With `ms`, the policy considers all choices that can be exchanged in
-    this time, according to the performance model and a calibration, and takes the choice with the smallest error. With
-    `error`, the policy takes the choice that sends the fewest bytes with at most this error. The limit in bytes and the
-    unit of the error were developed for hvdcomp and are not from the paper.
+    this time, and takes the choice with the smallest error. The performance model predicts the time from a calibration.
+    With `error`, the policy takes the choice that sends the fewest bytes with at most this error. The limit in bytes
+    and the unit of the error were developed for hvdcomp and are not from the paper.
 
     The first decision is made after `last` steps. (With `critical` and an `interval` below twice `last`, it is made
     after `interval` steps.) Before the first decision, all tensors have their own levels. These are the levels of the

@@ -103,7 +103,7 @@ class GraVAC(Policy[GraVACState]):
     For each factor, smoothing starts with the first gain of this factor, because gains of other factors are not
     meaningful for it. A factor is not sent before its gain is known. Gains that are not finite are ignored. The time
     that is spent only on measuring gains is subtracted from the time of a step. If the search ends at a factor that is
-    not above the first factor, this factor is used for the rest of the training run, and gains are no longer measured.
+    not above the first factor, the rest of the training run uses this factor. Gains are then no longer measured.
 
     Attributes:
         min: the factor of the first compression at the start of training.
