@@ -1,4 +1,5 @@
-"""Compares each policy that chooses levels with a fixed level that sends the same number of bytes, over several seeds.
+"""Compares each policy that chooses compression levels with a fixed level that sends the same number of bytes, over
+several seeds.
 
     python -m benchmarks.quality.equal_bytes --dry-run                  # lists the first runs, and their time
     python -m benchmarks.quality.equal_bytes                            # all runs; many hours of each core

@@ -1,4 +1,5 @@
-"""A policy that chooses the best level of each tensor within a budget of bytes, error or time."""
+"""A policy that chooses the best compression level (ratio, rank or bits) of each tensor within a budget of bytes, error
+or time."""
 
 from __future__ import annotations
 

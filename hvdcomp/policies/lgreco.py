@@ -1,5 +1,5 @@
-"""L-GreCo chooses the levels of all tensors that send the fewest bytes, with no more error than the tensors' own
-levels."""
+"""L-GreCo chooses the compression levels (ratios, ranks or bits) that send the fewest bytes, with no more error than
+the levels that the user has chosen."""
 
 from __future__ import annotations
 
