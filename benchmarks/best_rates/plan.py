@@ -195,8 +195,8 @@ def seconds_of(workload: str, runs: Path) -> tuple[float, float]:
 
 
 _SIMILAR = {LONG: float(LONGER), MANY_RANKS: 4.0, "-muon": 1.0, **{f"-{name}": 1.0 for name in OTHER_OPTIMIZERS}}
-"""For each ending of a workload's name, the factor by which training takes longer than on the workload whose name lacks
-this ending."""
+"""For each addition to a workload's name, such as "-long", the factor by which training takes longer than without this
+addition."""
 
 
 def _quiet_seconds(workload: str) -> float:

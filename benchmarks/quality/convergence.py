@@ -167,8 +167,7 @@ def _methods(*specs: str, **attributes: Any) -> list[Method]:
     return [Method(spec, **attributes) for spec in specs]
 
 
-# Methods with `_BEFORE_NOISE` cannot send the residuals that int4 leaves, because they are too noisy for error
-# feedback.
+# Methods with `_BEFORE_NOISE` are too noisy for error feedback, so they cannot send the residuals that int4 leaves.
 _BEFORE_NOISE = {"compressed-adam": {"freeze_compression": "int8"}}
 METHODS = (
     # By default, compressed-adam sends gradients as int4 until it freezes the second moment.

@@ -108,7 +108,7 @@ def main(methods: tuple[str, ...], seeds: tuple[int, ...], steps: int, output: P
         more = [loss - dense for loss, (dense, _) in zip(losses, results[f"{DENSE},none"], strict=True)]
         click.echo(
             f"{method:24} loss {with_interval(losses, '.4f')}, "
-            f"compared with dense training {with_interval(more, '+.4f')}, {results[method][0][1]:.1f} times fewer "
+            f"difference from dense training {with_interval(more, '+.4f')}, {results[method][0][1]:.1f} times fewer "
             "bytes between nodes"
         )
     if output is not None:

@@ -1,5 +1,5 @@
-"""The training runs that we use instead of the papers' training runs. If a folder has the data of the Accordion paper,
-Accordion's own training runs are used.
+"""The training runs that we use instead of the papers' training runs. If a folder has the published data, Accordion's
+original training runs are repeated instead.
 
 Two small workloads replace the papers' workloads: a convolutional network on MNIST-1D (Greydanus and Kobak 2020), and
 an LSTM on text. As in the papers, low compression gives better results than high compression. Learning rate and length

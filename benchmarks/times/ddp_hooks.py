@@ -259,7 +259,8 @@ def write(folder: Path, runs: Sequence[Mapping[str, Any]], details: Mapping[str,
 def measure(
     places: Sequence[Place], methods: Sequence[str], batch_size: int, seconds: float
 ) -> Iterator[dict[str, Any]]:
-    """Measures one setting after the other. The settings of a cluster are measured together.
+    """Measures one setting after the other. All settings with the same cluster are measured on one cluster, before the
+    next cluster is created.
 
     Yields:
         The results of the ranks, with the fields of `Place`.

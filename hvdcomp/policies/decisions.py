@@ -26,7 +26,8 @@ class Decision:
     Class attributes:
         kind: name of this kind of decision in JSON.
         sets_batch_size: whether decisions set the batch size instead of compression.
-        uses_factors: whether decisions give compression factors. A factor may lead to any level.
+        uses_factors: whether decisions give compression factors. hvdcomp then computes the level of a tensor from its
+            factor, so any level is possible.
         shown: names of the attributes that a report shows under the same names.
         later: names of the fields that logs of earlier versions lack. `to_json` omits such a field if it has its
             default value.

@@ -32,7 +32,8 @@ class Statistic(Enum):
 
 @dataclass(frozen=True)
 class LearningRates:
-    """The learning rates of the user's schedule, one for each parameter group. They do not include a policy's factor.
+    """The learning rates of the user's schedule, one for each parameter group. They do not include the factor by which
+    a policy multiplies the learning rate.
 
     Attributes:
         now: the rates at the first step of the period that has ended. A change within the period is then visible,
