@@ -8,7 +8,7 @@ best_rates: methods at their own best learning rates; README's table of methods;
 diagnostics: the curvature of the loss, compared with the norm of the gradient. quality: what compression does to
 gradients and to trained weights. reproduce: tables and figures of papers. steps: predicted and measured step times on
 emulated hosts. times: times of steps, and of training runs until they reach a target. soak: long training runs with
-faults, in which no use of resources may grow.
+faults, which check that the use of resources does not grow.
 
 `measured` has the records of training runs; recorded runs are not repeated. docs/measured.toml has the command for each
 page.

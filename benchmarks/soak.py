@@ -218,7 +218,7 @@ def train(case: str, steps: int, faults: float, folder: Path) -> None:
                 if own_fault == "full disk":
                     with suppress(OSError, RuntimeError):
                         torch.save(compression.state_dict(), log.with_name("checkpoint.pt"))
-                        raise AssertionError("a checkpoint was written to a full disk")
+                        raise AssertionError("writing a checkpoint to a full disk raised no error")
             norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             if torch.isfinite(norm):
                 with optimizer.skip_synchronize():

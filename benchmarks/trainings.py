@@ -101,8 +101,8 @@ class Run:
 
     @property
     def target(self) -> str:
-        """The target on the validation data at which the figures end; empty if there is no target, or if the target is
-        an option of the training run."""
+        """The target on the validation data until which the figures count. Empty if there is no target, or if an option
+        of the training run already sets the target."""
         return ""
 
     @property
@@ -270,7 +270,8 @@ def _server() -> ForkServerContext:
     """Starts processes that have imported PyTorch, because the imports take longer than half of a quick training."""
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["torch._dynamo"])
-    # The libraries read the number of threads when they are imported. They therefore read the variables of the server.
+    # Libraries read the number of threads when they are imported. The server imports them, so its environment must have
+    # this number.
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
@@ -283,7 +284,7 @@ def _server() -> ForkServerContext:
 
 
 def _run(words: Sequence[str], variables: Mapping[str, str], log: Path) -> None:
-    """Runs `hvdcomp` with these arguments in this process, which writes what it prints to a file."""
+    """Runs `hvdcomp` with these arguments in this process. All output of the process goes to the file `log`."""
     os.setsid()  # Ctrl-C reaches only the benchmark, which then ends its training runs
     with log.open("wb") as file:
         for stream in (sys.stdout, sys.stderr):

@@ -1,14 +1,14 @@
 """Compares methods at their own best learning rates: searches for each method's best rate, and trains the method at
 this rate with five seeds.
 
-    python -m benchmarks.best_rates --dry-run                   # lists the next training runs, and the hours of all
+    python -m benchmarks.best_rates --dry-run                   # lists the next runs, and the hours of all missing runs
     python -m benchmarks.best_rates                             # all training runs; many hours on all cores
     python -m benchmarks.best_rates --workload gpt --only eden:bits=1 --only terngrad
     python -m benchmarks.best_rates --page-only                 # only the page, from the existing training runs
 
 The search for a method trains at rates that differ by factors of two, and continues until the best rate is between two
-others. It trains at each rate with one seed. The search for dense training comes first, and the other searches begin
-around its best rate.
+worse rates. It trains at each rate with one seed. The search for dense training comes first, and the other searches
+begin around its best rate.
 
 Then each method is trained at its best rate, and at the best rate of dense training, with seeds that the search has not
 used. Each training run is a separate process and has a folder below --runs. A complete run is not repeated. The file
@@ -47,7 +47,8 @@ Train = Callable[[Sequence[RateRun]], list[Run]]
 
 
 def trained(runs: Path) -> list[RateRun]:
-    """All training runs of these workloads and methods whose results are in a folder or in the file of records."""
+    """All training runs of this benchmark that have results, either in their own folder below `runs` or in the file of
+    records."""
     seeds = seeds_there(runs)
     return [
         RateRun(workload, seed, runs, spec, doublings)
@@ -59,7 +60,7 @@ def trained(runs: Path) -> list[RateRun]:
 
 
 def train_items(group: Sequence[Item], runs: Path, seeds: Sequence[int], train: Train) -> list[Run]:
-    """Trains rows of one workload and kind, and returns the training runs that failed."""
+    """Trains rows that share a workload and a kind (`Item.kind`), and returns the training runs that failed."""
     workload, methods = group[0].workload, [item.method for item in group]
     if group[0].kind == SAME:
         return train(at_rate_of_dense(workload, methods, runs, seeds))
@@ -86,14 +87,20 @@ def show_plan(plan: Sequence[Item], runs: Path, console: Any) -> None:
             f"{estimate.least:.1f} to {estimate.usual:.1f} hours of a core"
         )
     console.print(
-        f"All {len(STAGES)} together take {least:.1f} to {usual:.1f} hours of a core, if no row makes another one "
-        "needless. The two numbers are for the quickest and for the median training of each workload so far"
+        f"All {len(STAGES)} stages together take {least:.1f} to {usual:.1f} hours of a core, if no row makes another "
+        "row unnecessary. The first number assumes the quickest training of each workload so far, the second number "
+        "the median training"
     )
 
 
 @click.command()
 @options_of_trainings({**WORKLOADS, **WORKLOADS_OF_OTHERS}, "best-rates", seeds=",".join(map(str, HELD_OUT)))
-@click.option("--only", multiple=True, metavar="METHOD", help="A row, or a compressor; repeatable; default: all.")
+@click.option(
+    "--only",
+    multiple=True,
+    metavar="METHOD",
+    help="Train only this row, or the rows of this compressor. You can repeat the option. Default: all rows.",
+)
 def main(
     workloads: tuple[str, ...],
     only: tuple[str, ...],
@@ -106,7 +113,9 @@ def main(
 ) -> None:
     """Trains methods at their best learning rates on simulated ranks, and writes the page of all trainings."""
     if SEARCHED in seeds:
-        raise click.BadParameter(f"the search sees {SEARCHED}; give others, from 101 on", param_hint="--seeds")
+        raise click.BadParameter(
+            f"the search uses seed {SEARCHED}; give other seeds, from 101 on", param_hint="--seeds"
+        )
     console = make_console(soft_wrap=True)
     names = workloads or (*WORKLOADS, *WORKLOADS_OF_OTHERS)
 
@@ -115,7 +124,9 @@ def main(
 
     if not plan():
         rows = ", ".join(dict.fromkeys(spec for name in names for spec in methods_of(name)))
-        raise click.BadParameter(f"{', '.join(only)} is no row; choose from {rows}", param_hint="--only")
+        raise click.BadParameter(
+            f"{', '.join(only)} is not a row of the benchmark; choose from {rows}", param_hint="--only"
+        )
     if dry_run:
         show_plan(plan(), runs, console)
         return
@@ -125,7 +136,7 @@ def main(
         try:
             return train_missing(missing, console, workers=workers) if missing else []
         finally:
-            keep_records(missing, runs)  # if the command is stopped, no record is lost
+            keep_records(missing, runs)  # also if the command is stopped, so that no record is lost
 
     failed: list[Run] = []
     if page_only:
@@ -135,7 +146,7 @@ def main(
         while group := next_items(order, done):
             failed += train_items(group, runs, seeds, train)
             done += group
-            if (now := len(kept_records(runs))) > count:  # it may decide which runs come next
+            if (now := len(kept_records(runs))) > count:  # a new record may change the order of the next runs
                 order, count = plan(), now
     if write_page(table, runs, seeds):
         console.print(f"wrote {table}, and a CSV beside it")

@@ -9,12 +9,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 LEAST_SIDE = 32
-"""The gradients of smaller matrices, such as the head of a model with one output, are not projected."""
+"""The gradient of a matrix is not projected if the matrix's smaller side is below this number. An example is the head
+of a model with one output."""
 
 
 def galore(groups: list[dict[str, Any]], lr: float) -> Optimizer:
-    """AdamW in a subspace of the gradients of matrices. The subspace has a quarter of their rank (Zhao et al. 2024,
-    arXiv:2403.03507, sections 4 and 5). It changes every 50 steps, because these training runs are short."""
+    """AdamW in a subspace of the gradients of matrices. The rank of the subspace is a quarter of the matrix's smaller
+    side (Zhao et al. 2024, arXiv:2403.03507, sections 4 and 5). The subspace changes every 50 steps, because these
+    training runs are short."""
     projected: list[dict[str, Any]] = []
     for group in groups:
         sides: dict[int, list[nn.Parameter]] = {}

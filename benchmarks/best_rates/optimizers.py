@@ -35,7 +35,7 @@ TASKS = {
 
 
 def write_page(file: Path, runs: Path) -> None:
-    """Writes the page of all records in a folder."""
+    """Writes the page from all records in the folder `runs`."""
     workloads = {name for situation in SITUATIONS for name in situation.workloads}
     records = [one for one in kept_records(runs).values() if one["workload"] in workloads]
     commits = commits_in_words(record["commit"] for record in records) if records else "none"

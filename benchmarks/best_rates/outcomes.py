@@ -50,7 +50,7 @@ class Row:
 
 
 def row_of(workload: str, spec: str, doublings: int, runs: Path, seeds: Iterable[int]) -> Row | None:
-    """The row of the training runs that exist; None if there are none."""
+    """The row made of those training runs that have a record; None if no training run has a record."""
     factors, qualities = [], {}
     for seed in seeds:
         run = RateRun(workload, seed, runs, spec, doublings)
@@ -66,7 +66,7 @@ class Outcome:
     """The results of a method on a workload.
 
     Attributes:
-        grid: the learning rates that the search for the best one has trained.
+        grid: the learning rates at which the search for the best learning rate has trained the method.
         own: the row at the method's own best learning rate; None if it was not trained with a held-out seed.
         same: the row at the best learning rate of dense training; None if it was not trained.
         lacks: a description of what is missing; empty if nothing is missing. Figures are shown only if nothing is
@@ -121,7 +121,7 @@ def _lacks_of(grid: Grid, own: Row | None, seeds: Sequence[int]) -> tuple[str, .
     if grid.next:
         lacks.append(f"a worse learning rate on either side of the best of {len(grid.lost)} rates")
     elif not grid.is_inside:
-        lacks.append(f"a best learning rate inside the grid, within {FARTHEST} factors of two")
+        lacks.append(f"a best learning rate less than {FARTHEST} factors of two away from the first rate")
     there, needed = 0 if own is None else len(own.qualities), max(len(HELD_OUT), len(seeds))
     if there < needed:
         lacks.append(f"{needed - there} of {needed} held-out seeds")

@@ -166,7 +166,7 @@ def _pairs(workload: str, complete: Mapping[str, Outcome]) -> list[str]:
                     f"| {verdict([-difference for difference in lost])} |"
                 )
     head = [
-        f"| method | compared with | bytes of the latter | lost ({unit}) | |",
+        f"| method | compared with | bytes relative to the method | lost ({unit}) | |",
         "|---|---|--:|--:|---|",
     ]
     return [*head, *lines, ""] if lines else []
@@ -195,8 +195,8 @@ _MANY_RANKS_IN_WORDS = (
 
 
 def _variants(found: ByWorkload, runs: Path, kind: str, title: str, text: str) -> list[str]:
-    """A section about training runs of a different kind, with a result for each seed. Two seeds are too few for a
-    confidence interval.
+    """A section about one kind of variant, such as longer training, with a result for each seed. Two seeds are too few
+    for a confidence interval.
 
     Args:
         kind: end of the names of these variants, such as "-long".
@@ -296,7 +296,7 @@ def _more_seeds() -> str:
 
 
 def record_of(outcome: Outcome, dense: Outcome) -> dict[str, Any]:
-    """A line of the CSV file. It has figures only if the row is complete."""
+    """A line of the CSV file. The line has figures only if the row is complete."""
     workload = outcome.workload
     figures = dict.fromkeys(_FIGURES) if outcome.lacks else _figures(outcome, outcome.complete, dense.complete)
     head = {"workload": workload, "method": outcome.spec, "ranks": WORKLOADS[workload]["simulate_ranks"]}

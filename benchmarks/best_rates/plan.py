@@ -41,10 +41,10 @@ OWN, SAME = "at its own best rate", "at dense training's best rate"
 _RATES_OF_A_SEARCH = 4
 """Expected number of learning rates that a search trains. The searches of the GPT trained three to five."""
 _SHARE_OF_OTHER_RATES = 0.5
-"""Expected share of methods whose best rate is not that of dense training."""
+"""Expected share of methods whose best rate differs from the best rate of dense training."""
 _QUIET_SECONDS = {"gpt": 100.0, "lstm": 70.0, "mnist1d": 26.0, "sorting": 17.0, "shapes": 17.0, "heavy-tails": 10.0}
 """For workloads without records, the seconds of a training run on an otherwise idle core, extrapolated from the
-processor time of 40 steps. The number for the LSTM is that of its quickest training run in docs/convergence.md. The
+processor time of 40 steps. The number for the LSTM comes from its quickest training run in docs/convergence.md. The
 number for the GPT is a guess."""
 _SLOW = 30.0
 """If a training run takes at least this number of seconds, the rows of its workload are trained one after the other,
@@ -57,8 +57,8 @@ class Item:
 
     Attributes:
         stage: number of the row's stage in `STAGES`.
-        kind: `OWN` for the method's own best rate, `SAME` for the best rate of dense training, or the end of a
-            variant's name.
+        kind: `OWN` to train at the method's own best rate, `SAME` to train at the best rate of dense training, or the
+            end of a variant's name, such as "-long".
     """
 
     stage: int
@@ -124,7 +124,8 @@ def named_in(situation: Situation, runs: Path) -> list[str]:
 
 
 def next_items(plan: Sequence[Item], done: Collection[Item]) -> list[Item]:
-    """The rows to train next. All have the same workload and kind: several quick rows, or a single slow row.
+    """The rows to train next. All these rows have the same workload and kind. The result is several quick rows, or a
+    single slow row.
 
     Args:
         plan: the rows to choose from, in the order of their trainings.
@@ -141,8 +142,8 @@ def next_items(plan: Sequence[Item], done: Collection[Item]) -> list[Item]:
 
 
 def variant_runs(workload: str, kind: str, methods: Sequence[str], runs: Path) -> list[RateRun]:
-    """The training runs of a variant. They use the best learning rates of the workload itself, so they exist only for
-    complete rows.
+    """The training runs of a variant. These runs use the best learning rates that were found on the workload itself, so
+    only methods with a complete row have them.
 
     Args:
         kind: end of the variant's name, such as "-long".
@@ -180,8 +181,8 @@ def missing_trainings(item: Item, runs: Path, seeds: Sequence[int] = HELD_OUT) -
 
 
 def seconds_of(workload: str, runs: Path) -> tuple[float, float]:
-    """The seconds that a training run takes: the smallest and the median number in the records, or, if there are none,
-    those of a similar workload."""
+    """The seconds that a training run takes: the smallest and the median number in the workload's records. If the
+    workload has no records, the two numbers come from a similar workload."""
     own = [record["seconds"] for record in kept_records(runs).values() if record["workload"] == workload]
     known = [seconds for seconds in own if seconds is not None]
     if known:
@@ -194,8 +195,8 @@ def seconds_of(workload: str, runs: Path) -> tuple[float, float]:
 
 
 _SIMILAR = {LONG: float(LONGER), MANY_RANKS: 4.0, "-muon": 1.0, **{f"-{name}": 1.0 for name in OTHER_OPTIMIZERS}}
-"""For each part of a workload's name, the factor by which training takes longer than on the workload without this part
-in its name."""
+"""For each addition to a workload's name, such as "-long", the factor by which training takes longer than without this
+addition."""
 
 
 def _quiet_seconds(workload: str) -> float:

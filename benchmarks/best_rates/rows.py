@@ -28,7 +28,8 @@ def _quick(model: str, data: str, optimizer: str, lr: float, steps: int, **chang
 _SORTING = _quick("encoder", "sorting", "adamw", 8e-3, 300, warm_up=0.06)
 _HEAVY_TAILS = _quick("mlp", "heavy-tails", "adamw", 1.6e-2, 400, warm_up=0.1, weight_decay=0.0)
 _SHAPES = _quick("resnet8", "shapes", "sgd", 0.2, 300, warm_up=0.2, weight_decay=5e-4)
-# The page of convergence warms up for half as long. At the best rates single seeds then lost up to 30 %.
+# For docs/convergence.md, the GPT warms up for half as long. With such a short warm-up, single seeds lost up to 30 % at
+# the best learning rates.
 _GPT = _with("gpt", warm_up=0.2)
 WORKLOADS: dict[str, dict[str, Any]] = {
     "gpt": _GPT,
@@ -88,8 +89,8 @@ FROZEN: dict[str, dict[str, Any]] = {
     "compressed-adam none": {"optimizer": "compressed-adam", "compression": "none", "freeze_compression": "none"},
     "compressed-adam efsignsgd": {"optimizer": "compressed-adam", "compression": "efsignsgd"},
 }
-"""Methods that also change AdamW. This change alone may improve the quality, so one of these methods does not compress;
-it is the baseline."""
+"""Methods that also replace AdamW. The new optimizer alone may improve the quality. One of these methods therefore does
+not compress, and is the baseline for the others."""
 _FREEZE_AFTER = {"gpt": 0.2}
 """The share of the steps after which the second moment is frozen, for workloads whose warm-up is longer than the
 default share of 15 %."""
@@ -131,11 +132,11 @@ METHODS_OF_OTHERS = ("topk:ratio=0.01", "eden:bits=1", "eden", "int4")
 """The compressors that are trained with other optimizers, from the fewest bytes to the most."""
 
 LONGER = 3
-"""Factor by which a long training has more steps."""
+"""A long training has this many times the steps of the workload."""
 LONG, MANY_RANKS = "-long", "-16"
-"""Ends of the names of variants: a workload with more steps, and a workload with 16 ranks. There is no search for a
-variant; its rates are the best rates of its workload. Its two seeds only show the trend: they are too few for a
-confidence interval."""
+"""The names of variants end in one of these: "-long" for a workload with more steps, and "-16" for a workload with 16
+ranks. No learning rate is searched for a variant: it uses the best learning rates of its workload. A variant has only
+two seeds. They show the trend, but are too few for a confidence interval."""
 SEEDS_OF_VARIANTS = (101, 102)
 METHODS_OF_MANY_RANKS = (DENSE, *PAIRS, "terngrad")
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -200,8 +201,8 @@ def changes_of(workload: str, spec: str) -> dict[str, Any]:
         return {**changes, "freeze_after": round(share * steps)}
     if spec not in STEPS:
         return changes
-    # The last step ends a round. Within a round, the ranks have different weights, so the only evaluation is at the
-    # end.
+    # Ranks have equal weights only after an exchange. The last step of the training must therefore end with an
+    # exchange, and the model is evaluated only after this step.
     every = max(length for length in range(1, changes["local_steps"] + 1) if steps % length == 0)
     return {**changes, "local_steps": every, "evaluate_every": steps}
 

@@ -1,12 +1,12 @@
 """The rule for README's table "which method": for each optimizer, it chooses the method that sends the fewest bytes
 among those that lose little on every task.
 
-A method is within a bound if, on every workload with the optimizer, its row is complete and the upper end of its 95 %
-interval is at most the bound. The interval is that of the loss of quality compared with dense training, in percent of
-the loss or points of accuracy, with both at their own best rates. The first method for an optimizer is the one that
-sends the fewest bytes among the methods within the first of `BOUNDS`. The second method is within the second bound, and
-is named only if it sends even fewer bytes. A method that exceeds all bounds on one workload is excluded, so its other
-rows are not trained.
+A method is within a bound if two conditions are met on every workload with the optimizer: the method's row is complete,
+and the upper end of its 95 % interval is at most the bound. The interval describes the quality that the method loses
+compared with dense training, in percent of the loss or points of accuracy. The method and dense training are each at
+their own best rate. The first method for an optimizer is the one that sends the fewest bytes among the methods within
+the first of `BOUNDS`. The second method is within the second bound, and is named only if it sends even fewer bytes. A
+method that exceeds all bounds on one workload is excluded, so its other rows are not trained.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ accuracy."""
 
 @dataclass(frozen=True)
 class Situation:
-    """What a user trains, such as a network with Adam. README's table names methods for each situation.
+    """A kind of training, such as training with Adam. README's table names methods for each of these situations.
 
     Attributes:
         name: the text in the first column of README's table.

@@ -1,8 +1,9 @@
 """The search for a method's best learning rate. It tries rates that differ by factors of two, until the best rate is
-between two others.
+between two worse rates.
 
-A row is complete when its best rate is between two worse rates of the search, and the method was trained at the best
-rate with five seeds that the search has not used. The same must be true of dense training on the same workload.
+A row is complete if two conditions are met. Its best rate is between two worse rates of the search, and the method was
+trained at the best rate with five seeds that the search has not used. The row of dense training on the same workload
+must meet these two conditions, too.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ HELD_OUT = (101, 102, 103, 104, 105)
 """The seeds of the training runs from which the figures are computed. No choice depends on training runs with these
 seeds."""
 MORE_SEEDS = {"heavy-tails": 30, "heavy-tails-muon": 30, "shapes": 30, "sorting": 10, "sorting-muon": 10}
-"""Numbers of held-out seeds of quick workloads. Five seeds of them cannot show a loss of quality below some percent or
-points, because the results differ too much between seeds."""
+"""Numbers of held-out seeds of quick workloads. With only five seeds, these workloads cannot show a loss of quality of
+a few percent or points, because the results differ too much between seeds."""
 FARTHEST = 8
-"""Largest number of doublings or halvings of the workload's own learning rate. A search ends there, even if it has not
-found a best rate between two others."""
+"""Largest number of doublings or halvings of the workload's own learning rate. A search tries no rate beyond this
+limit, even if it has not found a best rate between two worse rates."""
 
 
 def seeds_of(workload: str, seeds: Sequence[int]) -> tuple[int, ...]:
@@ -42,7 +43,8 @@ class Grid:
         lost: for each rate, by its doublings, how much worse the training run was than the best run: in percent of the
             loss, or in points of accuracy. Infinite if the training run diverged.
         best: doublings of the best learning rate.
-        next: the training runs that the search needs next; empty if the best rate is between two other trained rates.
+        next: the training runs that the search needs next; empty if the best rate is between two other rates that were
+            trained.
     """
 
     lost: Mapping[int, float]
@@ -59,7 +61,7 @@ def grid_of(workload: str, spec: str, runs: Path, start: int) -> Grid:
     """The learning rates at which a method has been trained so far.
 
     Args:
-        start: doublings of the rate at which the search begins.
+        start: the learning rate at which the search begins, as a number of doublings of the workload's own rate.
     """
 
     def untrained(*places: int) -> tuple[RateRun, ...]:
@@ -84,13 +86,14 @@ def grid_of(workload: str, spec: str, runs: Path, start: int) -> Grid:
 
 
 _DENSE_STARTS = {"gpt": 2, "gpt-muon": 3}
-"""For workloads whose own learning rate is far from the best one, the doublings at which the search for dense training
-begins."""
+"""For workloads whose own learning rate is far from the best rate: the number of doublings of the own rate with which
+the search for dense training begins."""
 
 
 def start_of(workload: str, spec: str, runs: Path) -> int:
-    """The doublings of the rate at which the search for a method begins. This is the best rate of dense training. If
-    ranks exchange compressed steps, it is twice that rate, because the mean of the steps is shorter than each step."""
+    """The learning rate at which the search for a method begins, as a number of doublings of the workload's own rate.
+    It is the best rate of dense training. If ranks exchange compressed steps, the search begins at twice the best rate
+    of dense training, because the mean of the steps is shorter than each step."""
     start = _DENSE_STARTS.get(workload, 0)
     if spec == DENSE:
         return start
@@ -100,10 +103,10 @@ def start_of(workload: str, spec: str, runs: Path) -> int:
 def search(
     workload: str, specs: Sequence[str], runs: Path, train: Callable[[Sequence[RateRun]], Sequence[Run]]
 ) -> list[Run]:
-    """Trains until every best rate is between two others: first with dense training, then with all methods.
+    """Trains first without compression and then with all methods, until each best rate is between two worse rates.
 
     Returns:
-        the training runs that failed. They end the search for their method.
+        the training runs that failed. A failed training run ends the search for its method.
     """
     failed: list[Run] = []
     for methods in ([DENSE], specs):
@@ -118,7 +121,7 @@ def search(
 
 
 def best_of(workload: str, spec: str, runs: Path) -> int:
-    """The doublings of a method's best learning rate, as far as the search has found it."""
+    """The best learning rate of a method so far, as a number of doublings of the workload's own rate."""
     return grid_of(workload, spec, runs, start_of(workload, spec, runs)).best
 
 

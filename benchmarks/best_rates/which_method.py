@@ -5,8 +5,8 @@ learning rates.
 
 It reads benchmarks/measured/best-rates/trainings.csv, and does not train anything. The rule is in rule.py. Until the
 rule can decide about an optimizer, README keeps the methods that were chosen at a single learning rate, with a note
-about this. Run this program after `python -m benchmarks.best_rates` has added training runs, because tests compare
-README and evidence.json with the records.
+about this. Run this program after `python -m benchmarks.best_rates` has added training runs. Otherwise tests fail,
+because they compare README and evidence.json with the records.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ AT_ONE_RATE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ),
     ),
 }  # fmt: skip
-"""By optimizer, the rows of README's table from docs/convergence.csv. The rule of best rates replaces them."""
+"""For each optimizer, the rows of README's table that come from docs/convergence.csv. They are used only until the rule
+in rule.py can decide."""
 
 _TASKS = {
     "gpt": "a GPT",
@@ -181,8 +182,8 @@ def with_table(text: str, table: str) -> str:
 
 def evidence_of(runs: Path) -> dict[str, Any]:
     """The content of evidence.json: the methods to try first, and the loss of quality in complete rows with four ranks.
-    A row counts if the method's rows of all tasks with this optimizer are complete, or if the method lost more than
-    the largest of `BOUNDS`."""
+    A row is used only if the method's rows are complete for all tasks with this optimizer, or if the method lost more
+    than the largest of `BOUNDS`."""
     names = (*WORKLOADS, *WORKLOADS_OF_OTHERS)
     return {"first": _first(runs), "trainings": [record for name in names for record in _records_of(name, runs)]}
 

@@ -3,9 +3,10 @@
     python -m benchmarks.diagnostics.critical_regimes        # without Horovod; some minutes on one core
 
 The program trains the reference network on the digits with dense SGD. The learning rate falls once. The program
-measures both quantities at the end of every epoch, and writes critical_regimes.json and critical_regimes.png: figure 3
-of the Accordion paper, for a model that is small enough for every machine. By default, a fifth of the labels are
-random. Otherwise the loss would be near zero before the learning rate falls, and the fall would not change anything.
+measures both quantities at the end of every epoch, and writes critical_regimes.json and critical_regimes.png. The plot
+is like figure 3 of the Accordion paper, but for a model that is small enough for every machine. By default, a fifth of
+the labels are random. Otherwise the loss would be near zero before the learning rate falls, and the fall would not
+change anything.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def row(
 
 
 def shown(record: RegimeRecord, rows: list[dict[str, Any]]) -> Table:
-    """The measurements at the ends of all spans, as text for the terminal."""
+    """The measurements at the end of each span of epochs, as a table for the terminal."""
     table = Table("epochs", "learning rate", "loss", "eigenvalue", "critical", "gradient norm", "critical")
     by_eigenvalue, by_norm = record.critical("eigenvalue"), record.critical("gradient_norm")
     for end in range(record.interval - 1, record.epochs, record.interval):
@@ -174,7 +175,7 @@ def main(
     console.print(shown(record, rows))
     agreement = record.agreement()
     console.print(
-        "too few spans to compare" if agreement is None else f"the criteria agree on {agreement:.0%} of spans"
+        "too few spans to compare" if agreement is None else f"the two criteria agree on {agreement:.0%} of the spans"
     )
     console.print(f"wrote critical_regimes.json and critical_regimes.png to {output}")
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hvdcomp.policies import is_number, is_whole
 
-_ONCE_ONLY = ("not implemented", "differentiate twice")  # PyTorch's texts for operations without a second derivative
+_ONCE_ONLY = ("not implemented", "differentiate twice")  # words of PyTorch's errors for a missing second derivative
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class HessianEigenvalue:
         value: the largest eigenvalue in the algebraic sense: the greatest upward curvature. It is negative only if the
             loss curves down in every direction.
         dominant: the signed Rayleigh quotient at the end of plain power iteration. It estimates the eigenvalue of
-            largest magnitude: `value` itself, or a negative eigenvalue. If both extremes are equally far from zero, it
-            may be anywhere between them.
+            largest magnitude: `value` itself, or a negative eigenvalue. If the largest and the smallest eigenvalue are
+            equally far from zero, `dominant` may be anywhere between them.
         iterations: the number of Hessian-vector products. Each product is a pass over all batches.
         relative_change: the change of the estimate in the last iteration, relative to `value`.
         converged: whether the relative change fell to the tolerance within the allowed iterations, in the plain power
@@ -58,8 +58,8 @@ def largest_hessian_eigenvalue(
     """The largest eigenvalue of the Hessian of the mean loss over `batches`.
 
     Power iteration finds the eigenvalue of largest magnitude. If a negative eigenvalue is at least as far from zero as
-    the largest eigenvalue, a second power iteration follows, on Hessian + |dominant| * identity. Its dominant
-    eigenvalue corresponds to the largest eigenvalue of the Hessian.
+    the largest eigenvalue, a second power iteration follows, on Hessian + |dominant| * identity. The dominant
+    eigenvalue of this sum, minus |dominant|, is the largest eigenvalue of the Hessian.
 
     The model is used in its current mode (`model.eval()`, `model.train()`). The function does not change the model's
     gradients, its buffers (batch normalization updates copies), or PyTorch's random generators on the CPU and on the
@@ -67,7 +67,7 @@ def largest_hessian_eigenvalue(
     for example, has a fixed mask per batch.
 
     Args:
-        model: the model. It is called with the inputs of a batch.
+        model: the model, which is called with the inputs of a batch.
         loss_function: function that gets the model's output and the targets, and returns a scalar: the mean loss over
             the elements of the targets.
         batches: pairs of inputs and targets, on the model's device, which can be iterated many times, such as a list or
@@ -147,7 +147,7 @@ def _power_iteration(
     """
     vector = torch.randn(hessian.size, generator=generator).to(hessian.device, hessian.dtype)
     vector /= torch.linalg.vector_norm(vector)
-    resolution = 8 * torch.finfo(hessian.dtype).eps * shift  # the rounding error of differences from the shift
+    resolution = 8 * torch.finfo(hessian.dtype).eps * shift  # the rounding error of `norm - shift`
     last = math.inf
     for _ in range(iterations):
         product = hessian(vector)
@@ -156,7 +156,7 @@ def _power_iteration(
         norm = torch.linalg.vector_norm(product, dtype=torch.float64).item()
         change, estimate = abs(norm - last), abs(norm - shift)
         relative = change / estimate if estimate else math.inf
-        if norm == 0:  # no curvature at all, or all of it is at -shift
+        if norm == 0:  # Hessian + shift * identity is zero
             return _Iterated(rayleigh, norm, 0.0, True)
         if change <= max(tolerance * estimate, resolution):
             return _Iterated(rayleigh, norm, relative, True)
@@ -226,7 +226,8 @@ class _Hessian:
             )
         ]
         total, elements = torch.zeros_like(vector), 0
-        # The iteration is inside, because a DataLoader draws a seed from the global generator at its start.
+        # The loop over the batches is inside this context, because a DataLoader draws a seed from PyTorch's global
+        # generator when its iteration starts.
         with _own_randomness(self._seed, self._parameters), torch.enable_grad():
             for number, batch in enumerate(self._batches):
                 inputs, targets = _pair(batch, number)
@@ -245,7 +246,7 @@ class _Hessian:
         loss = self._loss_function(torch.func.functional_call(self._model, buffers, (inputs,)), targets)
         _check_loss(loss, number)
         try:
-            # If this factor requires a gradient, PyTorch marks operations that can be differentiated only once.
+            # This factor requires a gradient, so that PyTorch detects operations that can be differentiated only once.
             weight = torch.ones_like(loss, requires_grad=True)
             gradients = torch.autograd.grad(loss, self._parameters, weight, create_graph=True, allow_unused=True)
             if self.products == 1:

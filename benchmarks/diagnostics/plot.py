@@ -60,7 +60,7 @@ def _curve(axes: Axes, values: Sequence[float | None], colour: str) -> None:
     is_finite = np.isfinite(y)
     axes.plot(np.arange(1, len(y) + 1)[is_finite], y[is_finite], color=colour, marker="o", markersize=3)
     if is_finite.any() and (y[is_finite] > 0).all():
-        axes.set_yscale("log")  # equal relative changes have equal lengths
+        axes.set_yscale("log")  # so equal relative changes look equally large
 
 
 def _shade(axes: Axes, critical: Sequence[bool | None]) -> None:

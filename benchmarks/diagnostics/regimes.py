@@ -21,13 +21,13 @@ CRITERIA = (EIGENVALUE, GRADIENT_NORM)
 class RegimeRecord:
     """Records both measures at the end of each epoch, and finds the critical epochs by each measure.
 
-    The epochs are divided into spans of `interval` epochs. A span is critical if the measure at its end differs from
-    the measure at the end of the previous span by at least `eta` times the latter (Agarwal et al. 2021, section 4.1).
-    Spans that cannot be compared are critical, as in `hvdcomp.policies.accordion`: the first span, spans with a value
-    that is not finite, and spans after a value that is not above zero (an eigenvalue may be negative).
+    The epochs are divided into spans of `interval` epochs. A span is critical if the measure has changed by at least
+    the share `eta` since the end of the previous span (Agarwal et al. 2021, section 4.1). Spans that cannot be compared
+    are critical, as in `hvdcomp.policies.accordion`: the first span, spans with a value that is not finite, and spans
+    after a value that is not above zero (an eigenvalue may be negative).
 
     A span is marked for the change within the span. Accordion can only measure this change at the end of the span, so
-    it acts in the next span. It has a special rule for this delay after a fall of the learning rate.
+    it acts in the next span. Because of this delay, Accordion has a special rule for a fall of the learning rate.
 
     Attributes:
         interval: number of epochs from one comparison to the next.

@@ -11,10 +11,10 @@ the page --table, a CSV file and a plot from all complete runs. It keeps the fig
 --runs. A run in this file counts as complete. To train everything again, pass a new folder to --runs.
 
 The training runs give the quality, the steps and the bytes. You can run them on any machine, even a busy one, or on a
-GPU. The times of a step come from a few steps of each method, which --times measures; use it on an idle machine. It
-measures several links at once (docs/simulated-ranks.md). So that the rows of a workload can be compared, all of them
-use the same time for the computation of a step: the median over the methods, or --compute-ms. The times of encoding,
-decoding and waiting for a link are measured for each method.
+GPU. The option --times measures the times of a step, in a few steps of each method. Use this option only on an idle
+machine. It measures several links at once (docs/simulated-ranks.md). All rows of a workload use the same time for the
+computation of a step, so that the rows can be compared. This time is the median over the methods, or --compute-ms. The
+times of encoding, decoding and waiting for a link are measured for each method.
 
     python -m benchmarks.quality.convergence --times --workers 1       # half an hour
     python -m benchmarks.quality.convergence --page-only --evidence hvdcomp/compressors/evidence_one_rate.json
@@ -45,8 +45,8 @@ from hvdcomp.tools.train.target import Target
 
 RANKS = 4
 LINKS = {"100mbit": "100 Mb/s", "1gbit": "1 Gb/s"}
-ALL_LINKS = ",".join((NO_TIME, *LINKS))  # on the first link, only computation takes time
-UNCOMPRESSED = ("none", "fp16")  # speedups are over the faster of these two, which do not need hvdcomp
+ALL_LINKS = ",".join((NO_TIME, *LINKS))  # with NO_TIME, only computation takes time
+UNCOMPRESSED = ("none", "fp16")  # the baseline of speedups is the faster of the two; they do not need hvdcomp
 NODES = {"HVDCOMP_RANKS_PER_NODE": "2"}  # for methods with two levels
 
 
@@ -99,7 +99,7 @@ WORKLOADS = {
             "model": "cnn1d",
             "data": "mnist1d",
             "optimizer": "sgd",
-            "lr": 0.1,  # at 0.2, dense training is barely stable: its results vary by 20 % by chance
+            "lr": 0.1,  # with 0.2, the results of dense training vary by 20 % by chance
             "schedule": "cosine",
             "warm_up": 1.0,
             "steps": 800,
@@ -116,7 +116,8 @@ WORKLOADS = {
         beside="gpt",
         only=("none", "efsignsgd", "onebit", "powersgd:rank=4", "int4"),
     ),
-    # 200 exchanges. Compare them with an exchange in each step, and with a single rank, which exchanges nothing.
+    # `gpt-rounds` exchanges 200 times. The other workloads compare it with an exchange in each step, and with a single
+    # rank, which exchanges nothing.
     "gpt-long": Workload(_LONG, "loss=1.6", only=("none", "int4")),
     "gpt-rounds": Workload(
         {**_LONG, "local_steps": 30}, "loss=1.6", beside="gpt-long", only=("none", "int4", "chunkedtopk")
@@ -166,10 +167,10 @@ def _methods(*specs: str, **attributes: Any) -> list[Method]:
     return [Method(spec, **attributes) for spec in specs]
 
 
-# These methods cannot send the residuals that int4 leaves, because their noise is too large for error feedback.
+# Methods with `_BEFORE_NOISE` are too noisy for error feedback, so they cannot send the residuals that int4 leaves.
 _BEFORE_NOISE = {"compressed-adam": {"freeze_compression": "int8"}}
 METHODS = (
-    # By default, compressed-adam sends the steps before freezing as int4.
+    # By default, compressed-adam sends gradients as int4 until it freezes the second moment.
     Method("none", {"compressed-adam": {"freeze_compression": "none"}}),
     Method("fp16", {"compressed-adam": {"freeze_compression": "fp16"}}),
     Method("bf16", {"compressed-adam": {"freeze_compression": "bf16"}}),
@@ -201,10 +202,10 @@ METHODS = (
     *_methods(
         "signsgd",
         changes={"mnist1d": {"lr": 0.02}, "lstm": {"lr": 0.1}},
-        left_out={"gpt-frozen": "votes have no magnitude, but the frozen second moment has that of gradients"},
+        left_out={"gpt-frozen": "votes have no magnitude, but the frozen second moment has one"},
     ),
     *_methods("onebit", "onebit:per_row=True"),
-    # With `powersgd`, the first steps are only a small part of all bytes.
+    # `powersgd` sends only few bytes in the steps before freezing.
     *_methods("efsignsgd", changes={"gpt-local": {"freeze_compression": "powersgd:rank=4"}}),
     *_methods("qsgd:bits=4", "qsgd:bits=2", "qsgd:bits=4,exchange=scatter", changes=_BEFORE_NOISE),
     *_methods("terngrad", "natural", "globalqsgd:bits=8", "globalqsgd:bits=4"),
@@ -292,7 +293,7 @@ class TimedRun(MethodRun):
         steps, on_links = self.records("steps.jsonl"), self.summary["trained_seconds_on_links"]
         coding = [(step["encode_ms"] or 0.0) + (step["decode_ms"] or 0.0) for step in steps]
         alone = [step["ms"] - spent for step, spent in zip(steps, coding, strict=True)]
-        # The times of steps that encode. With local steps, only steps with an exchange encode.
+        # Only steps that encode are used. With local steps, these are the steps with an exchange.
         spent = [ms for ms in coding if ms > 0]
         return {
             "compute_ms": statistics.median(alone),
@@ -371,9 +372,9 @@ class Outcome:
     def seconds(self, link: str, compute_ms: float) -> float | None:
         """Seconds until the target on a link; None if no steps of the method were timed.
 
-        With overlap, the time that a step waits for a link depends on the machine. It is therefore measured in the
-        timed steps. With CompressedAdam there is no overlap, and steps before and after freezing differ. The waits of
-        the whole training run are therefore used.
+        With overlap, the time that a step waits for a link depends on the machine. The timed steps of --times therefore
+        give this waiting time. With CompressedAdam there is no overlap, but steps before freezing wait longer or
+        shorter than steps after freezing. The waiting times of the whole training run are therefore used.
 
         Args:
             compute_ms: milliseconds of computation in each step.
@@ -409,7 +410,7 @@ class Row:
     def difference(self) -> list[float]:
         """For each seed, the loss of quality compared with dense training, in the unit of `Workload.lost`.
 
-        It is empty if any run diverged.
+        The list is empty if any run diverged.
         """
         if any(outcome.loss is None for outcome in self.outcomes):
             return []
@@ -524,7 +525,7 @@ def _record(table: Table, row: Row) -> dict[str, Any]:
     seconds = {link: row.seconds(link, table.compute_ms) for link in LINKS if len(steps) == runs}
     return {
         "workload": table.name,
-        "trained_in": run.workload,  # a different one for uncompressed baseline runs
+        "trained_in": run.workload,  # differs from the table's workload in baseline runs
         "method": run.method.spec,
         "ranks": table.workload.ranks,
         "seeds": runs,
@@ -561,8 +562,8 @@ LOSES_TOO_MUCH = 5.0  # points or percent; a method that loses at least this is 
 def front_of(table: Table) -> list[Row]:
     """The rows that lose less than every row with fewer bytes, sorted by their bytes.
 
-    Rows with one seed are left out. Rows with nodes are also left out, because their bytes are only those between
-    nodes.
+    Rows with one seed are left out. Rows with nodes are also left out, because only the bytes between nodes are counted
+    for them.
     """
     front: list[Row] = []
     own = [row for row in table.rows if row.outcomes[0].run.workload == table.name]
@@ -603,7 +604,7 @@ def _time(seconds: float | None, times: float | None) -> str:
 
 
 def savings_of(tables: Sequence[Table]) -> str:
-    """In Markdown, the method for each workload and link that reaches the target with the largest speedup over
+    """In Markdown, for each workload and link, the method that reaches the target with the largest speedup over
     uncompressed training.
 
     Workloads without any speedup are left out.
@@ -692,8 +693,8 @@ def family_of(spec: str) -> str | None:
 def draw(tables: Sequence[Table]) -> bytes:
     """Plots the lost quality of all methods over the compression factor. Returns a PNG.
 
-    A line joins the methods that no other method beats in both respects. Well-known methods are labeled. Workloads with
-    few methods are left out.
+    A line joins the methods that no other method beats in both quality and compression factor. Well-known methods are
+    labeled. Workloads with few methods are left out.
     """
     from matplotlib.lines import Line2D
 
@@ -740,8 +741,8 @@ _OTHERWISE = (*UNCOMPRESSED, "bf16", "dgc", "signsgd")
 
 
 def evidence_of(tables: Iterable[Table]) -> list[dict[str, Any]]:
-    """The records of `hvdcomp.compressors.evidence` at one rate, from training runs in which ranks exchange gradients
-    in each step.
+    """The records of `hvdcomp.compressors.evidence` that were measured at one learning rate, from training runs in
+    which ranks exchange gradients in each step.
 
     A loss of None means that a run diverged.
     """
@@ -792,9 +793,13 @@ def _check(runs: Sequence[MethodRun]) -> None:
     multiple=True,
     callback=_compute_ms,
     metavar="WORKLOAD=MS",
-    help="Time to compute a step, for the page. Default: the median of the timed steps.",
+    help="Milliseconds of computation in a step, for the times on the page. Default: the median of the timed steps.",
 )
-@click.option("--evidence", type=click.Path(path_type=Path), help="File to write for the policy `auto`.")
+@click.option(
+    "--evidence",
+    type=click.Path(path_type=Path),
+    help="Also write the lost quality of each method to this file, for the policy `auto`.",
+)
 @click.option("--times", is_flag=True, help="Time a few steps of each method, instead of training.")
 def main(
     workloads: tuple[str, ...],

@@ -1,4 +1,5 @@
-"""Compares each policy that chooses levels with a fixed level that sends the same number of bytes, over several seeds.
+"""Compares each policy that chooses compression levels with a fixed level that sends the same number of bytes, over
+several seeds.
 
     python -m benchmarks.quality.equal_bytes --dry-run                  # lists the first runs, and their time
     python -m benchmarks.quality.equal_bytes                            # all runs; many hours of each core
@@ -7,8 +8,8 @@
 
 First the policies and the fixed levels of three budgets are trained. Then each policy gets a control: the same
 compressor at a fixed level. At this level, a training run sends as many bytes as the policy's runs do on average over
-their seeds. Bisection finds this level. A policy with two levels gets a second control. It sends the same number of
-bytes, with the less compressed steps in the middle of the training.
+their seeds. Bisection finds this level. A policy with two levels gets a second control. The second control sends the
+same number of bytes as the policy, but compresses less in the middle of the training.
 
 Each run is a separate process and has a folder below --runs. A complete run is not trained again. The file
 trainings.csv in --runs keeps the figures of all runs.
@@ -48,8 +49,8 @@ from hvdcomp.tools.terminal import make_console
 from hvdcomp.tools.train.options import TrainingOptions
 
 POLICIES = ("budget", "budget-narrow", "lgreco", "accordion", "gravac", "adaqs")
-# If factors count elements, and the gain is that of the authors' code, GraVAC accepts large factors, as in the paper's
-# tables.
+# With factors that count elements, and with the gain of the authors' code, GraVAC accepts large factors, as in the
+# paper's tables.
 GRAVAC = "min=10,max=1000,epsilon=0.7,smoothing=0.2,factor=elements,gain=raw"
 GRAVACS_LINK = "100mbit"  # needed because GraVAC measures throughput
 ALIKE = 0.005
@@ -243,8 +244,9 @@ def factor_of(workload: Workload, row: Row) -> float:
 def training_bytes(workload: Workload, row: Row, measured: Mapping[float, float]) -> float:
     """Predicts the bytes that a training run at the row's fixed level sends.
 
-    Some bytes of a training run do not depend on the level: those of the steps before the second moment is frozen, and
-    the numbers that are sent along with the gradients. Their number follows from two measured training runs.
+    Some bytes of a training run do not depend on the level: the bytes of the steps before the second moment is frozen,
+    and the numbers that are sent along with the gradients. The function computes how many such bytes there are from two
+    measured training runs.
 
     Args:
         measured: the bytes of a whole training run, by level, for at least two levels.

@@ -107,8 +107,9 @@ def main(methods: tuple[str, ...], seeds: tuple[int, ...], steps: int, output: P
         losses = [loss for loss, _ in results[method]]
         more = [loss - dense for loss, (dense, _) in zip(losses, results[f"{DENSE},none"], strict=True)]
         click.echo(
-            f"{method:24} loss {with_interval(losses, '.4f')}, more than dense {with_interval(more, '+.4f')}, "
-            f"{results[method][0][1]:.1f} times fewer bytes between nodes"
+            f"{method:24} loss {with_interval(losses, '.4f')}, "
+            f"difference from dense training {with_interval(more, '+.4f')}, {results[method][0][1]:.1f} times fewer "
+            "bytes between nodes"
         )
     if output is not None:
         output.write_text(json.dumps({"seeds": seeds, "steps": steps, "loss and factor": results}, indent=1))

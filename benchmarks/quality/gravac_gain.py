@@ -2,10 +2,11 @@
 
     python -m benchmarks.quality.gravac_gain                  # no Horovod; half a minute on one core
 
-Tyagi and Swany (2023, arXiv:2305.12201, section III-B) divide the energy of the sent C(g + r) by the energy of g + r,
-the gradient with the residual of error feedback. Their published code divides by the energy of g alone (`gain=raw`).
-This program trains the cnn on the digits with TopK and error feedback on one rank, at fixed compression factors that
-count bytes or elements. It prints both gains, and the gain at the same factor without a residual.
+Tyagi and Swany (2023, arXiv:2305.12201, section III-B) divide the energy of the sent values C(g + r) by the energy of g
++ r. Here g is the gradient, and r is the residual of error feedback. Their published code divides by the energy of g
+alone (`gain=raw`). This program trains the cnn on the digits with TopK and error feedback on one rank, at fixed
+compression factors that count bytes or elements. It prints both gains, and the gain at the same factor without a
+residual.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ Recommendation Model Training* (arXiv:2202.12429), only its abstract; Tyagi and 
 Compression for Communication-Efficient Distributed DL Training* (arXiv:2305.12201).
 
 `published` has the published numbers, in one file for each paper. A counterpart is a function that computes hvdcomp's
-numbers. The counterparts in `counted` use shapes and formulas. Those in `bagpipe` use synthetic ids. Those in
-`predicted` use the performance model with published times of V100s. Those in `accordion` and `gravac` use training runs
-on simulated ranks (`workloads`), and compare these with each other (`compared`) and with `controls`. Those in `timed`
-measure on this machine.
+numbers. The counterparts in `counted` use shapes and formulas. The counterparts in `bagpipe` use synthetic ids. The
+counterparts in `predicted` use the performance model with published times of V100s. The counterparts in `accordion` and
+`gravac` use training runs on simulated ranks (`workloads`). They compare these training runs with each other
+(`compared`) and with control runs (`controls`). The counterparts in `timed` measure times on this machine.
 """
 
 from __future__ import annotations

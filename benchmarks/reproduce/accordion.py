@@ -68,7 +68,7 @@ def levels(artefact: Artefact, t: Trainings) -> Outcome:
     ]
     beside = f" The published numbers of trainings are for {network}." if numbers else ""
     low, high = (workload.level(compressor, which) for which in ("low", "high"))
-    note = f"Low is {low}, high is {high}.{beside}"
+    note = f"Low compression is {low}, high compression is {high}.{beside}"
     return compared.outcome(artefact, rows, note)
 
 
@@ -185,7 +185,7 @@ def ranks(artefact: Artefact, t: Trainings) -> Outcome:
         rows.append(Row(what=text, ours=100 * share, holds=share > 0.5, trainings=compared.named("Accordion")))
     steps = [length * window for window in range(len(chosen[0][name]))]
     curves = {"rank": [Curve(label=name, x=steps, y=chosen[0][name]) for name in names]}
-    note = f"Its {len(names)} compressed tensors take the place of the layers."
+    note = f"The network's {len(names)} compressed tensors replace the layers of the paper's network."
     return compared.outcome(artefact, rows, note, curves=curves, x="steps")
 
 
@@ -258,7 +258,12 @@ def adaqs(artefact: Artefact, t: Trainings) -> Outcome:
         beside_accordion,
         beside_adaqs,
     ]
-    return compared.outcome(artefact, rows, "AdaQS begins at a factor of 64 and halves it after a fall of 0.5.")
+    return compared.outcome(
+        artefact,
+        rows,
+        "AdaQS begins at a compression factor of 64. It halves the factor when the ratio of mean and standard "
+        "deviation has fallen by half.",
+    )
 
 
 def longer(artefact: Artefact, t: Trainings) -> Outcome:

@@ -57,7 +57,7 @@ def look_ahead(artefact: Artefact) -> Outcome:
 
 
 def urgent_share(batches: Sequence[Sequence[np.ndarray]]) -> float:
-    """The share of the rows that a rank sends after a batch that the next batch of any rank looks up.
+    """Among the rows that a rank sends after a batch, the share that any rank looks up in its next batch.
 
     Args:
         batches: for each batch, the keys of each rank. No key occurs twice in a rank's batch.

@@ -232,9 +232,7 @@ class Compared:
         ours = self.floats(base) / self.floats(label)
         what = f"{label}: times fewer floats than {base}"
         holds = (ours > 1 if published is None else ours > max(1, published / 2)) if claimed else None
-        note = "; holds above half of the published value" + (
-            "" if published is None else "; holds from half of the published on"
-        )
+        note = "of the whole training" + ("" if published is None else "; holds above half of the published value")
         named = self.named(label, base)
         return Row(what=what, published=published, ours=ours, holds=holds, note=note, trainings=named)
 

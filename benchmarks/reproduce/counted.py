@@ -76,8 +76,8 @@ def sizes(artefact: Artefact) -> Outcome:
 
 def floats_sent(artefact: Artefact) -> list[Row]:
     """For Accordion's tables 1 to 6, the number of floats that fixed levels send in a whole training run. It follows
-    from the number of steps and the shapes. Accordion itself sends a number between these, which only training can
-    show."""
+    from the number of steps and the shapes. The number of floats that Accordion sends is between the numbers of its two
+    levels, but only training can show it."""
     data, compressor = str(artefact.settings.get("data")), artefact.settings.get("compressor")
     chosen = artefact.settings.get("network")
     rows = []

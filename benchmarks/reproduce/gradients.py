@@ -96,6 +96,6 @@ def regimes(artefact: Artefact, quick: bool) -> Outcome:
     ]
     ours = (
         f"Dense SGD trained a cnn on digits, with a fifth of the labels replaced at random; seeds: {len(seeds)}. From "
-        "80 % on, the two count as alike."
+        "an agreement of 80 % on, the two criteria count as alike."
     )
     return Outcome(name=artefact.name, rows=rows, curves=curves, x="epoch", ours=ours)

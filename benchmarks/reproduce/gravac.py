@@ -17,9 +17,9 @@ from benchmarks.reproduce.published import Artefact
 from benchmarks.reproduce.workloads import Workload
 
 PAIRS = (("elements", "raw"), ("elements", "error_feedback"), ("bytes", "raw"), ("bytes", "error_feedback"))
-"""Pairs of the unit that a factor counts and the definition of the gain. The first pair is elements and the gain of the
-authors' code; with it, GraVAC accepts large factors, as in the paper's tables. The gain in the paper's text is the one
-with error feedback."""
+"""Each pair consists of the unit that a factor counts, and the definition of the gain. The first pair counts elements
+and uses the gain of the authors' code ("raw"). With this pair, GraVAC accepts large factors, as in the paper's tables.
+The text of the paper defines the gain with error feedback."""
 
 
 def _gravac(
@@ -91,8 +91,8 @@ def static(artefact: Artefact, t: Trainings) -> Outcome:
     speeds = [compared.times_as_fast(label, "topk 10x").ours for label in runs]
     bars = [Curve(label="times as fast as topk 10x", x=list(runs), y=speeds)]
     note = (
-        "The published numbers are for ResNet101. Its speedups are up to a target, and ours are for the same number "
-        "of steps."
+        "The published numbers are for ResNet101. Its speedups are for training until a target, our "
+        "speedups for the same number of steps."
     )
     return compared.outcome(artefact, rows, note, curves={**compared.curves(), "times as fast": bars})
 
@@ -115,7 +115,7 @@ def gain(artefact: Artefact, t: Trainings) -> Outcome:
     gains = [
         decision["statistics"]["gains"] for decision in log.decisions if decision.get("statistics", {}).get("gains")
     ]
-    robust = artefact.settings["network"] == "VGG16"  # in the paper, it loses nothing at 1000x
+    robust = artefact.settings["network"] == "VGG16"  # in the paper, VGG16 loses nothing at 1000x
     rows = [
         compared.gain("10x", "dense", "no loss"),
         compared.gain("1000x", "dense", "no loss" if robust else "worse"),
@@ -130,7 +130,7 @@ def gain(artefact: Artefact, t: Trainings) -> Outcome:
 def _gain_row(label: str, values: Sequence[float], training: str) -> Row:
     ours = statistics.median(values)
     what = f"{label}: median compression gain (published: close to 1)"
-    note = "with the paper's denominator, gradient and residual"
+    note = "the gain is relative to the energy of gradient and residual, as in the paper"
     return Row(what=what, ours=ours, holds=ours > 0.8, note=note, trainings=(training,))
 
 

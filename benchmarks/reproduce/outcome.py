@@ -101,11 +101,11 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """The verdict, one of `VERDICTS`. It depends on which rows hold.
+        """The verdict, which is one of `VERDICTS`.
 
-        The main rows decide, or all rows if there is no main row. The verdict is "does not hold here" if none of these
-        rows holds, and "not confirmed" if the confidence intervals leave all of them open. It is at best "in part" if a
-        published number has no counterpart, or if a row is open.
+        Only the main rows decide, or all rows if there is no main row. The verdict is "does not hold here" if none of
+        the deciding rows holds. It is "not confirmed" if the confidence intervals leave all deciding rows open. It is
+        at best "in part" if a published number has no counterpart, or if a row is open.
         """
         claims = [row for row in self.rows if row.holds is not None or row.open]
         if not claims:
@@ -121,7 +121,7 @@ class Outcome:
     @property
     def reason(self) -> str:
         """The reason why nothing could be shown."""
-        return self.why or "no row has a claim of the paper"
+        return self.why or "no row tests a claim of the paper"
 
 
 def _within_bounds(value: float, half: float, more_than: float | None, less_than: float | None) -> bool | None:

@@ -155,7 +155,7 @@ def rows_as_csv(outcomes: Mapping[str, Outcome]) -> str:
 def _beside_controls(outcomes: Mapping[str, Outcome]) -> list[str]:
     """The section that compares policies with their controls. Each comparison appears only once."""
     rows = [row for outcome in outcomes.values() for row in outcome.rows if row.control and row.half is not None]
-    # The same pair has different names in different figures.
+    # A policy and its control may have different names in different figures, so the key contains no name.
     found: dict[tuple[str, str], Row] = {}
     for row in rows:
         found.setdefault((row.control, with_half(row)), row)

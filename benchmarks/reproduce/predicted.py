@@ -2,8 +2,8 @@
 V100s.
 
 The preset `v100-p3.8xlarge-2021` has the paper's own times for ResNet-50, and estimates for the other models. The
-paper's figures can therefore be computed without a GPU. This does not test them, because the results follow from the
-paper's numbers.
+paper's figures can therefore be computed without a GPU. The comparison does not test the paper's figures, because our
+results are computed from the paper's own numbers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def collectives(artefact: Artefact) -> Outcome:
         ):
             row = f"{name.replace('_', ' ')}, 64 machines: {what}"
             rows.append(Row(what=row, published=published, ours=ours, holds=within(ours, published, 1e-9)))
-    how = "From the formulas of the performance model; a test counts their messages on arrays."
+    how = "Computed with the formulas of the performance model. A test counts the messages of collectives on arrays."
     return Outcome(name=artefact.name, rows=rows, ours=how)
 
 
@@ -162,7 +162,7 @@ def _milliseconds(artefact: Artefact, model: str, spec: str, ours: float) -> lis
     published = artefact.published.get(what)
     if published is None:
         return []
-    note = "without the forward pass; holds within 20 %"
+    note = "without the forward pass; the row holds if the difference is at most 20 %"
     return [Row(what=what, published=published, ours=ours, holds=within(ours, published, 0.2), note=note)]
 
 
@@ -188,7 +188,7 @@ def batches(artefact: Artefact) -> Outcome:
 
 
 def distance(artefact: Artefact) -> Outcome:
-    """Figure 10: the time of dense steps on 96 ranks that exceeds the time of the passes."""
+    """Figure 10: how much longer a dense step on 96 ranks takes than its forward and backward pass."""
     rows, curves = [], []
     most = artefact.published["ms, at most"]
     for model in MODELS:
@@ -213,7 +213,8 @@ def needed(artefact: Artefact) -> Outcome:
             batch = max(1, round(own_batch_size * share))
             ours = float(adviser.least_factor(Setting(64, TEN, batch_size=batch)))
             what = f"{model}, batch {batch}: needed factor at 10 Gb/s, about"
-            # The paper's small factor is for an exchange that can hide; 93 % of linear scaling needs much less.
+            # The paper's factor is for an exchange that can overlap with the backward pass. Our factor may be larger,
+            # because it depends strongly on the target: 93 % of linear scaling needs much less.
             rows.append(Row(what=what, published=most, ours=ours, holds=ours <= 1.5 * most))
             factors = adviser.least_factor(Setting(64, BANDWIDTHS * GBPS, batch_size=batch))
             curves.append(Curve(label=f"{model}, batch {batch}", x=BANDWIDTHS.tolist(), y=factors.tolist()))
@@ -241,7 +242,7 @@ def computers(artefact: Artefact) -> Outcome:
 
 
 def tradeoff(artefact: Artefact) -> Outcome:
-    """Figure 21: encoding that is k times faster, and sends l k times as many bytes."""
+    """Figure 21: an encoding that is k times faster, but sends l * k times as many bytes."""
     rows, curves, faster = [], [], (1, 2, 3, 4)
     for model in MODELS:
         adviser = _adviser(model)
@@ -261,7 +262,7 @@ def setups(artefact: Artefact) -> Outcome:
     total, faster, clearly = (sum(count[number] for count in counts.values()) for number in range(3))
     published = 100 * artefact.published["set-ups"] / artefact.published["of"]
     whole, own_faster, own_clearly = counts[1.0]
-    note = "holds below twice the published share; the paper does not say which set-ups it counts"
+    note = "the row holds below twice the published share, because the paper does not say which set-ups it counts"
     rows = [
         Row(what="set-ups looked at (published: more than)", published=artefact.published["of"], ours=total),
         Row(what="set-ups in which compression is faster", published=artefact.published["set-ups"], ours=faster),
@@ -271,13 +272,16 @@ def setups(artefact: Artefact) -> Outcome:
         _share("at the own batch sizes by more than the model's error (%)", published, own_clearly / whole, ""),
         *_with_own_kernels(),
     ]
-    ours = f"{OURS} PowerSGD, MSTop-K, SignSGD; 8 to 96 ranks at 10 Gb/s; a quarter, half and all of the batch sizes."
+    ours = (
+        f"{OURS} We compare PowerSGD, MSTop-K and SignSGD on 8 to 96 ranks at 10 Gb/s, with a quarter, half and all of "
+        "each model's batch size."
+    )
     return Outcome(name=artefact.name, rows=rows, ours=ours)
 
 
 def _counted(advisers: Mapping[str, Adviser]) -> dict[float, list[int]]:
-    """For each share of the batch size, the number of set-ups, the number of those in which a method is faster than
-    dense gradients, and the number of those in which it is faster by more than the error."""
+    """For each share of the batch size, three numbers: all set-ups, the set-ups in which a method is faster than dense
+    gradients, and the set-ups in which a method is faster by more than the model's error."""
     counts = {share: [0, 0, 0] for share in (0.25, 0.5, 1.0)}
     for adviser in advisers.values():
         own_batch_size = adviser.facts.compute.batch_size or 1
@@ -294,7 +298,8 @@ def _counted(advisers: Mapping[str, Adviser]) -> dict[float, list[int]]:
 
 
 def _with_own_kernels() -> list[Row]:
-    """The same shares with the encode times of hvdcomp's own kernels on a V100 instead of the encode times of 2021."""
+    """The shares of set-ups in which compression is faster, with the encode times of hvdcomp's own kernels on a V100
+    instead of the encode times of 2021."""
     known = load(PRESET)
     known = replace(known, models={model: with_own_kernels(known.models[model], known.card) for model in MODELS})
     counts = _counted({model: Adviser(known, model) for model in MODELS})
@@ -336,7 +341,7 @@ def factors(artefact: Artefact) -> Outcome:
         speedups = [seconds[0] / second for second in seconds]
         curves.append(Curve(label=name, x=candidates, y=speedups))
         published = artefact.published[f"{name}: saturates at factor"]
-        # Factors at which the next factor makes the exchange less than a tenth faster.
+        # The factors after which the next larger factor makes the exchange less than a tenth faster.
         ends = [low for low, (a, b) in zip(candidates, pairwise(seconds), strict=False) if a / b < 1.1]
         ours = ends[0] if ends else candidates[-1]
         what = f"{name}: factor from which a larger one is hardly faster"
@@ -344,8 +349,8 @@ def factors(artefact: Artefact) -> Outcome:
         what = f"{name}: speedup of the exchange at 1000x over 10x, less than 100"
         rows.append(Row(what=what, ours=speedups[4], holds=1 < speedups[4] < 100))
     note = (
-        f"{OURS} For the exchange alone, at 10 Gb/s, because the encode times by factor and the rate of the link are "
-        "not published."
+        f"{OURS} The times are for the exchange alone, at 10 Gb/s, because the encode times by factor and the "
+        "rate of the link are not published."
     )
     label = "speedup of the exchange over 10x, 32 ranks"
     return Outcome(name=artefact.name, rows=rows, curves={label: curves}, x="factor", ours=note)

@@ -24,7 +24,7 @@ from hvdcomp.perfmodel.shapes import tensors_of
 
 POWERSGD = "powersgd:rank=4"
 FASTER = 1.05
-"""The smallest speedup that counts. Smaller ones are within the spread of repeated measurements."""
+"""The smallest speedup that counts. A smaller speedup may be due to the spread of repeated measurements."""
 
 
 def _encode_ms(specs: Sequence[str], quick: bool) -> tuple[str, dict[str, float]]:
@@ -36,7 +36,8 @@ def _encode_ms(specs: Sequence[str], quick: bool) -> tuple[str, dict[str, float]
         words += ["--seconds", "0.3", "--json", str(file)]
         for spec in specs:
             words += ["--method", spec]
-        # Even if other work disturbs the measurements by a few percent, they still show the order.
+        # The order of the methods is still visible if other work on the machine changes the measurements by a few
+        # percent.
         subprocess.run([sys.executable, "-m", "hvdcomp", *words], check=False, capture_output=True)
         measured = json.loads(file.read_text())["measurements"]
     return model, {measurement["method"]: measurement["step_ms"] for measurement in measured}
@@ -49,8 +50,8 @@ def _outcome(artefact: Artefact, model: str, rows: list[Row], bars: Mapping[str,
 
 
 def encoding(artefact: Artefact, quick: bool) -> Outcome:
-    """Table 2 of On the Utility: encode times relative to those of PowerSGD rank 4, because a processor is not a
-    V100."""
+    """Table 2 of On the Utility: encode times divided by the encode time of PowerSGD rank 4. This machine's processor
+    is not a V100, so the times themselves cannot be compared."""
     published: Mapping[str, float] = artefact.published
     model, ours = _encode_ms(list(published), quick)
     rows = [Row(what=f"{spec}: ms", published=published[spec], ours=ours.get(spec)) for spec in published]
@@ -73,7 +74,7 @@ def ratios(artefact: Artefact, quick: bool) -> Outcome:
         exchange = adviser.exchange(spec, 64)
         own_factor, note = exchange.compression_factor, ""
         if spec.startswith("mstopk"):
-            own_factor, note = 2 * own_factor, "counted without indices, as in the paper; with indices it is half"
+            own_factor, note = 2 * own_factor, "without indices, as in the paper; half as large with indices"
         holds = within(own_factor, factor, 0.1)
         rows.append(Row(what=f"{spec}: compression ratio", published=factor, ours=own_factor, holds=holds, note=note))
     for spec, (_, published_ms) in published.items():
@@ -85,8 +86,8 @@ def ratios(artefact: Artefact, quick: bool) -> Outcome:
 
 
 def multilevel(artefact: Artefact, quick: bool) -> Outcome:
-    """GraVAC's table 3: selection at 10x and at 1000x. Both select from the whole gradient, or the second selects from
-    the result of the first."""
+    """GraVAC's table 3: selection at 10x and at 1000x. Either both selections read the whole gradient, or the second
+    selection reads only the result of the first selection."""
     sizes = {"ResNet101": "resnet101", "VGG16": "vgg16", "LSTM": "gravac-lstm"}
     rows, xp = [], arrays_for(np.zeros(1, np.float32))
     share = 16 if quick else 1

@@ -1,7 +1,8 @@
-"""The training runs that replace those of the papers and, if a folder has their data, Accordion's own training runs.
+"""The training runs that we use instead of the papers' training runs. If a folder has the published data, Accordion's
+original training runs are repeated instead.
 
-Two small workloads replace those of the papers: a convolutional network on MNIST-1D (Greydanus and Kobak 2020), and an
-LSTM on text. As in the papers, low compression gives better results than high compression. Learning rate and length
+Two small workloads replace the papers' workloads: a convolutional network on MNIST-1D (Greydanus and Kobak 2020), and
+an LSTM on text. As in the papers, low compression gives better results than high compression. Learning rate and length
 were chosen so that low compression loses little compared with dense gradients. The loss of a policy is therefore due to
 its decisions.
 """
@@ -74,7 +75,8 @@ class Workload:
         return spec(compressor, self.levels[compressor][which == "high"])
 
     def accordion(self, compressor: str, levels: tuple[float, float] | None = None) -> str:
-        """The spec of Accordion, between the workload's levels unless others are given."""
+        """The spec of the policy Accordion. It chooses between `levels`, or between the workload's levels if `levels`
+        is None."""
         low, high = levels or self.levels[compressor]
         rule = f"interval={self.interval}" if "data_dir" in self.options else f"steps={self.accordion_steps}"
         eta = "" if self.eta == 0.5 else f",eta={self.eta:g}"

@@ -151,7 +151,7 @@ def _run(cluster: Cluster, place: Place, options: Options, show: Callable[[str],
     env = {"OMP_NUM_THREADS": "1"}
     if options.backend == "horovod":
         # Horovod's cache must have room for the names of all tensors in all methods. By default, Horovod keeps only the
-        # newest 1,024 names, and negotiates the others again in every turn.
+        # newest 1,024 names, and negotiates all older names again in every turn.
         env["HOROVOD_CACHE_CAPACITY"] = "16384"
         if hosts.ranks > 1:
             env["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # two-level exchanges need this

@@ -14,7 +14,8 @@ from hvdcomp.perfmodel import STOCK_SPECS, UNCOMPRESSED, Adviser, Exchange, Sett
 from hvdcomp.tools.bench.trainings import ratio
 
 TWO_LEVELS, SCATTER = "two levels", "scatter"
-# The kind of exchange for each kind of collective. The first entry whose collective a step uses counts.
+# The kind of exchange for each kind of collective. If a step uses several kinds of collectives, the first of them in
+# this table decides.
 _WAYS = {"alltoall": SCATTER, "allgather": "gather", "allreduce": "allreduce"}
 
 

@@ -134,7 +134,7 @@ _OF_KINDS = "The table shows the errors of the predictions for compressors, for 
 def markdown(stem: str, rows: Sequence[Row], details: dict[str, Any]) -> str:
     """The page: the summary, tables of errors and speedups, the settings in which `auto` made a bad choice, and the
     noise."""
-    commits = commits_in_words(run["commit"] for run in details["runs"])  # more than one if the run was resumed
+    commits = commits_in_words(run["commit"] for run in details["runs"])  # several if the command was resumed
     all_gains = gains(rows)
     file = f"{stem}-gains.csv"
     gains_file = f" The file [{file}]({file}) contains the fastest compressor of each setting, and its speedups."

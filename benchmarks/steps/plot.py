@@ -54,7 +54,7 @@ def draw_speed(rows: Sequence[Row]) -> bytes:
         axes.grid(alpha=0.3)
     for axes in panels[len(models) :]:
         axes.set_visible(False)
-    first = panels[0]  # all panels share the scales of this one
+    first = panels[0]  # all panels share the axes of the first panel
     first.margins(x=0.12)
     first.set_xscale("log")
     first.set_xticks([parse_rate(rate) for rate in rates], [_as_text(rate) for rate in rates])
@@ -73,7 +73,7 @@ def draw_speed(rows: Sequence[Row]) -> bytes:
         handles.append(
             Line2D([], [], color=INK, linestyle="", marker="o", markerfacecolor="none", label="without overlap")
         )
-    figure.supylabel("times as fast as the better one of dense and fp16", fontsize=10)
+    figure.supylabel("speedup over the faster of dense and fp16", fontsize=10)
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     return as_png(figure)
 
@@ -96,7 +96,7 @@ def _as_text(rate: str) -> str:
 
 
 def draw_errors(rows: Sequence[Row]) -> bytes:
-    """Plots predicted against measured times. On the diagonal, the two are equal."""
+    """Plots predicted against measured times. On the diagonal, the two times are equal."""
     figure = new_figure(7, 6)
     axes = figure.add_subplot()
     markers = dict(zip(dict.fromkeys(row.cluster for row in rows), cycle(_MARKERS)))

@@ -82,7 +82,7 @@ def check_method(method: str, backend: str) -> None:
     try:
         parse_compressor(method)
     except SpecError as error:
-        raise SpecError(f"{error}; or one of the library's own: {', '.join(STOCK[backend])}") from None
+        raise SpecError(f"{error}; or give a method of the library: {', '.join(STOCK[backend])}") from None
 
 
 @click.command()
@@ -108,8 +108,8 @@ def check_method(method: str, backend: str) -> None:
     type=click.IntRange(0),
     multiple=True,
     metavar="BYTES",
-    help="Size in bytes of the smallest bucket of gradients that hvdcomp sends during the backward pass; 0: send all "
-    "gradients at its end. Repeatable.  [default: hvdcomp's own choice]",
+    help="Size in bytes of the smallest bucket of gradients that hvdcomp sends during the backward pass. With 0, "
+    "hvdcomp sends all gradients after the backward pass. You can repeat the option.  [default: hvdcomp's own choice]",
 )
 @click.option(
     "--rounds",

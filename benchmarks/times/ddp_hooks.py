@@ -259,13 +259,14 @@ def write(folder: Path, runs: Sequence[Mapping[str, Any]], details: Mapping[str,
 def measure(
     places: Sequence[Place], methods: Sequence[str], batch_size: int, seconds: float
 ) -> Iterator[dict[str, Any]]:
-    """Measures one setting after the other. The settings of a cluster are measured together.
+    """Measures one setting after the other. All settings with the same cluster are measured on one cluster, before the
+    next cluster is created.
 
     Yields:
         The results of the ranks, with the fields of `Place`.
 
     Raises:
-        StepsError: if a run failed. Its ranks have printed the reason.
+        StepsError: if a run failed. The ranks of this run have printed the reason.
     """
     for (hosts, rate), of_cluster in itertools.groupby(places, key=lambda place: (place.cluster, place.rate)):
         with Cluster(hosts.number, rate) as cluster, tempfile.TemporaryDirectory() as folder:
@@ -296,7 +297,7 @@ def _methods(_context: click.Context, _option: click.Parameter, value: tuple[str
         try:
             kind_of(method)
         except ValueError as error:
-            raise click.BadParameter(f"{error}; or one of PyTorch's: {', '.join(THEIRS)}") from None
+            raise click.BadParameter(f"{error}; or give a method of PyTorch: {', '.join(THEIRS)}") from None
     return tuple(dict.fromkeys(value))
 
 
@@ -313,10 +314,13 @@ def _methods(_context: click.Context, _option: click.Parameter, value: tuple[str
 @click.option("--batch-size", type=click.IntRange(1), default=4, show_default=True, help="Batch size of one rank.")
 @click.option(
     "--seconds", type=click.FloatRange(0), default=60.0, show_default=True,
-    help="Measuring time of each setting, after its first steps; at least five rounds of all methods.",
+    help="Seconds to measure each setting, after its first steps. At least five rounds of all methods are measured.",
 )  # fmt: skip
 @click.option("--output", type=click.Path(file_okay=False, path_type=Path), required=True, help="Results folder.")
-@click.option("--resume", is_flag=True, help="Keep the settings that the same, interrupted command has measured.")
+@click.option(
+    "--resume", is_flag=True,
+    help="Continue an interrupted run of the same command: keep the settings that it has measured.",
+)  # fmt: skip
 def main(
     hosts: tuple[str, ...],
     rates: tuple[str, ...],

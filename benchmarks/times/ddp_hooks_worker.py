@@ -80,13 +80,13 @@ class Training:
         self.compression: hvdcomp.Compression | None = None
         self.model = loss if method == COMPUTE else self._distributed(loss, seed)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9)
-        self.step_ms: list[list[float]] = []  # for each block, the milliseconds of the steps that count
-        self._steps = self._wire_bytes = self._ledger_bytes = 0  # counts over all steps of all blocks
+        self.step_ms: list[list[float]] = []  # for each block, the milliseconds of the measured steps
+        self._steps = self._wire_bytes = self._ledger_bytes = 0  # totals over all steps of all blocks
 
     def _distributed(self, loss: Loss, seed: int) -> DistributedDataParallel:
         whole = 1 + 4 * self.numel // 2**20
         buckets: dict[str, Any] = {"bucket_cap_mb": whole} if self.method in _IN_ONE_BUCKET else {}
-        # Buffers are the same work for all methods, and none of theirs.
+        # DDP does not broadcast buffers here, because this work has nothing to do with the methods.
         model = DistributedDataParallel(loss, **OWN_BUFFERS, **buckets)
         if self.method in HOOKS:
             make_state, hook = HOOKS[self.method]
@@ -116,7 +116,7 @@ class Training:
         for _ in range(settling):
             self.step()
         seconds = torch.tensor([self.step() for _ in range(steps)], dtype=torch.float64)
-        dist.barrier()  # until all ranks are here, this rank's data may still be in a queue
+        dist.barrier()  # before all ranks have arrived, sent data may still be in a queue
         crossed = torch.tensor([_sent() - sent], dtype=torch.float64)
         for measurement in (seconds, crossed):
             dist.all_reduce(measurement, dist.ReduceOp.MAX)
@@ -131,9 +131,9 @@ class Training:
         self._steps = self._wire_bytes = self._ledger_bytes = 0
 
     def as_json(self) -> dict[str, Any]:
-        """The measurements. Bytes are per step. There are two numbers: the bytes on the link of the host that sent the
-        most, including headers and acknowledgments, and the bytes that rank 0 passed to collectives according to
-        hvdcomp's ledger."""
+        """The measurements. Bytes are per step. There are two numbers. The first number is the bytes on the link of the
+        host that sent the most, including headers and acknowledgments. The second number is the bytes that rank 0
+        passed to collectives, according to hvdcomp's ledger."""
         low, middle, high = statistics.quantiles(
             [time for block in self.step_ms for time in block], n=4, method="inclusive"
         )
@@ -162,7 +162,7 @@ def begin(method: str, model: str, batch_size: int, seed: int) -> tuple[Training
         training = Training(method, model, batch_size, seed)
         for _ in range(_FIRST_STEPS):
             training.step()
-    except (AssertionError, RuntimeError, TypeError) as error:  # hooks raise these errors, the same on all ranks
+    except (AssertionError, RuntimeError, TypeError) as error:  # hooks raise these errors on all ranks alike
         if method not in HOOKS:
             raise
         place = traceback.extract_tb(error.__traceback__)[-1]
@@ -217,7 +217,7 @@ def main(model: str, methods: tuple[str, ...], batch_size: int, seconds: float, 
             "methods": [training.as_json() for training in trainings],
         }
         output.write_text(json.dumps(result))
-    dist.barrier()  # a rank that ended while others still work would sometimes be killed by a signal
+    dist.barrier()  # a rank that ends before the other ranks may be killed by a signal
     dist.destroy_process_group()
 
 

@@ -142,9 +142,9 @@ def work(turns: int, layers_ms: float, size: int) -> None:
 @click.command()
 @click.option("--hosts", default=4, show_default=True)
 @click.option("--rate", default="1gbit", show_default=True)
-@click.option("--turns", default=6, show_default=True, help="Turns of 10 steps of each way.")
+@click.option("--turns", default=6, show_default=True, help="Number of turns. In a turn, each way makes 10 steps.")
 @click.option("--layers-ms", default=25.0, show_default=True, help="Milliseconds that each rank sleeps in a step.")
-@click.option("--batch", default=2048, show_default=True, help="Examples per rank. Each looks up a row of each table.")
+@click.option("--batch", default=2048, show_default=True, help="Examples per rank. Each reads one row of each table.")
 def main(hosts: int, rate: str, turns: int, layers_ms: float, batch: int) -> None:
     if "RANK" in os.environ:
         work(turns, layers_ms, batch)

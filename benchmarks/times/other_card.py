@@ -2,9 +2,9 @@
 
     python -m benchmarks.times.other_card
 
-The rule is that of `hvdcomp.perfmodel.kernel_times`. The arithmetic of each method follows from the times on one GPU.
-The times on the other GPU then follow from the data sheets. The program prints a table in Markdown, in milliseconds of
-the device's own time, and then the median errors.
+The times are predicted by the formula of `hvdcomp.perfmodel.kernel_times`. The program first computes the arithmetic of
+each method from the measured times on one GPU. From this arithmetic and the data sheets, it predicts the times on the
+other GPU. The program prints a table in Markdown, in milliseconds of the device's own time, and then the median errors.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def predictions(known: str, asked: str) -> Iterator[Prediction]:
 
 
 def clock(card: str) -> Iterator[Prediction]:
-    """Predicts the elapsed times on a GPU. According to the rule, a step takes the longer of the host's and the
-    device's time."""
+    """Predicts the elapsed times on a GPU. The formula assumes that a step takes the longer of two times: the host's
+    and the device's."""
     for method, rows in measurements(card).items():
         for model, row in rows.items():
             kernels = KERNELS[method]

@@ -4,12 +4,12 @@ policy.
     horovodrun -np 2 python -m benchmarks.times.policy_overhead     # about 15 minutes on two cores
     horovodrun -np 2 python -m benchmarks.times.policy_overhead --model resnet20 --steps 200
 
-Two training runs of the cnn on digits, or of ResNet-20 on random images, take turns in one process, two steps at a
-time, so that other work on the machine affects both equally. One run has a policy that reads every gradient and makes
-decisions often, but always chooses the fixed level of the other run. Rank 0 writes two medians to --output: the median
-of the step times, and the median of the ratios between corresponding steps in the turns of the two runs. A median does
-not show the cost of rare expensive steps. The ratio of the total times shows it, but includes other work on the
-machine.
+Two training runs of the cnn on digits, or of ResNet-20 on random images, alternate in one process. A turn has only two
+steps, so that other work on the machine affects both runs equally. One run has a policy that reads every gradient and
+makes decisions often, but always chooses the fixed level of the other run. Rank 0 writes two medians to --output: the
+median of the step times, and the median of the ratios between corresponding steps in the turns of the two runs. A
+median does not show the cost of rare expensive steps. The ratio of the total times shows it, but includes other work on
+the machine.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import Any
 
 import click
 
-MODELS = {"cnn": ("digits", 16), "resnet20": ("synthetic", 32)}  # data, and samples of a batch
+MODELS = {"cnn": ("digits", 16), "resnet20": ("synthetic", 32)}  # the data, and the batch size
 LARGEST = {"cnn": (128, 1024), "resnet20": (64, 64, 3, 3)}  # shape of the largest tensor
 TURN = 2  # steps; in longer turns, other work on the machine disturbs the ratios more
-# Only the decisions have no effect: norms and ratios of all gradients are computed, and rank 0 decides every 20 steps.
-# Eta and fall are chosen so that each tensor stays at its level. Policies that compute optimal levels choose among as
-# many levels as by default, but all levels are within 1 % of the compressor's own, so that the sent bytes differ by at
-# most 1 %.
+# The policies do all their work: norms and ratios of all gradients are computed, and rank 0 decides every 20 steps.
+# Only the decisions have no effect. Eta and fall are chosen so that each tensor stays at its level. Policies that
+# compute optimal levels choose among as many levels as by default, but all levels are within 1 % of the compressor's
+# own level, so that the sent bytes differ by at most 1 %.
 CASES = {
     "no policy": ("powersgd:rank=4", None),
     "constant": ("powersgd:rank=4", "constant"),

@@ -1,5 +1,5 @@
-"""Measures the milliseconds that a rank works on its part of a flat gradient that is exchanged between nodes, with
-plain arithmetic and with kernels.
+"""Measures how many milliseconds a rank works on its part of a flat gradient. The part is exchanged between nodes. The
+work is measured once with plain arithmetic and once with kernels.
 
     OMP_NUM_THREADS=1 python -m benchmarks.times.shard_times --elements 4000000
 

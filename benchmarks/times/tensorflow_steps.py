@@ -3,11 +3,11 @@ PyTorch.
 
     horovodrun -np 2 python -m benchmarks.times.tensorflow_steps --method topk:ratio=0.01 --output steps.json
 
-The gradients are constants: those of the 65 variables of ResNet-20 for CIFAR, with 1x1 convolutions as shortcuts. A
-step therefore consists almost only of the work of Horovod and hvdcomp; `compute` is the time of the rest. All training
-runs of both frameworks take turns in one process, so that other work on the machine affects all of them equally. The
-output has each method's time in TensorFlow, relative to Horovod's fp16 and to the same method in PyTorch. The values
-are medians over all turns.
+The gradients are constants with the shapes of the 65 variables of ResNet-20 for CIFAR, with 1x1 convolutions as
+shortcuts. A step therefore consists almost only of the work of Horovod and hvdcomp; `compute` is the time of a step
+without this work. All training runs of both frameworks take turns in one process, so that other work on the machine
+affects all of them equally. The output has each method's time in TensorFlow, relative to Horovod's fp16 and to the same
+method in PyTorch. The values are medians over all turns.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import hvdcomp
 from hvdcomp.kernels import cuda
 
 Step = Callable[[], Any]
-_SETTLING = 2  # steps at the start of a turn: Horovod negotiates known names whose sizes changed
+_SETTLING = 2  # steps before each measurement, in which Horovod renegotiates names with new sizes
 _RATE = 0.01
 
 

@@ -2,10 +2,10 @@
 
     horovodrun -np 2 python -m benchmarks.times.tensorflow_training --model cnn --output training.json
 
-The steps are those of `hvdcomp train` with its default settings, always on the same batch of each rank. Each framework
-trains without an exchange ("compute"), with Horovod's compression "none" and with a method of hvdcomp. All training
-runs take turns in one process. In each turn, the time that an exchange adds is the time of a step with the exchange
-minus the time of a step without it. It is given as processor time of this rank and as wall-clock time.
+Each rank trains like `hvdcomp train` with its default settings, but always on the same batch. Each framework trains
+without an exchange ("compute"), with Horovod's compression "none" and with a method of hvdcomp. All training runs take
+turns in one process. In each turn, the time that an exchange adds is the time of a step with the exchange minus the
+time of a step without it. The added time is measured as processor time of this rank and as wall-clock time.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from hvdcomp.tools.bench.cluster import Cluster, ClusterError
 from hvdcomp.tools.terminal import make_console
 
 METHODS = ("none", "fp16", "terngrad", "powersgd:rank=4", "topk:ratio=0.01")
-# By policy, the compressor whose levels it chooses. `budget` sends about as many bytes as this compressor alone.
+# For each policy, the compressor whose levels it chooses. `budget` sends about as many bytes as this compressor alone.
 POLICIES = {
     "budget:factor=50": "topk:ratio=0.01",
     "lgreco:least=0.1,most=10,levels=13": "topk:ratio=0.01",

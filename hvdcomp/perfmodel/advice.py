@@ -34,8 +34,8 @@ from hvdcomp.perfmodel.schedule import Parts
 from hvdcomp.perfmodel.ways import encode_time_of, in_each_way, in_two_levels, reduces_shards
 
 FREE = (UNCOMPRESSED, "fp16")
-"""The free methods: dense gradients and fp16, which Horovod and PyTorch send without hvdcomp. These methods have no
-encode time, except that the cast to fp16 counts if the calibration has its time."""
+"""The free methods: dense gradients and fp16, which Horovod and PyTorch send without hvdcomp. These methods need no
+encode time in the calibration. If the calibration has a time for the cast to fp16, this time is used."""
 STOCK = {"horovod": ("none", "hvd.fp16"), "ddp": ("none", "ddp.fp16")}
 """The names of each library's own free methods: dense gradients, and the library's cast to float16. The keys are the
 backends of `hvdcomp.tools.train.ranks.Ranks`."""
@@ -143,9 +143,9 @@ class Adviser:
             if it supports both, and also with a two-level exchange if the calibration has nodes of several ranks. Dense
             and fp16 gradients are always compared.
         early_bytes: the smallest bucket that is sent during the backward pass, in bytes of gradients (`bucket_bytes` of
-            `hvdcomp.Compression`). Use 0 if all gradients are sent after the backward pass, as in TensorFlow. None
-            stands for the calibration's size or, if it has none, for hvdcomp's default. The argument matters only if
-            the calibration records when gradients are ready.
+            `hvdcomp.Compression`). Use 0 if all gradients are sent after the backward pass, as in TensorFlow. With
+            None, the size comes from the calibration. If the calibration has no size, hvdcomp's default is used. The
+            argument matters only if the calibration records when gradients are ready.
         optimizer: the kind of optimizer that the training uses, as in `hvdcomp.compressors.evidence.Evidence`. The
             adviser recommends only compressors that suit this optimizer (`hvdcomp.perfmodel.quality.why_not`). None if
             the optimizer is unknown. The adviser may then recommend every compressor in `specs` or, without `specs`,
@@ -408,6 +408,6 @@ def _change(adviser: Adviser, spec: str, setting: Setting, low: float, high: flo
     for _ in range(2):
         between = np.geomspace(low, high, 256)
         faster = _faster(adviser, spec, setting, between)
-        at = max(1, int(np.argmax(faster != faster[0])))  # the first whose result differs from that of the lowest
+        at = max(1, int(np.argmax(faster != faster[0])))  # the first change, seen from the lowest bandwidth
         low, high = between[at - 1], between[at]
     return float(low)

@@ -84,7 +84,7 @@ class Calibration:
         models: the numbers of each model, by its name.
         machine: texts that describe the machine, by keys such as accelerator, link and versions.
         noise: the largest relative difference between two measured step times that may be noise. A method counts as
-            faster only if it is faster by more than this.
+            faster only if its lead is larger than this difference.
         noise_note: how `noise` was determined.
         network_source: the source of the network's numbers.
         card: the GPU for which unknown encode times are estimated, a key of `hvdcomp.perfmodel.cards.CARDS`; empty if

@@ -43,7 +43,7 @@ class Card:
         return _INTEGER_UNITS * self.multiprocessors * self.clock_hz
 
 
-_FOUNDRY = "utilisation: that of 1B parameters and 2,048 tokens in MosaicML's table (llm-foundry, training benchmarks)"
+_FOUNDRY = "utilisation: for 1B parameters and 2,048 tokens in MosaicML's table (llm-foundry, training benchmarks)"
 _NO_TABLE = "utilisation: estimated, as on an H100"
 
 CARDS = {
@@ -57,12 +57,12 @@ CARDS = {
     ),
     "h100": Card(
         "NVIDIA H100 SXM5 80GB", 3350e9, 132, 1.98e9, 989e12, 0.41, 80e9,
-        f"data sheet of the H100, clock as nvidia-smi shows it; {_FOUNDRY}, 41 to 42 %",
+        f"data sheet of the H100; clock: as shown by nvidia-smi; {_FOUNDRY}, 41 to 42 %",
         measured=("resnet50",),
     ),
     "h200": Card(
         "NVIDIA H200 SXM 141GB", 4800e9, 132, 1.98e9, 989e12, 0.41, 141e9,
-        "data sheet of the H200, clock and utilisation those of the H100, whose chip it has",
+        "data sheet of the H200; clock and utilisation: as on an H100, which has the same chip",
         measured=("resnet50", "bert-base"),
     ),
     "l4": Card("NVIDIA L4 24GB", 300e9, 58, 2.04e9, 121e12, 0.40, 24e9, f"data sheet of the L4; {_NO_TABLE}"),
@@ -72,7 +72,7 @@ CARDS = {
     ),
     "rtx4090": Card(
         "NVIDIA GeForce RTX 4090 24GB", 1008e9, 128, 2.52e9, 165e12, 0.40, 24e9,
-        f"whitepaper of the Ada architecture, 16 bits added up in 32; {_NO_TABLE}",
+        f"whitepaper of the Ada architecture; flops: for 16-bit numbers with 32-bit sums; {_NO_TABLE}",
     ),
 }  # fmt: skip
 """The GPUs, by name. A calibration's field `card` may have these names."""

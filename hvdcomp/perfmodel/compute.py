@@ -59,7 +59,7 @@ class Compute:
             are spent on the presence check and on the work that Horovod or DistributedDataParallel does for each
             tensor.
         horovod_s: the seconds that follow the last collective of a step in which Horovod or DistributedDataParallel
-            exchanges the gradients itself, cast or not.
+            exchanges the gradients itself, with or without a cast.
         ready: when gradients are ready, as pairs of two numbers: a share of all bytes of gradients, and the share of
             the backward pass after which the library can send these bytes. Both numbers ascend from pair to pair, up to
             1. Horovod sends single gradients, and DistributedDataParallel sends its buckets. Empty if unknown.

@@ -40,9 +40,9 @@ def counts(
     """Yields one row for each model of a calibration. A row counts set-ups: every number of ranks in `WORLD_SIZES`,
     combined with every batch size in `BATCHES` if the calibration has a batch size.
 
-    If the calibration names a GPU, each row also has counts that are based on the encode times of the code of 2021,
-    scaled from a V100 by memory bandwidth. If the calibration is the preset `OF_2021`, the columns without "2021" use
-    the encode times of hvdcomp's own kernels on a V100.
+    If the calibration names a GPU, each row also has counts for the code that Agarwal et al. measured in 2021. The
+    encode times of this code are scaled from a V100 by memory bandwidth. If the calibration is the preset `OF_2021`,
+    the columns without "2021" use the encode times of hvdcomp's own kernels on a V100.
 
     Args:
         calibration: the measured times of the network and of the models.
@@ -118,8 +118,8 @@ def with_own_kernels(facts: ModelFacts, card: str) -> ModelFacts:
 
 
 def _encode_times_of_2021(published: Calibration, facts: ModelFacts, card: str) -> dict[str, EncodeTime]:
-    """The encode times of the code of 2021 on a GPU, by spec. They are scaled from the times on a V100 of the same
-    model, or else of the model that is closest in size."""
+    """The encode times of Agarwal et al.'s code of 2021 on a GPU, by spec. Each time is scaled from the published time
+    on a V100: for the same model, or else for the model that is closest in size."""
     same = [name for name, known in published.models.items() if known.tensors == facts.tensors]
     without = replace(facts, compute=replace(facts.compute, encode={}))
     models = published.models if same else {**published.models, "": without}

@@ -55,7 +55,7 @@ _Key = tuple[str, str, Group]  # kind, reduction and ranks (`among`) of payloads
 _Rounds = list[dict[_Key, float]]  # for each round, the bytes that a rank contributes to each collective
 
 Round = tuple[Collective, ...]
-"""Collectives that start together. The next round needs the results of all of them."""
+"""Collectives that start together. The next round starts only when all of them have ended."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ class Exchange:
 
     @property
     def encodes_first(self) -> bool:
-        """Whether encoding precedes all collectives. In a two-level exchange it does not: the ranks of a node first
-        average their gradients."""
+        """Whether encoding precedes all collectives. In a two-level exchange, encoding comes later, because the ranks
+        of a node first average their gradients."""
         return not any(collective.among == "node" for collective in self.rounds[0])
 
     def gathered(self, ranks: Array) -> Array:
@@ -268,8 +268,8 @@ def _in_levels(bucket: Sequence[tuple[TensorInfo, TwoLevel]], ranks: int, ranks_
     """The payloads of one rank for a bucket in a two-level exchange: before, during and after the exchange between
     nodes.
 
-    Between nodes, a rank sends the mean over the ranks of its node. This mean is averaged over the ranks of the node
-    too, because their shards contain different tensors.
+    Between nodes, a rank sends its shard of the mean over its node. The shards contain different tensors, so their
+    payloads differ in size. The payload between nodes is therefore the mean size over the ranks of the node.
     """
     # The mean over the ranks of a node has at least 32 bits per element.
     inside = [(replace(tensor, dtype=wide_dtype(tensor.dtype)), levels.compressor) for tensor, levels in bucket]

@@ -95,11 +95,11 @@ def _element_s(moved: float, picoseconds: float, card: Card) -> float:
 # payload is written once and read once, and the result takes 4 bytes. Quantizers read x a second time (4) once they
 # know the scales. EDEN does not: it has a scale for each block, and computes the codes of a block while the block is in
 # registers. PowerSGD multiplies x a second time (4), and its decoding reads and writes x (8).
-# 1 % of the elements are decoded. For each of them, a sector of 32 bytes is read and written.
+# Sparsifiers decode 1 % of the elements. For each decoded element, a sector of 32 bytes is read and written.
 _SCATTERED = 64 * 0.01
 
-_SAME = "of the same kernels"
-_BY_CPU = "its arithmetic times the ratio of the processor times of both on a CPU (docs/encode/"
+_SAME = "which uses the same kernels"
+_BY_CPU = "with its arithmetic scaled by the ratio of both methods' times on a CPU (docs/encode/"
 
 KERNELS = {
     "powersgd:rank=4": Kernels(23, 28, 5.7),
@@ -150,7 +150,7 @@ def encode_time(spec: str, card: Card, elements: float, model: str | None = None
     kernels = KERNELS[spec]
     further_s = elements * _element_s(kernels.payload, kernels.decode_ps, card)
     measured = not kernels.estimated and kernels.source == BENCH and model in card.measured
-    on = "" if measured else f", and from an H200 to {card.title} by bandwidth and integer rate"
+    on = "" if measured else f"; scaled from an H200 to {card.title} by bandwidth and integer rate"
     return EncodeTime(
         encode_s=device_s(kernels, card, elements) - further_s,
         decode_per_rank_s=further_s,

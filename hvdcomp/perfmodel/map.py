@@ -1,5 +1,5 @@
-"""The map that shows where compression makes training faster on one card: a row for each model, a column for each rate
-of a node's link, and a panel for each number of ranks."""
+"""The map shows where compression makes training faster on one type of GPU. It has a row for each model, a column for
+each rate of a node's link, and a panel for each number of ranks."""
 
 from __future__ import annotations
 

@@ -200,9 +200,9 @@ def network_of_nodes(
 ) -> Network:
     """A network of nodes that each have one link to the other nodes. Collectives use ring algorithms, as in NCCL.
 
-    A ring through all ranks leaves each node once, so a rank has the whole link, and the latency of a message is the
-    mean over the hops of the ring. In an alltoall, and in an exchange between nodes, all ranks of a node send at once,
-    so each rank has only its share of the link.
+    A ring through all ranks leaves each node only once. Each rank can therefore use the whole link, and the latency of
+    a message is the mean over the hops of the ring. In an alltoall, and in an exchange between nodes, all ranks of a
+    node send at once, so each rank has only its share of the link.
 
     Args:
         ranks_per_node: number of ranks per node, at least 2.

@@ -20,8 +20,8 @@ from hvdcomp.perfmodel.schedule import Buckets, Parts, cut, early, overlapped, p
 Array = Any
 
 UNCOMPRESSED = "none"
-"""The spec of dense gradients. They are not encoded, so the encode time of this spec stands for the part of a dense
-step's time that the other numbers do not include."""
+"""The spec of dense gradients. Dense gradients are not encoded, so the encode time of this spec has a different
+meaning: it is the part of a dense step's time that the other numbers do not include."""
 
 LIMITS = ("compute", "encode", "network", "latency")
 
@@ -128,7 +128,7 @@ def local_step_s(
     exchange and the outer optimizer take.
 
     The exchange does not overlap with anything, because it begins after the step of the inner optimizer. The outer
-    optimizer also processes all weights once, so its step is assumed to take the same time as that of the inner
+    optimizer also processes all weights once, so its step is assumed to take the same time as a step of the inner
     optimizer.
 
     Args:
@@ -253,7 +253,7 @@ def least_compression_factor(
     allowed = (step - backward + slowed) / efficiency
     shape = np.broadcast(seconds(1.0), allowed).shape
     low, high = np.zeros(shape), np.full(shape, np.log(1e9))
-    for _ in range(60):  # bisection of logarithms; 60 halvings are more than exact enough
+    for _ in range(60):  # bisection of the logarithm, much finer than needed
         middle = (low + high) / 2
         enough = seconds(np.exp(middle)) <= allowed
         low, high = np.where(enough, low, middle), np.where(enough, middle, high)

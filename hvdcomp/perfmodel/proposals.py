@@ -14,8 +14,8 @@ from hvdcomp.compressors.two_level import within
 from hvdcomp.perfmodel.ways import in_two_levels
 
 MOST = 3
-"""Largest number of proposed compressors. It is small because the policy tries each of them, and combines them with
-other compressors."""
+"""Largest number of proposed compressors. The number is small because the policy tries each proposed compressor, also
+in combinations with other compressors."""
 
 REACH = 0.25
 """The predicted step of a proposed compressor is longer than the fastest step by at most this share."""
@@ -75,7 +75,7 @@ class Proposals:
             )
         return (
             f"the policy auto proposes no compressor: in hvdcomp's own training runs with {optimizer}, no compressor "
-            f"raised the loss by {criteria.loss:.2%} or less. {way_out}"
+            f"kept the loss within {criteria.loss:.2%} of uncompressed training. {way_out}"
         )
 
 

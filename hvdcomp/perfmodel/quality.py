@@ -31,7 +31,7 @@ def why_not(compressor: Compressor, optimizer: str | None = None) -> str | None:
 
     If the optimizer is known, a method may be recommended if it suits this optimizer (`is_harmless`). If the optimizer
     is unknown, a method may be recommended if it lost less than `MUCH` with at least one of the `OPTIMIZERS`, because
-    it may also work with the user's optimizer.
+    this method may also suit the user's optimizer.
 
     Args:
         compressor: the method.

@@ -94,7 +94,7 @@ def overlapped(compute: Array, backward: Array, gamma: Array, buckets: Buckets, 
     hidden = cost_of("allreduce", buckets.size) * (buckets.number - 1)
     last = cost_of("allreduce", buckets.last)
     beyond = np.maximum(hidden.total - slowed, 0)
-    # We assume that latency and transfer have the same proportion in the part that does not overlap as in the whole.
+    # We assume that the part that does not overlap has the same ratio of latency to transfer as the whole time.
     share = beyond / np.where(hidden.total > 0, hidden.total, 1)
     exposed = hidden * share + last
     waiting = exposed.latency + exposed.start
@@ -151,7 +151,7 @@ def when_ready(
         spent = spent + Seconds(cost.latency, cost.transfer, np.where(idle, cost.start, 0.0)) * under_way
         sent = np.where(under_way, upto, sent)
     beyond = np.maximum(clock - slowed, 0) * several
-    # We assume that latency and transfer have the same proportion in the part that does not overlap as in the whole.
+    # We assume that the part that does not overlap has the same ratio of latency to transfer as the whole time.
     exposed = spent * (beyond / np.where(spent.total > 0, spent.total, 1))
     latency = exposed.latency + exposed.start
     return Parts(compute - backward + slowed, np.zeros(shape), exposed.transfer, latency, waits)
@@ -178,8 +178,8 @@ def sequential(compute: Array, encode: Array, exchange: Exchange, cost_of: CostO
 
 
 def _of_round(collectives: Round, cost_of: CostOf, payload: Array) -> Seconds:
-    """The time of a round's collectives. They start together, and run one after the other. Their bytes are multiplied
-    by `payload`."""
+    """The time of a round's collectives. The collectives are requested together, and run one after the other. Their
+    bytes are multiplied by `payload`."""
     costs = [
         cost_of(collective.kind, collective.bytes * payload, dtype=collective.dtype, among=collective.among)
         for collective in collectives
@@ -234,10 +234,10 @@ def early(
     """Predicts a step in which the engine starts some buckets during the backward pass, by a simulation.
 
     During the backward pass, the engine encodes these early buckets and starts their first collectives. Encoding delays
-    the backward pass. The network carries one collective at a time. It makes the backward pass longer by gamma - 1
-    times the time during which it carries collectives. After the backward pass, the remaining tensors are encoded and
-    sent. Then the later rounds begin. While one bucket waits for its results, the collectives of other buckets run.
-    Early buckets are decoded during the exchange of the remaining tensors.
+    the backward pass. The network carries one collective at a time. Collectives slow the backward pass, which becomes
+    longer by gamma - 1 times the time that they take during the pass. After the backward pass, the remaining tensors
+    are encoded and sent. Then the later rounds begin. While one bucket waits for its results, the collectives of other
+    buckets run. Early buckets are decoded during the exchange of the remaining tensors.
 
     In a two-level exchange, encoding follows the first collective. All buckets are therefore encoded and decoded after
     the backward pass, without overlap.
@@ -333,7 +333,7 @@ def sharded(
     hidden = gathered + reduced * (1 - 1 / modules)
     beyond_busy = np.maximum(hidden.total - busy, 0)
     spent = gathered_before + hidden
-    # We assume that latency and transfer have the same proportion in the part that does not overlap as in the whole.
+    # We assume that the part that does not overlap has the same ratio of latency to transfer as the whole time.
     share = (beyond_before + beyond_busy) / np.where(spent.total > 0, spent.total, 1)
     exposed = spent * share + last
     waiting = exposed.latency + exposed.start

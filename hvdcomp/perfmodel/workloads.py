@@ -136,10 +136,10 @@ def _model(workload: Workload, card: Card) -> dict[str, Any]:
             "shapes": "the model's own publication (hvdcomp/perfmodel/shapes.py)",
             "forward_s": f"a third of a step: {workload.source}; {card.sources}",
             "backward_s": f"two thirds of a step: {workload.source}; {card.sources}",
-            "gamma": "Agarwal et al. 2022, section 4.1: between 1.04 and 1.1; the middle",
-            "bucket_bytes": "the default of DistributedDataParallel; if sharded, the gradients of a module",
+            "gamma": "Agarwal et al. 2022, section 4.1: between 1.04 and 1.1; we use the middle",
+            "bucket_bytes": "the default of DistributedDataParallel; for a sharded model, the gradients of a module",
             "optimizer_s": "estimated: AdamW reads and writes 28 bytes per element",
-            "early_bytes": "hvdcomp's own on GPUs: a quarter of the gradients",
+            "early_bytes": "hvdcomp's default on GPUs: a quarter of the gradients",
             "ready": "estimated: the backward pass visits the tensors from last to first, and takes time for each "
             "matrix in proportion to its elements, the same time for each convolution, and none for embeddings",
         },

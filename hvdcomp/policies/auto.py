@@ -4,10 +4,10 @@ The performance model lists the candidates and predicts the time of a step for e
 Training begins with the candidate that has the shortest predicted time, and the policy measures it. If the predicted
 time of another candidate is close to the best time, the policy tries this candidate for a few steps. The steps before
 and after the trial use the best candidate. Because the speed of a machine changes, only measurements that directly
-follow each other can be compared. The policy keeps the candidate with the shortest measured time. A trial begins when
-its expected cost is at most a small share of the training time so far, so that the cost of all trials stays below this
-share. If step times have changed since the candidate was chosen, all candidates may be tried again. If the trial of a
-candidate was long ago, the candidate is tried once more.
+follow each other can be compared. The policy keeps the candidate with the shortest measured time. The cost of all
+trials stays below a small share of the training time. A trial therefore begins only when its expected cost fits into
+this share. If step times have changed since the candidate was chosen, all candidates may be tried again. If the trial
+of a candidate was long ago, the candidate is tried once more.
 
 This policy was developed for hvdcomp and is not from a paper.
 """
@@ -46,7 +46,7 @@ DENSE_CANDIDATE = "dense"
 """Name of the candidate without compression."""
 
 _HOPELESS = 1.5  # a trial ends early if its steps are slower, or faster, than the best candidate's by this factor
-_FEW = 4  # from this number of measurements on, the cost of changing to a candidate always counts
+_FEW = 4  # after this number of measured windows, a trial is never free
 _MOST = 16  # largest number of windows to measure a candidate that cannot be distinguished from the best
 # smallest standard error of a trial's ratio, because the speed of a machine changes from minute to minute
 _UNEVEN = 0.05
@@ -67,8 +67,8 @@ _Excess = Annotated[float, number(lambda value: value > 0, "above 0, such as 0.1
 class Auto(Policy[AutoState]):
     """Chooses no compression, fp16 or a compressor for each set of tensors, so that steps are as fast as possible.
 
-    The compressor is that of the training run, or one of `compressors`. Levels do not change. If a compressor has
-    `exchange="auto"`, the policy also chooses the faster of "gather" and "scatter".
+    The compressors to choose from are the training run's own compressor and `compressors`. Levels do not change. If a
+    compressor has `exchange="auto"`, the policy also chooses the faster of "gather" and "scatter".
 
     Attributes:
         calibration: a calibration file, or the name of a preset of `hvdcomp.perfmodel`. Only rank 0 reads it.
@@ -83,8 +83,9 @@ class Auto(Policy[AutoState]):
             second, the number is larger.
         margin: a candidate is tried if its steps are expected to be slower than the best steps by at most this share.
         budget: the share of the training time that trials may cost.
-        drift: a share of the step time. All candidates may be tried again if, at four decisions in a row, the step time
-            differs by more than this share from the step time when the current candidate was chosen.
+        drift: a share of the step time. At each decision, the step time is compared with the step time when the current
+            candidate was chosen. If the two differ by more than this share at four decisions in a row, all candidates
+            may be tried again.
 
     Example:
         >>> str(Auto(calibration="calibration.json"))
@@ -315,7 +316,7 @@ class Auto(Policy[AutoState]):
 
     def fields_of(self, data: Mapping[str, Any]) -> dict[str, Any]:
         fields = dict(data)
-        if vars(Trial()).keys() <= fields.keys():  # an incomplete trial is omitted, and then reported as missing
+        if vars(Trial()).keys() <= fields.keys():  # if a field is missing, the base class reports it
             fields["trial"] = {name: fields.pop(name) for name in vars(Trial())}
         return super().fields_of(fields)
 

@@ -25,7 +25,7 @@ DOUBT = 0.1  # a prediction may be too high by this share; a trial of a candidat
 _PRIOR = 2  # a prediction counts as this number of measured steps, with DOUBT as its standard error
 # trial and prediction agree within this number of standard errors; if they do not agree, the prediction is ignored
 _AGREES = 2
-# a change must exceed this number of standard errors, so that noisy steps do not make all candidates open again
+# a change must exceed this number of standard errors, so that noise does not start new trials of all candidates
 SURE = 3
 NOTICEABLE = 0.01  # smallest relative difference between step times that matters
 
@@ -113,7 +113,7 @@ class AutoState:
         measured: the measurements of each candidate, by name, since the last time when all candidates could be tried
             again. A trial is recorded as a step time: the ratio between the trial and the rival before and after the
             trial, times the step time of the rival. The first trial is averaged with the prediction, which counts as
-            two steps. They are not averaged if they contradict each other.
+            two steps. If the first trial contradicts the prediction, the prediction is ignored.
         before: the median step time of each candidate in earlier measurements, by name.
         usual: the seconds of a step when the policy decided to stay with a candidate, by the candidate's name. A drift
             is noticed by comparison with this time.

@@ -37,8 +37,8 @@ class Policy(Described, Generic[State]):
         name: the policy's name in a spec string.
         state_type: the dataclass of the policy's state. The fields must have types that `hvdcomp.specs.typed.typed`
             accepts.
-        state_growth: the number of bytes by which the JSON of a state may grow, in addition to an allowance for each
-            tensor. A larger state needs a second message.
+        state_growth: the number of bytes by which the JSON of a state may grow. A further allowance for each tensor is
+            added. A larger state needs a second message.
 
     Attributes:
         lag: with 1, a decision is used one step later, so that its broadcast overlaps with the computation of the next
@@ -103,8 +103,8 @@ class Policy(Described, Generic[State]):
 
     @property
     def first_request(self) -> Request:
-        """The request that this policy makes for a model without tensors. All requests of a policy have the same
-        `ever`."""
+        """The request that this policy makes for a model without tensors. The field `ever` is the same in all requests
+        of a policy."""
         return self.request(self.initial_state(()))
 
     def update(self, state: State, statistics: Statistics) -> State:

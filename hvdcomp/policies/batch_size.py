@@ -45,8 +45,8 @@ class AccordionBatchSizeState:
 class AccordionBatchSize(CriticalRegimes[AccordionBatchSizeState]):
     """Accordion for the batch size (Agarwal et al. 2021, arXiv:2010.16248, section 4.1).
 
-    The batch is small at first. When a comparison of norms finds that the regime of the whole model is not critical and
-    the learning rate does not fall, the batch becomes large and stays large.
+    The batch is small at first. The batch becomes large when a comparison of norms finds that the regime of the whole
+    model is not critical, unless the learning rate falls at this time. It then stays large.
 
     Attributes:
         low: size of the small batch at the start of training, in samples.
@@ -130,9 +130,9 @@ class IncreaseBatchSize(Policy[IncreaseBatchSizeState]):
 
     If the schedule's learning rate is below its peak, the batch is multiplied by peak / rate, rounded down to an
     integer and limited by `high`. The learning rate of the schedule is multiplied by the same integer. So the rate
-    falls below its peak only because of the rounding and the limit `high`. With several parameter groups, the largest
-    rate counts. If the schedule returns to its peak (a warm restart), the batch returns to its original size. A rate of
-    zero, as at the end of some schedules, changes nothing.
+    falls below its peak only because of the rounding and the limit `high`. If there are several parameter groups, the
+    policy looks only at the largest rate. If the schedule returns to its peak (a warm restart), the batch returns to
+    its original size. A rate of zero, as at the end of some schedules, changes nothing.
 
     Attributes:
         low: size of the batch at the start of training, in samples.

@@ -1,4 +1,5 @@
-"""A policy that chooses the best level of each tensor within a budget of bytes, error or time."""
+"""A policy that chooses the best compression level (ratio, rank or bits) of each tensor within a budget of bytes, error
+or time."""
 
 from __future__ import annotations
 
@@ -52,9 +53,9 @@ class Budget(OptimalLevels[BudgetState]):
     ||G - C(G)|| sqrt(n) / ||G|| for n elements. Adam divides gradients by a similar number: the square root of its
     second moment. With `factor`, the policy considers all choices that send at most the uncompressed bytes / `factor`,
     and takes the choice with the smallest error. With `ms`, the policy considers all choices that can be exchanged in
-    this time, according to the performance model and a calibration, and takes the choice with the smallest error. With
-    `error`, the policy takes the choice that sends the fewest bytes with at most this error. The limit in bytes and the
-    unit of the error were developed for hvdcomp and are not from the paper.
+    this time, and takes the choice with the smallest error. The performance model predicts the time from a calibration.
+    With `error`, the policy takes the choice that sends the fewest bytes with at most this error. The limit in bytes
+    and the unit of the error were developed for hvdcomp and are not from the paper.
 
     The first decision is made after `last` steps. (With `critical` and an `interval` below twice `last`, it is made
     after `interval` steps.) Before the first decision, all tensors have their own levels. These are the levels of the
@@ -67,8 +68,9 @@ class Budget(OptimalLevels[BudgetState]):
     Attributes:
         factor: smallest compression factor of the whole model in a step, that is, the uncompressed bytes divided by the
             bytes that a rank sends.
-        error: the limit on the relative error. The relative error is the sum of the tensors' errors over the sum of
-            their norms ||G||, in the same unit. This quotient is the mean of ||G - C(G)|| / ||G||, weighted by sqrt(n).
+        error: the limit on the relative error. The relative error is the sum of the tensors' errors, divided by the sum
+            of their norms ||G|| in the unit of the errors. This quotient is the mean of ||G - C(G)|| / ||G||, weighted
+            by sqrt(n).
         ms: largest number of milliseconds by which the exchange may lengthen a step. Encoding, exchange and decoding
             count, except for the parts that overlap with the backward pass. Pass exactly one of `factor`, `error` and
             `ms`.
@@ -206,7 +208,7 @@ class Budget(OptimalLevels[BudgetState]):
 def bytes_within(seconds: Mapping[int, float], limit: float) -> float:
     """The largest number of bytes whose exchange stays within a time limit, by linear interpolation.
 
-    More bytes may take less time, because less is encoded.
+    Sending more bytes may take less time than sending fewer bytes, because less must then be encoded.
 
     Args:
         seconds: the predicted seconds of a step's exchange, by the bytes that a rank sends.

@@ -15,8 +15,8 @@ from hvdcomp.specs.levels import Level, Unit
 from hvdcomp.specs.typed import as_fields, typed
 
 Gain = Literal["error_feedback", "raw"]
-"""How GraVAC's gain is computed. It is the energy that compression keeps of x = g + r, divided by the energy of x
-("error_feedback") or by the energy of the gradient g alone ("raw")."""
+"""How GraVAC's gain is computed. Compression keeps a part of the energy of x = g + r. The gain is this part divided by
+the energy of x ("error_feedback"), or by the energy of the gradient g alone ("raw")."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Decision:
     Class attributes:
         kind: name of this kind of decision in JSON.
         sets_batch_size: whether decisions set the batch size instead of compression.
-        uses_factors: whether decisions give compression factors. A factor may lead to any level.
+        uses_factors: whether decisions give compression factors. hvdcomp then computes the level of a tensor from its
+            factor, so any level is possible.
         shown: names of the attributes that a report shows under the same names.
         later: names of the fields that logs of earlier versions lack. `to_json` omits such a field if it has its
             default value.

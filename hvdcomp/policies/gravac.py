@@ -26,7 +26,7 @@ WINDOWS = {"exponential": 500, "geometric": 2000}
 """For each `scaling`, the default number of steps for which a candidate is evaluated."""
 
 SELDOM = 10
-"""The default of `every`. It is used if a window then has at least this number of measurements."""
+"""The default of `every`. It is used only if a window has at least this number of measurements with this default."""
 
 
 def error_gain(energy: float, error_energy: float) -> float:
@@ -103,7 +103,7 @@ class GraVAC(Policy[GraVACState]):
     For each factor, smoothing starts with the first gain of this factor, because gains of other factors are not
     meaningful for it. A factor is not sent before its gain is known. Gains that are not finite are ignored. The time
     that is spent only on measuring gains is subtracted from the time of a step. If the search ends at a factor that is
-    not above the first factor, this factor is used for the rest of the training run, and gains are no longer measured.
+    not above the first factor, the rest of the training run uses this factor. Gains are then no longer measured.
 
     Attributes:
         min: the factor of the first compression at the start of training.
@@ -114,10 +114,11 @@ class GraVAC(Policy[GraVACState]):
             are 2, 4, 8, 16... times `min`. The last candidate is `max`.
         window: the number of steps for which each candidate is evaluated; None for 500 (exponential) or 2000
             (geometric).
-        smoothing: the weight of a new gain in the moving average. None means N/100 for N ranks, at most 1, applied once
-            for each of `every` steps.
-        every: one of `every` steps measures gains and decides which result to send. 1 is the published algorithm, which
-            is costly if steps are short. None means 10 if the window has 10 or more such parts, otherwise 1.
+        smoothing: the weight of a new gain in the moving average. With None, the weight of one step is N/100 for N
+            ranks, but at most 1. A new gain then gets the combined weight of `every` steps.
+        every: one of `every` steps measures gains and decides which result to send. The published algorithm uses 1,
+            which is costly if steps are short. None means 10 if the window consists of at least 10 parts of 10 steps
+            each; otherwise it means 1.
         factor: how compression factors are counted. "bytes" counts bytes, and includes indices. "elements" counts
             elements, without indices, as published. For methods that send all elements, "elements" counts 32-bit
             numbers.

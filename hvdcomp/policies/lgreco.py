@@ -1,5 +1,5 @@
-"""L-GreCo chooses the levels of all tensors that send the fewest bytes, with no more error than the tensors' own
-levels."""
+"""L-GreCo chooses the compression levels (ratios, ranks or bits) that send the fewest bytes, with no more error than
+the levels that the user has chosen."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LGreCo(OptimalLevels[TensorLevels]):
 
 
 def cheapest(table: LevelTable, alpha: float) -> dict[str, Level]:
-    """The levels that `LGreCo` chooses. `alpha` is the setting of `LGreCo`."""
+    """The levels that `LGreCo` chooses with the setting `alpha`."""
     budget = alpha * math.fsum(errors[table.own[name]] for name, errors in table.errors.items())
     levels = fewest_bytes(table, budget) or least_of(table.errors)
     # Errors are rounded up, so with alpha=1 even the own levels may exceed the limit.

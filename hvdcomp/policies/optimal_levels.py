@@ -1,9 +1,9 @@
-"""Finds the best levels of all tensors from measured errors and bytes, with dynamic programming. The module also has
-the base class of the policies that do so.
+"""Finds the best compression levels (ratios, ranks or bits) of all tensors from measured errors and bytes, with dynamic
+programming. The module also has the base class of the policies that choose levels in this way.
 
 In each tensor, the same level sends a different number of bytes and causes a different error. At intervals, rank 0
 measures the bytes and the errors of a few levels of each tensor. Dynamic programming then finds the best choice. The
-choice is exact, except that the limited quantity is rounded.
+choice is optimal, except that the limited quantity (bytes or error) is rounded.
 """
 
 from __future__ import annotations

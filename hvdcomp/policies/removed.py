@@ -1,4 +1,5 @@
-"""Policies that were removed. If an old spec, log or checkpoint names one, the error message names the replacement."""
+"""Policies that were removed. If an old spec, log or checkpoint names a removed policy, the error message names the
+replacement."""
 
 from __future__ import annotations
 

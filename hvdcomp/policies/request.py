@@ -32,11 +32,12 @@ class Statistic(Enum):
 
 @dataclass(frozen=True)
 class LearningRates:
-    """The learning rates of the user's schedule, one for each parameter group. They do not include a policy's factor.
+    """The learning rates of the user's schedule, one for each parameter group. They do not include the factor by which
+    a policy multiplies the learning rate.
 
     Attributes:
-        now: the rates at the first step of the period that has ended. A change within the period then shows as a
-            difference from `next`.
+        now: the rates at the first step of the period that has ended. A change within the period is then visible,
+            because `now` differs from `next`.
         next: the rates of the next step.
     """
 
@@ -226,7 +227,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Period:
-    """Specifies when a policy decides. Two of the first three fields are 0.
+    """Specifies when a policy decides. Exactly one of the first three fields is not 0.
 
     Attributes:
         epochs: number of epochs from one decision to the next.
@@ -255,8 +256,8 @@ class Request:
             over the ranks).
         ever: the statistics that a request in any state may name. With these names, all ranks can prepare for any state
             of rank 0.
-        around: the levels for LEVEL_TABLE and EXCHANGE_SECONDS, as factors of each tensor's own level. 1.0 is one of
-            them.
+        around: the levels for LEVEL_TABLE and EXCHANGE_SECONDS, as factors of each tensor's own level. They include
+            1.0.
         scaled: whether LEVEL_TABLE divides the errors of a tensor by the root mean square of its mean gradient.
     """
 

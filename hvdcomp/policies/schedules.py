@@ -1,4 +1,5 @@
-"""Schedules give levels that depend only on the number of the step. So every rank can compute them itself."""
+"""Schedules give compression levels (ratios, ranks or bits) that depend only on the number of the step. So every rank
+can compute the levels itself."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def test_an_interrupted_benchmark_goes_on_where_it_was(monkeypatch: pytest.Monke
     ("words", "message"),
     [
         (["--method", "topkk"], "unknown compressor 'topkk'"),
-        (["--method", "fp32_hook"], "or one of PyTorch's: DDP, fp16_compress_hook"),
+        (["--method", "fp32_hook"], "or give a method of PyTorch: DDP, fp16_compress_hook"),
         (["--model", "resnet19"], "resnet19"),
         (["--hosts", "2y2"], "2x4 for 2 hosts"),
     ],

@@ -267,7 +267,7 @@ def test_a_dry_run_prints_the_next_trainings_and_the_hours(records: Records) -> 
     assert [line.partition("--lr ")[2].split()[0] for line in signs] == ["0.008", "0.016", "0.032"]
     assert all("--evaluate-every 300" in line and "--local-steps 4" in line for line in signs)
     assert "1. what README's table needs: 3 rows, about 42 trainings, 0.1 to 0.1 hours of a core" in done.output
-    assert "All 6 together take" in done.output
+    assert "All 6 stages together take" in done.output
 
 
 # The rows.
