@@ -1,4 +1,4 @@
-"""Scatter-reduce-allgather: the exchange "scatter" of `gathering`, for one tensor and for a bucket.
+"""Scatter-reduce-allgather, which a method uses if its parameter `exchange` is "scatter".
 
 A tensor is cut into one chunk for each rank, and each rank averages one chunk. In a bucket, all tensors together are
 cut into chunks of nearly equal length. A chunk is itself a bucket, and its tensors are pieces of the original tensors.
@@ -327,7 +327,8 @@ class _Layout:
             rows = PayloadRows(np.array([owner for owner, _ in pieces], np.int64), ranks, 0)
             means = _AllChunks(bucket, pieces, NoMemory(), rows, of_means)
             length = _rows_of(method, means.bucket, rows).shape[1]
-            # this bucket only decodes, and its payload would take as much memory as the received payloads
+            # This bucket is only used to decode. A payload of its own would need as much memory as the received
+            # payloads.
             means.bucket.layout.payload = None
             self.decoders = (means,)
         rows = PayloadRows(np.zeros(len(own_pieces), np.int64), 1, length)

@@ -184,7 +184,7 @@ class ChunkedTopK(Compressor):
         return xp.astype(packed[:count], "int32") | (high << 8)
 
     def _encode(self, xp: ArrayFunctions, values: Array, like: Array) -> tuple[Array, ...]:
-        """Encodes the values of the sent elements, as a vector (count,)."""
+        """Encodes the values of the sent elements. `values` is a vector of shape (count,)."""
         if self.values == "2bit":
             return _to_bins(xp, values, like)
         if self.values == "sign":

@@ -196,7 +196,8 @@ class TensorGroup:
         return self._tensors[name].gradient
 
     def sent(self, name: str) -> Array | SparseVector:
-        """The part of x of a tensor that was sent. Call it in a function of `when_compressed`."""
+        """What this rank sent of the tensor `name` in this step, decoded. Call it only in a function of
+        `when_compressed`."""
         return self._tensors[name].sent
 
 

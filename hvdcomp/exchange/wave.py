@@ -1,7 +1,7 @@
 """A wave: buckets and tensor groups that make their rounds together.
 
-In a round, a wave gets one request from each bucket and from each tensor of a tensor group. It fuses the requests into
-a few collectives, and returns the answers. In this file, "bucket" also means a tensor group.
+In a round, each bucket and each tensor of a tensor group asks the wave for one collective. The wave fuses these
+requests into a few collectives, runs them, and returns the results. In this file, "bucket" also means a tensor group.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ For one step of a method, the device needs
     launches x LAUNCH_S  +  elements x (bytes / bandwidth  +  arithmetic x integer rate of an H200 / integer rate)
 
 seconds. `bytes` is the number of bytes that the kernels read and write for an element; it follows from the method.
-`arithmetic` is the rest of the time that an H200 needs for an element. This rest was measured, and the kernels spend
-most of it on integer operations. The bandwidth is `REACHED` times the bandwidth in the data sheet. On any GPU, the host
-needs `HOST_S` seconds for a step and `HOST_LAUNCH_S` seconds for each launch. The host works while the device works, so
-a step takes the longer of the two times.
+`arithmetic` is the time that an H200 needs for an element beyond the time to read and write these bytes. We measured
+this time, and the kernels spend most of it on integer operations. The bandwidth is `REACHED` times the bandwidth in the
+data sheet. On any GPU, the host needs `HOST_S` seconds for a step and `HOST_LAUNCH_S` seconds for each launch. The host
+works while the device works, so a step takes the longer of the two times.
 
 `benchmarks/times/other_card.py` predicts the times of each measured GPU from the other measured GPU, and compares the
 predictions with the measurements.

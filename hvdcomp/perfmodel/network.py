@@ -90,7 +90,8 @@ ALGORITHMS: dict[str, dict[str, Callable[[Array, Array], Traffic]]] = {
     "reducescatter": {"ring": _part_by_part},
 }
 """For each kind of collective and each algorithm, a function that computes the traffic if each of `ranks` ranks
-contributes `size` bytes. In an alltoall or a reduce-scatter, `size` is the sum of a rank's parts for all ranks.
+contributes `size` bytes. In an alltoall or a reduce-scatter, a rank contributes one part for each rank, and `size` is
+the size of all its parts together.
 
 Sources:
 

@@ -139,7 +139,7 @@ def case_what_ids_do_not_name_and_no_table_is_refused_on_every_rank() -> None:
     tied = torch.nn.ModuleList([table, other])
     assert "also the weight of another layer" in raised(ConfigurationError, lambda: ShardedTables(tied))
     empty = torch.nn.ModuleList([torch.nn.Embedding(7, 2, sparse=True, device="meta")])
-    assert "pass a function `fill`" in raised(ConfigurationError, lambda: ShardedTables(empty))
+    assert "give ShardedTables the argument `fill`" in raised(ConfigurationError, lambda: ShardedTables(empty))
     said = raised(RankMismatchError, lambda: ShardedTables(empty, fill=lambda _, ids: torch.zeros(len(ids), 3)))
     assert "it must return the shape" in said
 

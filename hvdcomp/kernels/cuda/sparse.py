@@ -67,8 +67,8 @@ _LOOKED_AT = 512  # number of candidates that a program works on at a time
 
 @triton.jit
 def _counted(chosen, first, count):
-    """The two counts of `count_chosen`, each summed over `count` pieces: the number of certain elements, and the number
-    of tied elements."""
+    """The two counts of `count_chosen`, each summed over `count` pieces: the number of elements that are surely chosen,
+    and the number of tied elements."""
     surely = tl.zeros((SPAN,), tl.int32)
     eligible = tl.zeros((SPAN,), tl.int32)
     for block in range(0, count, SPAN):

@@ -51,7 +51,7 @@ class AutoTraining(Training):
             "decision_log": log,
         }
         self._compressor = compressor
-        self._pause = ExitStack()  # contains a context while the policy's clock is stopped
+        self._pause = ExitStack()  # while the policy's clock is stopped, it holds the context that stops the clock
         super().__init__(carrier, AUTO, model_name, batch_size, seed)
 
     def begin(self, seconds: float) -> None:

@@ -82,6 +82,6 @@ def _names(text: str) -> list[str]:
 
 
 def _stops(facts: Facts) -> bool:
-    """Whether a failure of torch.distributed prevents training. It does not if Horovod is installed and the launcher's
-    variables are not those of torch.distributed."""
+    """Whether a failure of torch.distributed prevents training. The failure is harmless if Horovod is installed and no
+    launcher has set the variables that torch.distributed reads."""
     return facts.horovod is None or facts.by_torch

@@ -152,8 +152,8 @@ class Run:
 
     @property
     def simulated_link(self) -> str | None:
-        """A text with the name of the link for which exchanges between simulated ranks were predicted; None for real
-        ranks."""
+        """The network link for which the times of exchanges were predicted, as a text. None if the ranks were real, as
+        their exchanges were measured."""
         if self.text("backend") != SIMULATED:
             return None
         link = self.options.get("link")

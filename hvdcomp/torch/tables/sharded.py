@@ -273,8 +273,8 @@ def _check(model: torch.nn.Module, name: str, table: Any, fill: Fill | None) -> 
         )
     if weight.is_meta and fill is None:
         raise ConfigurationError(
-            f"{name} is on the meta device, so it has no rows; pass a function `fill` that makes the rows to "
-            "ShardedTables"
+            f"{name} is on the meta device, so it has no rows; give ShardedTables the argument `fill`, a function that "
+            "makes the rows"
         )
     others = [module for module in model.modules() if not isinstance(module, EMBEDDINGS)]
     if any(own is weight for module in others for own in module.parameters(recurse=False)):
