@@ -54,7 +54,7 @@ class Binding(Training):
         presence: the number that this rank contributes to the presence check of the current step.
         ranks_may_change: whether ranks may join during training. If so, the ranks agree on a state in their first step,
             because some of them may be new.
-        units: the units of the gradients, such as the loss scale.
+        units: the factors by which gradients are scaled, such as the loss scale.
     """
 
     def __init__(

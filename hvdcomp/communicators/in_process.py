@@ -24,8 +24,8 @@ class InProcessGroup:
     """Runs `size` ranks in threads, with their collectives. Each node has `ranks_per_node` ranks. If `ranks_per_node`
     is None, all ranks are on one node.
 
-    All ranks wait for each other in each collective, even if only some of them take part, because all ranks start
-    collectives at the same points.
+    In each collective, all ranks wait for each other. They also do so if only some of the ranks exchange data, because
+    the threads of all ranks reach each collective at the same point of their program.
 
     Only one rank runs at a time. This rank runs until its next collective, and then the next rank runs. If threads ran
     concurrently, they would spend most of a short step waiting for Python's lock.

@@ -378,6 +378,6 @@ def _require_compressor(method: str, place: str, choice: object) -> None:
 def nested_too_deep() -> SpecError:
     """The error for routers that are nested more than `MOST_NESTED` deep."""
     return SpecError(
-        f"routers may be nested at most {MOST_NESTED} deep. Each numel<N or ndim<N contains all rules after it: use "
-        "fewer of them, and put patterns of names side by side in one object"
+        f"routers may be nested at most {MOST_NESTED} deep. Each numel<N or ndim<N contains all rules after it. "
+        "Use fewer numel<N and ndim<N, and put all patterns of names into one object, side by side"
     )

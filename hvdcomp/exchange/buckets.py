@@ -156,7 +156,7 @@ class Buckets:
         """The gradients and their addresses; None if they are on another device than kernels and flat storage."""
         if (placed := cuda.placed(arrays, dtype)) is not None:
             if not isinstance(self._residuals, DeviceResiduals) and not self.with_kernels:
-                # Not a slice of the gradient, which would keep the whole gradient in memory.
+                # A new array instead of a slice of the gradient: a slice would keep the whole gradient in memory.
                 like = xp.astype(xp.zeros((0,), like=arrays[0]), "float32")
                 self._residuals = DeviceResiduals(self._sizes, xp, like)
             kept = self._residuals

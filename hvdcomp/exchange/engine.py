@@ -238,8 +238,8 @@ class Engine:
         first = gradients[names[0]]
         xp = arrays_for(first)
         # A bucket that has started early on one rank may not have started on another rank. On this other rank, the
-        # bucket starts now. It is a wave of its own here too, and the order of buckets is the same, so that all ranks
-        # start the same collectives. All other buckets follow together.
+        # bucket starts now. On both ranks, the bucket forms a wave alone, and buckets start in the same order, so that
+        # all ranks start the same collectives. All other buckets follow together in one wave.
         started = self.overlap.end(first)
         if not started:
             self.ledger.clock.begin(xp, first)

@@ -26,7 +26,8 @@ WINDOWS = {"exponential": 500, "geometric": 2000}
 """For each `scaling`, the default number of steps for which a candidate is evaluated."""
 
 SELDOM = 10
-"""The default of `every`. It is used only if a window has at least this number of measurements with this default."""
+"""The default of `every`, if a window of steps is a multiple of it and contains at least this number of measurements.
+Otherwise, the default is 1."""
 
 
 def error_gain(energy: float, error_energy: float) -> float:

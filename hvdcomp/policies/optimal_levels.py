@@ -192,7 +192,7 @@ def least_error(table: LevelTable, limit: float) -> dict[str, Level] | None:
 
 
 def least_of(values: _ByLevel) -> dict[str, Level]:
-    """The level with the smallest value, for each tensor."""
+    """For each tensor, the level at which the value in `values` is smallest."""
     return {name: min(levels, key=levels.__getitem__) for name, levels in values.items()}
 
 

@@ -94,9 +94,9 @@ class TorchTraining(Binding):
         stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         if others := [name for name, parameter in self._parameters.items() if parameter not in stepped]:
             raise ConfigurationError(
-                f"CompressedAdam: local_steps={local_steps} skips the exchange in most steps. This includes the "
-                f"exchange of {', '.join(others[:3])}, which this optimizer does not train, so the ranks' weights "
-                "would differ. Give the optimizer all parameters of the model that are trained, or omit local_steps"
+                f"CompressedAdam: local_steps={local_steps} skips the exchange in most steps, but this optimizer "
+                f"does not train {', '.join(others[:3])}. Without an exchange, their weights would differ between "
+                "ranks. Give the optimizer all parameters of the model that are trained, or omit local_steps"
             )
         if self.is_summed:
             raise ConfigurationError(

@@ -123,8 +123,8 @@ def _read_python(path: Path, archive: _Archive) -> tuple[np.ndarray, np.ndarray]
 
 
 def _read_binary(path: Path, archive: _Archive) -> tuple[np.ndarray, np.ndarray]:
-    """Reads a binary batch, whose rows consist of label bytes and pixels: images (n, 3072) as uint8, and labels
-    (n,)."""
+    """Reads a binary batch. Each of its rows consists of label bytes and pixels. Returns the images, an array of shape
+    (n, 3072) of uint8, and the labels, an array of shape (n,)."""
     row = archive.label_bytes + _PIXELS
     expected = f"rows of {row} bytes: {archive.label_bytes} of labels, {_PIXELS} of pixels"
     content = np.frombuffer(path.read_bytes(), dtype=np.uint8)

@@ -205,7 +205,7 @@ def group_of(name: str) -> dist.ProcessGroup:
     except RuntimeError as error:
         raise ConfigurationError(
             f"torch.distributed has no process group with the name {name!r}: {error}. Call init_process_group() first, "
-            "and give the name of a process group that exists, group.group_name"
+            "and give the name of a process group that exists, which is its attribute group_name"
         ) from None
     return group
 
