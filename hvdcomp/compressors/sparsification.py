@@ -305,8 +305,8 @@ def aggregate_by_magnitude(
     """Like `Sparsifier.aggregate`, but in passes over all tensors of the bucket:
 
     1. `sparse_encode` computes x, the sum of the gradient and the residual, and collects candidates for the selection.
-       A lower limit is estimated from a sample, and the candidates are the few elements that reach this limit. Among the candidates, the kernel searches for the threshold, chooses
-       k elements, and writes them to the payload.
+       A lower limit is estimated from a sample, and the candidates are the few elements that reach this limit. Among
+       the candidates, the kernel searches for the threshold, chooses k elements, and writes them to the payload.
     2. `sparse_keep` subtracts the sent elements from x, so that x becomes the residual.
     3. `sparse_decode` adds the elements of all ranks to the results.
 
