@@ -18,7 +18,7 @@ else:
 
 DOCS = Path(__file__).parents[1] / "docs"
 TABLE = DOCS / "measured.toml"
-MEASURES = ("quality", "counts", "times", "behaviour")
+MEASURES = ("quality", "counts", "times", "behavior")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.diagnostics.regimes import EIGENVALUE, GRADIENT_NORM, RegimeRecord
-from hvdcomp.perfmodel.figures import COLOURS, INK, new_figure
+from hvdcomp.perfmodel.figures import COLORS, INK, new_figure
 
-_COLOURS = {"loss": INK, EIGENVALUE: COLOURS[0], GRADIENT_NORM: COLOURS[2]}
-_SHADE = COLOURS[4]
+_COLORS = {"loss": INK, EIGENVALUE: COLORS[0], GRADIENT_NORM: COLORS[2]}
+_SHADE = COLORS[4]
 _LABELS = {EIGENVALUE: "largest eigenvalue\nof the Hessian", GRADIENT_NORM: "norm of the\naccumulated gradient"}
 
 
@@ -42,7 +42,7 @@ def draw(record: RegimeRecord, losses: Sequence[float] | None = None, decays: Se
     for axes, (name, label, values) in zip(np.ravel(figure.subplots(len(panels), 1, sharex=True)), panels, strict=True):
         if name != "loss":
             _shade(axes, record.critical(name))
-        _curve(axes, values, _COLOURS[name])
+        _curve(axes, values, _COLORS[name])
         for decay in decays:
             axes.axvline(decay + 0.5, color=INK, linestyle="dashed", linewidth=0.8)
         axes.set_ylabel(label)
@@ -55,10 +55,10 @@ def draw(record: RegimeRecord, losses: Sequence[float] | None = None, decays: Se
     return figure
 
 
-def _curve(axes: Axes, values: Sequence[float | None], colour: str) -> None:
+def _curve(axes: Axes, values: Sequence[float | None], color: str) -> None:
     y = np.array([np.nan if value is None else value for value in values], dtype=float)
     is_finite = np.isfinite(y)
-    axes.plot(np.arange(1, len(y) + 1)[is_finite], y[is_finite], color=colour, marker="o", markersize=3)
+    axes.plot(np.arange(1, len(y) + 1)[is_finite], y[is_finite], color=color, marker="o", markersize=3)
     if is_finite.any() and (y[is_finite] > 0).all():
         axes.set_yscale("log")  # so equal relative changes look equally large
 

@@ -680,7 +680,7 @@ _FAMILIES = {
     "quantized": ("qsgd", "terngrad", "natural", "globalqsgd", "int8", "int4", "fp8", "eden"),
     "cast": ("fp16", "bf16"),
 }
-_COLOURS = dict(zip(_FAMILIES, ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#888888"), strict=True))
+_COLORS = dict(zip(_FAMILIES, ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#888888"), strict=True))
 _MOST = 20.0  # points or percent; the largest loss in the plot
 
 
@@ -721,17 +721,17 @@ def draw(tables: Sequence[Table]) -> bytes:
             lost, known = statistics.mean(row.difference), run.method.spec in WELL_KNOWN
             large = known or row in front
             axes.plot(
-                row.factor, min(lost, _MOST), "^" if lost > _MOST else "o", color=_COLOURS[family],
+                row.factor, min(lost, _MOST), "^" if lost > _MOST else "o", color=_COLORS[family],
                 markersize=6 if large else 3, alpha=1 if large else 0.6,
             )  # fmt: skip
             if known and lost <= _MOST:
                 name, place = run.method.spec.split(":")[0], (row.factor, lost)
                 axes.annotate(
-                    name, place, fontsize=8, color=_COLOURS[family], rotation=40, xytext=(2, 4),
+                    name, place, fontsize=8, color=_COLORS[family], rotation=40, xytext=(2, 4),
                     textcoords="offset points",
                 )  # fmt: skip
-    handles = [Line2D([], [], marker="o", linestyle="", color=colour) for colour in _COLOURS.values()]
-    figure.legend(handles, list(_COLOURS), loc="outside lower center", ncols=len(_COLOURS))
+    handles = [Line2D([], [], marker="o", linestyle="", color=color) for color in _COLORS.values()]
+    figure.legend(handles, list(_COLORS), loc="outside lower center", ncols=len(_COLORS))
     return as_png(figure)
 
 

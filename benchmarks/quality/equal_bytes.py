@@ -596,7 +596,7 @@ def _seeds_of(pairs: Sequence[Pair]) -> list[int]:
     return sorted({seed for pair in pairs for seed in pair.policy.qualities})
 
 
-_COLOURS = {
+_COLORS = {
     "fixed": "#7d7d7d", "budget": "#0072b2", "budget-narrow": "#999933", "lgreco": "#009e73", "accordion": "#d55e00",
     "mid": "#cc79a7", "gravac": "#e69f00", "adaqs": "#56b4e9",
 }  # fmt: skip
@@ -630,7 +630,7 @@ def draw(by_workload: Mapping[str, Sequence[Pair]]) -> bytes:
         axes.grid(alpha=0.3)
         everything = [outcome for pair in pairs for outcome in (pair.policy, pair.control)]
         for compressor, line, marker in zip(LEVEL_NAMES, ("-", "--"), ("o", "s"), strict=True):
-            for kind, colour in _COLOURS.items():
+            for kind, color in _COLORS.items():
                 of_compressor = [outcome for outcome in everything if outcome.row.compressor == compressor]
                 of_kind = [outcome for outcome in of_compressor if outcome.row.kind == kind]
                 chosen = {outcome.megabytes: outcome.mean for outcome in of_kind}
@@ -638,12 +638,12 @@ def draw(by_workload: Mapping[str, Sequence[Pair]]) -> bytes:
                     places = sorted(chosen)
                     joined = line if kind == "fixed" else "none"
                     axes.plot(
-                        places, [chosen[at] for at in places], color=colour, linestyle=joined, marker=marker,
+                        places, [chosen[at] for at in places], color=color, linestyle=joined, marker=marker,
                         markersize=4, label=f"{compressor} {kind}",
                     )  # fmt: skip
         quality = {outcome.megabytes: outcome.mean for outcome in everything}
         front = pareto_front(quality, WORKLOADS[name].higher_is_better)
-        axes.plot(*zip(*front, strict=True), color=_COLOURS["fixed"], linestyle=":", zorder=0.5, label="Pareto front")
+        axes.plot(*zip(*front, strict=True), color=_COLORS["fixed"], linestyle=":", zorder=0.5, label="Pareto front")
         axes.legend(fontsize=7)
     return as_png(figure)
 

@@ -17,6 +17,6 @@ from __future__ import annotations
 
 from benchmarks.reproduce.counterparts import run
 from benchmarks.reproduce.outcome import Curve, Outcome, Row, read, write
-from benchmarks.reproduce.published import PAPERS, Artefact, artefacts
+from benchmarks.reproduce.published import PAPERS, Artifact, artifacts
 
-__all__ = ["PAPERS", "Artefact", "Curve", "Outcome", "Row", "artefacts", "read", "run", "write"]
+__all__ = ["PAPERS", "Artifact", "Curve", "Outcome", "Row", "artifacts", "read", "run", "write"]

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from benchmarks.reproduce.outcome import NOT_SHOWN, Outcome
-from benchmarks.reproduce.published import PAPERS, Artefact, artefacts
+from benchmarks.reproduce.published import PAPERS, Artifact, artifacts
 from hvdcomp.tools.terminal import make_console, make_table, print_table
 
 
@@ -62,19 +62,19 @@ def main(
         raise click.UsageError(f"--epochs {epochs} needs published data: name their folder with --data-dir")
     if quick and not names and page is None:
         names = tuple(PAPERS)
-    for artefact in _chosen(names):
-        outcome = _run(artefact, quick, data, epochs, output, plot)
-        _show(console, artefact, outcome)
+    for artifact in _chosen(names):
+        outcome = _run(artifact, quick, data, epochs, output, plot)
+        _show(console, artifact, outcome)
     if page is not None:
         _write_page(page, output)
     elif not names:
         _list(console)
 
 
-def _chosen(names: tuple[str, ...]) -> list[Artefact]:
-    chosen: dict[str, Artefact] = {}
+def _chosen(names: tuple[str, ...]) -> list[Artifact]:
+    chosen: dict[str, Artifact] = {}
     for name in names:
-        named = {key: artefact for key, artefact in artefacts().items() if name in (key, artefact.paper)}
+        named = {key: artifact for key, artifact in artifacts().items() if name in (key, artifact.paper)}
         if not named:
             raise click.UsageError(
                 f"{name!r} is not a table, figure or paper; `python -m benchmarks.reproduce` lists all names"
@@ -83,21 +83,21 @@ def _chosen(names: tuple[str, ...]) -> list[Artefact]:
     return list(chosen.values())
 
 
-def _run(artefact: Artefact, quick: bool, data: Path | None, epochs: int | None, output: Path, plot: bool) -> Outcome:
+def _run(artifact: Artifact, quick: bool, data: Path | None, epochs: int | None, output: Path, plot: bool) -> Outcome:
     from benchmarks.reproduce.counterparts import run
     from benchmarks.reproduce.outcome import write
     from hvdcomp.tools.train.ranks import RunRefused
 
     try:
-        outcome = run(artefact, quick, output / "runs", data, epochs)
+        outcome = run(artifact, quick, output / "runs", data, epochs)
     except RunRefused as error:
         raise click.ClickException(str(error)) from None
     try:
         write(outcome, output)
-        if plot and outcome.curves and artefact.is_figure:
+        if plot and outcome.curves and artifact.is_figure:
             from benchmarks.reproduce.plot import draw
 
-            draw(outcome, f"{artefact.name}: {artefact.shows}", output / f"{artefact.name}.png")
+            draw(outcome, f"{artifact.name}: {artifact.shows}", output / f"{artifact.name}.png")
     except OSError as error:
         raise click.ClickException(f"--output {output} cannot be written: {error.strerror or error}") from None
     except ImportError as error:
@@ -105,14 +105,14 @@ def _run(artefact: Artefact, quick: bool, data: Path | None, epochs: int | None,
     return outcome
 
 
-def _show(console: Any, artefact: Artefact, outcome: Outcome) -> None:
+def _show(console: Any, artifact: Artifact, outcome: Outcome) -> None:
     from benchmarks.reproduce.page import holds_text, number, with_half
 
     table = make_table("", "published", "ours", "difference", "holds", "", numbers=("published", "ours", "difference"))
     for row in outcome.rows:
         numbers = number(row.published), with_half(row), number(row.difference, sign=True)
         table.add_row(row.what, *numbers, holds_text(row), row.note)
-    title = f"{artefact.name}, {artefact.place} of {PAPERS[artefact.paper]}: {artefact.shows}"
+    title = f"{artifact.name}, {artifact.place} of {PAPERS[artifact.paper]}: {artifact.shows}"
     if outcome.rows:
         print_table(console, table, title)
     else:
@@ -120,15 +120,15 @@ def _show(console: Any, artefact: Artefact, outcome: Outcome) -> None:
     if outcome.ours:
         console.print(outcome.ours, markup=False)
     why = f", because {outcome.reason}" if outcome.verdict == NOT_SHOWN else ""
-    console.print(f"{artefact.name}: {outcome.verdict}{why}", markup=False)
+    console.print(f"{artifact.name}: {outcome.verdict}{why}", markup=False)
 
 
 def _list(console: Any) -> None:
     for paper, title in PAPERS.items():
         table = make_table("name", "in the paper", "shows")
-        for artefact in artefacts().values():
-            if artefact.paper == paper:
-                table.add_row(artefact.name, artefact.place, artefact.shows)
+        for artifact in artifacts().values():
+            if artifact.paper == paper:
+                table.add_row(artifact.name, artifact.place, artifact.shows)
         print_table(console, table, title)
 
 
@@ -137,7 +137,7 @@ def _write_page(page: Path, output: Path) -> None:
     from benchmarks.reproduce.outcome import read
     from hvdcomp.files import replace_text
 
-    outcomes = {file.stem: read(file) for file in sorted(output.glob("*.json")) if file.stem in artefacts()}
+    outcomes = {file.stem: read(file) for file in sorted(output.glob("*.json")) if file.stem in artifacts()}
     try:
         replace_text(page, pages.page(outcomes))
         replace_text(page.with_suffix(".csv"), pages.rows_as_csv(outcomes))

@@ -10,7 +10,7 @@ from benchmarks.reproduce import controls
 from benchmarks.reproduce.compared import MARGIN, Compared, Trained, Trainings
 from benchmarks.reproduce.counted import floats_sent
 from benchmarks.reproduce.outcome import Curve, Outcome, Row
-from benchmarks.reproduce.published import Artefact
+from benchmarks.reproduce.published import Artifact
 from benchmarks.reproduce.workloads import Workload, spec
 
 
@@ -26,11 +26,11 @@ def _fixed_and_accordion(t: Trainings, compressor: str, workload: Workload) -> C
     )
 
 
-def _table(artefact: Artefact) -> tuple[dict[str, float], str]:
+def _table(artifact: Artifact) -> tuple[dict[str, float], str]:
     """The published accuracies, floats and seconds with low compression, high compression and Accordion, and the
     network that they belong to."""
-    networks = artefact.published
-    name = artefact.settings.get("network", "ResNet-18")
+    networks = artifact.published
+    name = artifact.settings.get("network", "ResNet-18")
     if name not in networks:
         return {}, name
     values: dict[str, float] = {}
@@ -46,17 +46,17 @@ def _of(numbers: Mapping[str, float], quantity: str, a: str, b: str, ratio: bool
     return second / first if ratio else first - second
 
 
-def levels(artefact: Artefact, t: Trainings) -> Outcome:
+def levels(artifact: Artifact, t: Trainings) -> Outcome:
     """Accordion's tables 1 to 4 and their curves: fixed levels, Accordion, and a control that sends the same number of
     floats."""
-    compressor = artefact.settings["compressor"]
-    workload = t.of(artefact, artefact.settings.get("workload", "images"))
+    compressor = artifact.settings["compressor"]
+    workload = t.of(artifact, artifact.settings.get("workload", "images"))
     compared, control = controls.of_levels(t, _fixed_and_accordion(t, compressor, workload), "Accordion", compressor)
-    numbers, network = _table(artefact)
+    numbers, network = _table(artifact)
     gap, closed = (_of(numbers, "accuracy", label, "high") for label in ("low", "Accordion"))
     recovered = None if gap is None or closed is None else 100 * closed / gap
     rows = [
-        *floats_sent(artefact),
+        *floats_sent(artifact),
         *(compared.quality(level, numbers.get(f"{level} accuracy")) for level in ("low", "high", "Accordion")),
         compared.gain("high", "low", "worse", _of(numbers, "accuracy", "high", "low")),
         compared.gain("Accordion", "low", "no loss", _of(numbers, "accuracy", "Accordion", "low"), main=True),
@@ -69,7 +69,7 @@ def levels(artefact: Artefact, t: Trainings) -> Outcome:
     beside = f" The published numbers of trainings are for {network}." if numbers else ""
     low, high = (workload.level(compressor, which) for which in ("low", "high"))
     note = f"Low compression is {low}, high compression is {high}.{beside}"
-    return compared.outcome(artefact, rows, note)
+    return compared.outcome(artifact, rows, note)
 
 
 _OF_LOGS = {
@@ -78,12 +78,12 @@ _OF_LOGS = {
 }
 
 
-def logs(artefact: Artefact, t: Trainings) -> Outcome:
+def logs(artifact: Artifact, t: Trainings) -> Outcome:
     """The final numbers in the authors' published logs."""
-    compressor = artefact.settings["compressor"]
+    compressor = artifact.settings["compressor"]
     rows, shown = [], []
-    for network, numbers in artefact.published.items():
-        workload = t.of(artefact, "text") if "LSTM" in network else t.of(artefact, **_OF_LOGS[network])
+    for network, numbers in artifact.published.items():
+        workload = t.of(artifact, "text") if "LSTM" in network else t.of(artifact, **_OF_LOGS[network])
         compared = _fixed_and_accordion(t, compressor, workload)
         compared, control = controls.of_levels(t, compared, "Accordion", compressor)
         of_network = []
@@ -92,12 +92,12 @@ def logs(artefact: Artefact, t: Trainings) -> Outcome:
             of_network.append(compared.gain(a, b, claim, value, main=a == "Accordion"))
         rows += [dataclasses.replace(row, what=f"{network}: {row.what}") for row in (*of_network, control)]
         shown.append(f"{network} is compared with {workload.shown}.")
-    return compared.outcome(artefact, rows, " ".join(shown), curves={})
+    return compared.outcome(artifact, rows, " ".join(shown), curves={})
 
 
-def schedule(artefact: Artefact, t: Trainings) -> Outcome:
+def schedule(artifact: Artifact, t: Trainings) -> Outcome:
     """Accordion's figures 1 and 2: low compression only in critical regimes, or only outside them."""
-    compressor, workload = artefact.settings["compressor"], t.of(artefact)
+    compressor, workload = artifact.settings["compressor"], t.of(artifact)
     low, high = workload.levels[compressor]
     window = workload.accordion_steps
     first, after = 2 * window, window  # the same shares as the paper's 20 and 10 of 300 epochs
@@ -113,12 +113,12 @@ def schedule(artefact: Artefact, t: Trainings) -> Outcome:
         compared.times_fewer_floats(critical, "low"),
         control,
     ]
-    if artefact.settings.get("reverse"):
+    if artifact.settings.get("reverse"):
         policy = f"schedule:levels={high:g}|32|{high:g},steps={ends}"
         compared = compared.also(reverse, t.train(workload, spec(compressor, 32), policy))
         rows.append(compared.gain(reverse, "low", "worse", note="rank 32 elsewhere, which is nearly the full rank"))
     curves = compared.curves()
-    if artefact.settings.get("norms"):
+    if artifact.settings.get("norms"):
         norms = norms_of(compared.runs["Accordion"][0])
         curves["norm of the gradient, by tensor"] = [
             Curve(label=tensor, x=list(range(1, len(values) + 1)), y=values) for tensor, values in norms.items()
@@ -134,7 +134,7 @@ def schedule(artefact: Artefact, t: Trainings) -> Outcome:
         f"The critical regimes are the first {first} steps and the {after} steps after the learning rate falls, the "
         "same share of the training as in the paper."
     )
-    return compared.outcome(artefact, rows, note, curves=curves)
+    return compared.outcome(artifact, rows, note, curves=curves)
 
 
 def norms_of(run: Trained) -> dict[str, list[float]]:
@@ -162,17 +162,17 @@ def _levels_chosen(run: Trained) -> dict[str, list[float]]:
     return {name: [float(window[number]) for window in chosen] for number, name in enumerate(names)}
 
 
-def ranks(artefact: Artefact, t: Trainings) -> Outcome:
+def ranks(artifact: Artifact, t: Trainings) -> Outcome:
     """Accordion's figures 18 to 20: low compression early and after the learning rate falls, high compression
     otherwise."""
-    compressor, workload = artefact.settings["compressor"], t.of(artefact)
+    compressor, workload = artifact.settings["compressor"], t.of(artifact)
     low, high = workload.levels[compressor]
     length = workload.accordion_steps
     runs = t.train(workload, spec(compressor, low), workload.accordion(compressor))
     compared = Compared(workload, {"Accordion": runs})
     chosen = [_levels_chosen(run) for run in compared.runs["Accordion"]]
     names = list(chosen[0])
-    name = names[{"first": 0, "middle": len(names) // 2, "last": -1}[artefact.settings["part"]]]
+    name = names[{"first": 0, "middle": len(names) // 2, "last": -1}[artifact.settings["part"]]]
     rows = []
     fall = workload.fall // length
     for when, windows, at in (
@@ -186,12 +186,12 @@ def ranks(artefact: Artefact, t: Trainings) -> Outcome:
     steps = [length * window for window in range(len(chosen[0][name]))]
     curves = {"rank": [Curve(label=name, x=steps, y=chosen[0][name]) for name in names]}
     note = f"The network's {len(names)} compressed tensors replace the layers of the paper's network."
-    return compared.outcome(artefact, rows, note, curves=curves, x="steps")
+    return compared.outcome(artifact, rows, note, curves=curves, x="steps")
 
 
-def batch(artefact: Artefact, t: Trainings) -> Outcome:
+def batch(artifact: Artifact, t: Trainings) -> Outcome:
     """Accordion's tables 5 and 6, and figures 4, 5, 10, 16 and 17: small and large batches compared with Accordion."""
-    settings, workload = artefact.settings, t.of(artefact)
+    settings, workload = artifact.settings, t.of(artifact)
     small, large, extreme = workload.batch_sizes
     if settings.get("extreme"):
         large = extreme
@@ -208,10 +208,10 @@ def batch(artefact: Artefact, t: Trainings) -> Outcome:
     if settings.get("smith"):
         smith = t.train(workload, "none", f"increase_batch_size:low={small},high={large}")
         compared = compared.also("Smith et al.", smith)
-    table, _ = _table(artefact) if settings.get("data") else ({}, "")
+    table, _ = _table(artifact) if settings.get("data") else ({}, "")
     numbers = {key.replace("low ", "small ").replace("high ", "large "): value for key, value in table.items()}
-    published = artefact.published
-    rows = [*floats_sent(artefact)]
+    published = artifact.published
+    rows = [*floats_sent(artifact)]
     rows += [compared.quality(label, numbers.get(f"{label} accuracy")) for label in compared.runs]
     compared, control = controls.of_batch_size(t, compared, "Accordion", rate)
     rows.append(compared.gain("large", "small", "worse", _of(numbers, "accuracy", "large", "small")))
@@ -239,12 +239,12 @@ def batch(artefact: Artefact, t: Trainings) -> Outcome:
         least = published[name]
         rows.append(Row(what=f"largest 10 %: {name}, more than", published=least, ours=common, holds=common >= least))
     note = f"The batches have {small} and {large} samples, and the learning rate is in proportion."
-    return compared.outcome(artefact, rows, note)
+    return compared.outcome(artifact, rows, note)
 
 
-def adaqs(artefact: Artefact, t: Trainings) -> Outcome:
+def adaqs(artifact: Artifact, t: Trainings) -> Outcome:
     """Accordion's figure 7."""
-    compressor, workload = artefact.settings["compressor"], t.of(artefact)
+    compressor, workload = artifact.settings["compressor"], t.of(artifact)
     compared = _fixed_and_accordion(t, compressor, workload)
     compared = compared.also("AdaQS", t.train(workload, workload.level(compressor, "low"), "adaqs:start=64,fall=0.5"))
     more = compared.floats("AdaQS") / compared.floats("Accordion")
@@ -259,16 +259,16 @@ def adaqs(artefact: Artefact, t: Trainings) -> Outcome:
         beside_adaqs,
     ]
     return compared.outcome(
-        artefact,
+        artifact,
         rows,
         "AdaQS begins at a compression factor of 64. It halves the factor when the ratio of mean and standard "
         "deviation has fallen by half.",
     )
 
 
-def longer(artefact: Artefact, t: Trainings) -> Outcome:
+def longer(artifact: Artifact, t: Trainings) -> Outcome:
     """Accordion's figure 8: high compression for more epochs, until it has sent as much as low compression."""
-    compressor, workload = artefact.settings["compressor"], t.of(artefact)
+    compressor, workload = artifact.settings["compressor"], t.of(artifact)
     compared = _fixed_and_accordion(t, compressor, workload)
     times = compared.floats("low") / compared.floats("high")
     epochs = round(workload.epochs * times)
@@ -282,17 +282,17 @@ def longer(artefact: Artefact, t: Trainings) -> Outcome:
         compared.times_fewer_floats("Accordion", label),
         control,
     ]
-    return compared.outcome(artefact, rows)
+    return compared.outcome(artifact, rows)
 
 
-def limits(artefact: Artefact, t: Trainings) -> Outcome:
+def limits(artifact: Artifact, t: Trainings) -> Outcome:
     """Accordion's figure 9: limits of high compression."""
-    workload = t.of(artefact)
+    workload = t.of(artifact)
     compared = Compared(workload, {f"rank {rank}": t.train(workload, spec("powersgd", rank)) for rank in (4, 2, 1)})
     for high in (1, 2):
         runs = t.train(workload, "powersgd:rank=4", workload.accordion("powersgd", (4, high)))
         compared = compared.also(f"Accordion 4 and {high}", runs)
-    published = artefact.published
+    published = artifact.published
     rows = [compared.quality(f"rank {rank}", published[f"rank {rank}: accuracy"]) for rank in (1, 2, 4)]
     lost = published["rank 2: accuracy"] - published["rank 4: accuracy"]
     rows += [
@@ -301,9 +301,9 @@ def limits(artefact: Artefact, t: Trainings) -> Outcome:
         compared.times_fewer_floats("Accordion 4 and 2", "rank 4", published["Accordion 4 and 2: times fewer floats"]),
         controls.beside(compared, "Accordion 4 and 1", "rank 2", "rank 2"),
     ]
-    return compared.outcome(artefact, rows)
+    return compared.outcome(artifact, rows)
 
 
-COUNTERPARTS: Mapping[str, Callable[[Artefact, Trainings], Outcome]] = {
+COUNTERPARTS: Mapping[str, Callable[[Artifact, Trainings], Outcome]] = {
     counterpart.__name__: counterpart for counterpart in (levels, logs, schedule, ranks, batch, adaqs, longer, limits)
 }

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from benchmarks.reproduce.outcome import Curve, Outcome, Row, within
-from benchmarks.reproduce.published import Artefact
+from benchmarks.reproduce.published import Artifact
 from hvdcomp.tools.train.data_clicks import zipf
 
 RANKS, TABLES, ROWS, BATCH, BATCHES = 4, 4, 50_000, 2048, 60
@@ -21,11 +21,11 @@ _OURS = (
 )
 
 
-def look_ahead(artefact: Artefact) -> Outcome:
+def look_ahead(artifact: Artifact) -> Outcome:
     """Compares hvdcomp with the numbers in Bagpipe's abstract. The time of a step is predicted from two shares: the
     share of embeddings in the paper's step time, and the share of rows that the next batch looks up. All other rows are
     sent while the next batch is trained."""
-    published = artefact.published
+    published = artifact.published
     draws = np.random.default_rng(0).random((BATCHES, RANKS, BATCH, TABLES))
     keys = zipf(draws, ROWS) + ROWS * np.arange(TABLES)
     often = (keys % ROWS < ROWS // 100).mean()
@@ -53,7 +53,7 @@ def look_ahead(artefact: Artefact) -> Outcome:
         ),
     ]
     curves = {"share of rows in the cache": [Curve(label="counted", x=AHEAD, y=hits)]}
-    return Outcome(name=artefact.name, rows=rows, curves=curves, x="batches ahead", ours=_OURS)
+    return Outcome(name=artifact.name, rows=rows, curves=curves, x="batches ahead", ours=_OURS)
 
 
 def urgent_share(batches: Sequence[Sequence[np.ndarray]]) -> float:

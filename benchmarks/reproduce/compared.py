@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.reproduce import workloads
 from benchmarks.reproduce.outcome import Curve, Outcome, Row
-from benchmarks.reproduce.published import Artefact
+from benchmarks.reproduce.published import Artifact
 from benchmarks.reproduce.workloads import LINK, Workload
 from benchmarks.trainings import Run, train_missing
 from hvdcomp.tools.terminal import make_console
@@ -101,7 +101,7 @@ class Trainings:
         self.seeds = QUICK_SEEDS if quick else SEEDS
         self.commits: set[str] = set()
 
-    def of(self, artefact: Artefact, kind: str = "images", **network: str) -> Workload:
+    def of(self, artifact: Artifact, kind: str = "images", **network: str) -> Workload:
         """The workload of a table or figure.
 
         Args:
@@ -109,10 +109,10 @@ class Trainings:
             network: names of the network and of the data for images (`network` and `data`), if they differ from those
                 of the table or figure.
         """
-        if self._data is None or artefact.paper != "accordion":
+        if self._data is None or artifact.paper != "accordion":
             return workloads.small(kind, self.quick)
         chosen = {"network": "ResNet-18", "data": "cifar10"} | {
-            key: artefact.settings[key] for key in ("network", "data") if key in artefact.settings
+            key: artifact.settings[key] for key in ("network", "data") if key in artifact.settings
         }
         return workloads.of_accordion(kind, **{**chosen, **network}, folder=self._data, epochs=self._epochs)
 
@@ -256,10 +256,10 @@ class Compared:
             over_floats.append(Curve(label=label, x=floats, y=quality))
         return {f"{name} over epochs": over_epochs, f"{name} over millions of floats": over_floats}
 
-    def outcome(self, artefact: Artefact, rows: Sequence[Row], note: str = "", **more: Any) -> Outcome:
+    def outcome(self, artifact: Artifact, rows: Sequence[Row], note: str = "", **more: Any) -> Outcome:
         seeds = len(next(iter(self.runs.values())))
         trained = f"Trained: {self.workload.shown}, {self.workload.ranks} simulated ranks, {seeds} seeds."
         ours = f"{trained} {note}".strip()
         more.setdefault("curves", self.curves())
         more.setdefault("x", "epochs; millions of floats")
-        return Outcome(name=artefact.name, rows=rows, ours=ours, about={"seeds": seeds}, **more)
+        return Outcome(name=artifact.name, rows=rows, ours=ours, about={"seeds": seeds}, **more)

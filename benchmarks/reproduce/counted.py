@@ -13,7 +13,7 @@ from benchmarks.reproduce import networks
 from benchmarks.reproduce.bagpipe import look_ahead
 from benchmarks.reproduce.networks import parameters_of
 from benchmarks.reproduce.outcome import Outcome, Row, within
-from benchmarks.reproduce.published import Artefact
+from benchmarks.reproduce.published import Artifact
 from hvdcomp.compressors import TensorInfo
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.perfmodel import exchange_of
@@ -43,45 +43,45 @@ def floats_of_a_step(tensors: tuple[TensorInfo, ...], spec: str) -> float:
     return exchange_of(parse_compressor(spec), tensors, 4, min_numel=0).bytes / 4
 
 
-def parameters(artefact: Artefact) -> Outcome:
+def parameters(artifact: Artifact) -> Outcome:
     """Tables 8 to 10."""
-    data = artefact.settings["data"]
+    data = artifact.settings["data"]
     rows = []
-    for network, published in artefact.published.items():
+    for network, published in artifact.published.items():
         if data == "wikitext2":
             tensors = parameters_of("lstm", WIKITEXT_WORDS)
             ours = _size(tensors) - next(tensor.size for tensor in tensors if len(tensor.shape) == 2)
             note = f"650 units and {WIKITEXT_WORDS:,} words, with one matrix for embedding and output"
             rows.append(Row(what=network, published=published, ours=ours, note=note))
             why = "the paper does not state the number of words; we chose it so that the published number comes out"
-            return Outcome(name=artefact.name, rows=rows, why=why)
+            return Outcome(name=artifact.name, rows=rows, why=why)
         tensors_or_none = networks.tensors_of(network, data)
         if tensors_or_none is None:
             rows.append(Row(what=network, published=published, note="its shapes are not known here"))
             continue
         ours = _size(tensors_or_none)
         rows.append(Row(what=network, published=published, ours=ours, holds=ours == published))
-    return Outcome(name=artefact.name, rows=rows, ours="Counted from shapes.")
+    return Outcome(name=artifact.name, rows=rows, ours="Counted from shapes.")
 
 
-def sizes(artefact: Artefact) -> Outcome:
+def sizes(artifact: Artifact) -> Outcome:
     """GraVAC's table 1, in MiB of float32."""
     names = {"ResNet101": "resnet101", "LSTM": "gravac-lstm", "VGG16": "vgg16"}
     rows = []
-    for network, published in artefact.published.items():
+    for network, published in artifact.published.items():
         ours = _size(tuple(tensors_of(names[network]))) * 4 / 2**20
         rows.append(Row(what=f"{network}: MiB", published=published, ours=ours, holds=within(ours, published, 0.01)))
-    return Outcome(name=artefact.name, rows=rows, ours="Computed from the shapes that `hvdcomp bench encode` uses.")
+    return Outcome(name=artifact.name, rows=rows, ours="Computed from the shapes that `hvdcomp bench encode` uses.")
 
 
-def floats_sent(artefact: Artefact) -> list[Row]:
+def floats_sent(artifact: Artifact) -> list[Row]:
     """For Accordion's tables 1 to 6, the number of floats that fixed levels send in a whole training run. It follows
     from the number of steps and the shapes. The number of floats that Accordion sends is between the numbers of its two
     levels, but only training can show it."""
-    data, compressor = str(artefact.settings.get("data")), artefact.settings.get("compressor")
-    chosen = artefact.settings.get("network")
+    data, compressor = str(artifact.settings.get("data")), artifact.settings.get("compressor")
+    chosen = artifact.settings.get("network")
     rows = []
-    for network, levels in artefact.published.items() if data in networks.CLASSES else ():
+    for network, levels in artifact.published.items() if data in networks.CLASSES else ():
         tensors = networks.tensors_of(network, data)
         if chosen not in (None, network) or tensors is None:
             continue
@@ -116,7 +116,7 @@ def _floats_of_a_training(tensors: tuple[TensorInfo, ...], data: str, compressor
     return _size(tensors) * float(level.rstrip(" %")) / 100 * TOPK_WORKERS * TOPK_PARTS * steps
 
 
-COUNTERPARTS: Mapping[str, Callable[[Artefact], Outcome]] = {
+COUNTERPARTS: Mapping[str, Callable[[Artifact], Outcome]] = {
     "parameters": parameters,
     "sizes": sizes,
     "look_ahead": look_ahead,

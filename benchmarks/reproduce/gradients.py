@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks.diagnostics import RegimeRecord, largest_hessian_eigenvalue
 from benchmarks.reproduce.outcome import Curve, Outcome, Row
-from benchmarks.reproduce.published import Artefact
+from benchmarks.reproduce.published import Artifact
 from hvdcomp.tools.train.data import epoch_shard, load_data
 from hvdcomp.tools.train.frameworks import build_model
 from hvdcomp.tools.train.options import TrainingOptions
@@ -64,7 +64,7 @@ def common_of_largest(training: Mapping[str, Any], share: float = 0.1) -> float:
     return 100 * statistics.fmean(len(a & b) / count for a, b in itertools.combinations(largest, 2))
 
 
-def regimes(artefact: Artefact, quick: bool) -> Outcome:
+def regimes(artifact: Artifact, quick: bool) -> Outcome:
     """Accordion's figure 3: critical spans by the norm of the gradient, and by the Hessian's eigenvalue."""
     epochs, seeds = 20, range(1 if quick else 5)
     agreements, both = [], False
@@ -98,4 +98,4 @@ def regimes(artefact: Artefact, quick: bool) -> Outcome:
         f"Dense SGD trained a cnn on digits, with a fifth of the labels replaced at random; seeds: {len(seeds)}. From "
         "an agreement of 80 % on, the two criteria count as alike."
     )
-    return Outcome(name=artefact.name, rows=rows, curves=curves, x="epoch", ours=ours)
+    return Outcome(name=artifact.name, rows=rows, curves=curves, x="epoch", ours=ours)

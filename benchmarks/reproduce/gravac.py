@@ -13,7 +13,7 @@ from benchmarks.reproduce.accordion import norms_of
 from benchmarks.reproduce.compared import Compared, Trained, Trainings
 from benchmarks.reproduce.outcome import Curve, Outcome, Row
 from benchmarks.reproduce.predicted import scaling_efficiency
-from benchmarks.reproduce.published import Artefact
+from benchmarks.reproduce.published import Artifact
 from benchmarks.reproduce.workloads import Workload
 
 PAIRS = (("elements", "raw"), ("elements", "error_feedback"), ("bytes", "raw"), ("bytes", "error_feedback"))
@@ -60,9 +60,9 @@ def _momentum(compressor: str) -> dict[str, Any]:
     return {"momentum": 0.0} if compressor.startswith("dgc") else {}  # DGC has its own momentum
 
 
-def static(artefact: Artefact, t: Trainings) -> Outcome:
+def static(artifact: Artifact, t: Trainings) -> Outcome:
     """GraVAC's table 2 and figure 2 for ResNet101: fixed factors of four compressors, and GraVAC on DGC."""
-    workload = t.of(artefact)
+    workload = t.of(artifact)
     runs: dict[str, Sequence[Trained]] = {}
     for compressor in ("topk", "dgc", "redsync", "randomk"):
         for factor in (10, 1000):
@@ -73,7 +73,7 @@ def static(artefact: Artefact, t: Trainings) -> Outcome:
     compared = Compared(workload, runs)
     compared, control = controls.of_sparsity(t, compared, "GraVAC", "dgc", **_momentum("dgc"))
     compared, pairs = _with_other_pairs(t, compared, "dgc:ratio=0.1", "GraVAC", "topk 10x", epsilon=0.7)
-    numbers = artefact.published["ResNet101"]
+    numbers = artifact.published["ResNet101"]
     base = numbers["topk 10"]
     rows = []
     for compressor in ("topk", "dgc", "redsync"):
@@ -94,15 +94,15 @@ def static(artefact: Artefact, t: Trainings) -> Outcome:
         "The published numbers are for ResNet101. Its speedups are for training until a target, our "
         "speedups for the same number of steps."
     )
-    return compared.outcome(artefact, rows, note, curves={**compared.curves(), "times as fast": bars})
+    return compared.outcome(artifact, rows, note, curves={**compared.curves(), "times as fast": bars})
 
 
-def gain(artefact: Artefact, t: Trainings) -> Outcome:
+def gain(artifact: Artifact, t: Trainings) -> Outcome:
     """GraVAC's figures 4 to 6: TopK that sends 10 and 1000 times fewer elements, compared with dense SGD.
 
     The rows also include the compression gain at 10 times fewer elements.
     """
-    workload = t.of(artefact, artefact.settings["workload"])
+    workload = t.of(artifact, artifact.settings["workload"])
     runs = {
         "dense": t.train(workload, "none"),
         "10x": t.train(workload, "topk:ratio=0.1"),
@@ -115,7 +115,7 @@ def gain(artefact: Artefact, t: Trainings) -> Outcome:
     gains = [
         decision["statistics"]["gains"] for decision in log.decisions if decision.get("statistics", {}).get("gains")
     ]
-    robust = artefact.settings["network"] == "VGG16"  # in the paper, VGG16 loses nothing at 1000x
+    robust = artifact.settings["network"] == "VGG16"  # in the paper, VGG16 loses nothing at 1000x
     rows = [
         compared.gain("10x", "dense", "no loss"),
         compared.gain("1000x", "dense", "no loss" if robust else "worse"),
@@ -124,7 +124,7 @@ def gain(artefact: Artefact, t: Trainings) -> Outcome:
     curves = compared.curves()
     steps = list(range(1, len(gains) + 1))
     curves["compression gain"] = [Curve(label="10x", x=steps, y=[float(gain["minimum"]) for gain in gains])]
-    return compared.outcome(artefact, rows, curves=curves, x="epochs; millions of floats; steps")
+    return compared.outcome(artifact, rows, curves=curves, x="epochs; millions of floats; steps")
 
 
 def _gain_row(label: str, values: Sequence[float], training: str) -> Row:
@@ -134,14 +134,14 @@ def _gain_row(label: str, values: Sequence[float], training: str) -> Row:
     return Row(what=what, ours=ours, holds=ours > 0.8, note=note, trainings=(training,))
 
 
-def gravac(artefact: Artefact, t: Trainings) -> Outcome:
+def gravac(artifact: Artifact, t: Trainings) -> Outcome:
     """GraVAC's figures 7 to 10: GraVAC compared with dense SGD."""
-    workload = t.of(artefact, artefact.settings["workload"])
-    published = artefact.published
+    workload = t.of(artifact, artifact.settings["workload"])
+    published = artifact.published
     compared = Compared(workload, {"dense": t.train(workload, "none")})
     rows = []
     ways: dict[str, tuple[str, dict[str, Any]]]
-    if artefact.settings.get("geometric"):
+    if artifact.settings.get("geometric"):
         ways = {"GraVAC": ("redsync", {"epsilon": 0.7, "largest": 2000, "more": ",scaling=geometric"})}
     else:
         ways = {f"epsilon {epsilon}": ("dgc", {"epsilon": epsilon}) for epsilon in (0.7, 0.9)}
@@ -159,14 +159,14 @@ def gravac(artefact: Artefact, t: Trainings) -> Outcome:
         ]
     note = "Computed with the gain of the authors' code and with factors that count elements"
     note += "." if t.quick else "; the other pairs are shown too."
-    return compared.outcome(artefact, rows, note)
+    return compared.outcome(artifact, rows, note)
 
 
-def beside_accordion(artefact: Artefact, t: Trainings) -> Outcome:
+def beside_accordion(artifact: Artifact, t: Trainings) -> Outcome:
     """GraVAC's table 4 for ResNet101 and LSTM: GraVAC on DGC, and Accordion on PowerSGD of ranks 4 and 1."""
     rows = []
     for network, kind in (("ResNet101", "images"), ("LSTM", "text")):
-        workload = t.of(artefact, kind)
+        workload = t.of(artifact, kind)
         accordion = workload.accordion("powersgd", (4, 1))
         runs = {
             "Accordion": t.train(workload, "powersgd:rank=4", accordion),
@@ -176,7 +176,7 @@ def beside_accordion(artefact: Artefact, t: Trainings) -> Outcome:
         compared = Compared(workload, runs)
         compared, control = controls.of_sparsity(t, compared, "GraVAC", "dgc", **_momentum("dgc"))
         compared, pairs = _with_other_pairs(t, compared, "dgc:ratio=0.1", "GraVAC", "Accordion", epsilon=0.7)
-        numbers = artefact.published[network]
+        numbers = artifact.published[network]
         for row in (
             compared.times_fewer_floats("GraVAC", "Accordion", numbers["communication"]),
             compared.times_as_fast("GraVAC", "Accordion", numbers["time"]),
@@ -185,12 +185,12 @@ def beside_accordion(artefact: Artefact, t: Trainings) -> Outcome:
             *pairs,
         ):
             rows.append(dataclasses.replace(row, what=f"{network}: {row.what}"))
-    return compared.outcome(artefact, rows, f"ResNet101 is compared with {t.of(artefact).shown}.", curves={})
+    return compared.outcome(artifact, rows, f"ResNet101 is compared with {t.of(artifact).shown}.", curves={})
 
 
-def randomk(artefact: Artefact, t: Trainings) -> Outcome:
+def randomk(artifact: Artifact, t: Trainings) -> Outcome:
     """GraVAC's figure 11: GraVAC and Accordion on RandomK, between 1.5x and 1000x."""
-    workload, first = t.of(artefact), "randomk:ratio=0.5"
+    workload, first = t.of(artifact), "randomk:ratio=0.5"
     runs = {
         "dense": t.train(workload, "none"),
         "GraVAC": t.train(workload, first, _gravac(workload, 0.7, least=1.5)),
@@ -199,7 +199,7 @@ def randomk(artefact: Artefact, t: Trainings) -> Outcome:
     compared = Compared(workload, runs)
     compared, control = controls.of_sparsity(t, compared, "GraVAC", "randomk")
     compared, pairs = _with_other_pairs(t, compared, first, "GraVAC", "dense", epsilon=0.7, least=1.5)
-    published = artefact.published
+    published = artifact.published
     better = published["GraVAC: accuracy"] - published["Accordion: accuracy"]
     rows = [
         compared.quality("GraVAC", published["GraVAC: accuracy"]),
@@ -214,17 +214,17 @@ def randomk(artefact: Artefact, t: Trainings) -> Outcome:
         "1.5x, gains 0.67. This is below epsilon, 0.7, so algorithm 1 sends dense gradients in every step. The "
         "published 18 times fewer floats contradict this."
     )
-    return compared.outcome(artefact, rows, note)
+    return compared.outcome(artifact, rows, note)
 
 
-def early(artefact: Artefact, t: Trainings) -> Outcome:
+def early(artifact: Artifact, t: Trainings) -> Outcome:
     """GraVAC's figure 1: the predicted scaling with the number of workers, and how much the gradient changes in the
     first steps of training."""
     curve = scaling_efficiency("resnet101")
     falls = list(curve.y) == sorted(curve.y, key=float, reverse=True)  # type: ignore[arg-type]
     what = f"ResNet101, predicted: share of linear scaling on {curve.x[-1]} GPUs (%), falling all the way"
     rows = [Row(what=what, ours=curve.y[-1], holds=falls)]
-    workload = t.of(artefact)
+    workload = t.of(artifact)
     length = workload.accordion_steps
     runs = t.train(workload, workload.level("powersgd", "low"), workload.accordion("powersgd"))
     windows = workload.fall // length  # before the learning rate falls
@@ -244,9 +244,9 @@ def early(artefact: Artefact, t: Trainings) -> Outcome:
         Curve(label=tensor, x=[length * (at + 1) for at in range(len(values))], y=values)
         for tensor, values in norms_of(runs[0]).items()
     ]
-    return Compared(workload, {"Accordion": runs}).outcome(artefact, rows, curves=curves, x="GPUs; steps")
+    return Compared(workload, {"Accordion": runs}).outcome(artifact, rows, curves=curves, x="GPUs; steps")
 
 
-COUNTERPARTS: Mapping[str, Callable[[Artefact, Trainings], Outcome]] = {
+COUNTERPARTS: Mapping[str, Callable[[Artifact, Trainings], Outcome]] = {
     counterpart.__name__: counterpart for counterpart in (early, static, gain, gravac, beside_accordion, randomk)
 }

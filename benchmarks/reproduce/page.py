@@ -19,7 +19,7 @@ from benchmarks.reproduce.outcome import (
     Outcome,
     Row,
 )
-from benchmarks.reproduce.published import PAPERS, Artefact, artefacts
+from benchmarks.reproduce.published import PAPERS, Artifact, artifacts
 from hvdcomp.files import commits_in_words, provenance_last
 
 NOT_RUN = "not run yet"
@@ -123,7 +123,7 @@ def page(outcomes: Mapping[str, Outcome]) -> str:
             deciding = [row for name in names for row in _deciding(outcomes[name])]
             lines += [f"{_INTRODUCED[verdict]} {_resting_on(deciding)}".strip(), ""]
             head = "| result | the paper shows | claim | published | found | comparison |"
-            decided = [line for name in names for line in _decided(artefacts()[name], outcomes[name], numbers)]
+            decided = [line for name in names for line in _decided(artifacts()[name], outcomes[name], numbers)]
             lines += _marked(verdict, [head, "|---|---|---|--:|--:|--:|", *decided])
         elif verdict == IN_PART:
             lines += ["| result | rows that hold | rows that do not hold | open rows |", "|---|--:|--:|--:|"]
@@ -143,9 +143,9 @@ def rows_as_csv(outcomes: Mapping[str, Outcome]) -> str:
     writer.writeheader()
     for verdict, names in _groups(outcomes).items():
         for name in names:
-            artefact, outcome = artefacts()[name], outcomes.get(name, Outcome(name=name))
-            why = artefact.why or (outcome.reason if verdict == NOT_SHOWN else "")
-            of_all = {"name": name, "place": artefact.place, "shows": artefact.shows, "verdict": verdict, "why": why}
+            artifact, outcome = artifacts()[name], outcomes.get(name, Outcome(name=name))
+            why = artifact.why or (outcome.reason if verdict == NOT_SHOWN else "")
+            of_all = {"name": name, "place": artifact.place, "shows": artifact.shows, "verdict": verdict, "why": why}
             origin = {"trained": outcome.ours, **{key: outcome.about.get(key) for key in ("command", "commit")}}
             rows = [{**asdict(row), "trainings": "; ".join(row.trainings)} for row in outcome.rows]
             writer.writerows({**of_all, **origin, **row} for row in rows or [{}])
@@ -196,8 +196,8 @@ def _sign(row: Row) -> int:
 def _groups(outcomes: Mapping[str, Outcome]) -> dict[str, list[str]]:
     """The names of all tables and figures by verdict, in the order of the page."""
     groups: dict[str, list[str]] = {verdict: [] for verdict in (*VERDICTS[:-1], NOT_RUN, NOT_SHOWN)}
-    for name, artefact in artefacts().items():
-        if artefact.counterpart is None:
+    for name, artifact in artifacts().items():
+        if artifact.counterpart is None:
             groups[NOT_SHOWN].append(name)
         else:
             groups[outcomes[name].verdict if name in outcomes else NOT_RUN].append(name)
@@ -239,9 +239,9 @@ def _deciding(outcome: Outcome) -> list[Row]:
     return [row for row in outcome.rows if row.main] or [row for row in outcome.rows if row.holds is False or row.open]
 
 
-def _decided(artefact: Artefact, outcome: Outcome, numbers: Mapping[tuple[str, ...], int]) -> Iterator[str]:
+def _decided(artifact: Artifact, outcome: Outcome, numbers: Mapping[tuple[str, ...], int]) -> Iterator[str]:
     """A line for each row that decides the verdict of a result. `numbers` has the number of each comparison."""
-    head = (_link(artefact.name), artefact.shows)
+    head = (_link(artifact.name), artifact.shows)
     for row in _deciding(outcome):
         claim = f"{row.what}; {row.note}" if row.note else row.what
         found, comparison = with_half(row) + " (open)" * row.open, numbers.get(tuple(row.trainings), "-")

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 
 from benchmarks.reproduce.outcome import Curve, Outcome
 from hvdcomp.files import replace_files
-from hvdcomp.perfmodel.figures import COLOURS, LINES, as_png, new_figure
+from hvdcomp.perfmodel.figures import COLORS, LINES, as_png, new_figure
 
 
 def draw(outcome: Outcome, title: str, file: Path) -> None:
@@ -34,15 +34,15 @@ def _bars(axes: Axes, curves: list[Curve]) -> None:
     for number, curve in enumerate(curves):
         places = [place + (number - (len(curves) - 1) / 2) * width for place in range(len(curve.x))]
         heights = [float("nan") if value is None else value for value in curve.y]
-        axes.bar(places, heights, width, label=curve.label, color=COLOURS[number % len(COLOURS)])
+        axes.bar(places, heights, width, label=curve.label, color=COLORS[number % len(COLORS)])
     axes.set_xticks(range(len(curves[0].x)), [str(label) for label in curves[0].x], fontsize=7)
 
 
 def _lines(axes: Axes, curves: list[Curve]) -> None:
     for number, curve in enumerate(curves):
         values = [float("nan") if value is None else value for value in curve.y]
-        line = LINES[number // len(COLOURS) % len(LINES)]
-        style: Any = {"color": COLOURS[number % len(COLOURS)], "linestyle": line}
+        line = LINES[number // len(COLORS) % len(LINES)]
+        style: Any = {"color": COLORS[number % len(COLORS)], "linestyle": line}
         axes.plot(curve.x, values, label=curve.label, linewidth=1.4, marker="." if len(values) < 8 else "", **style)
     shown = [value for curve in curves for value in curve.y if value is not None]
     if shown and min(shown) > 0 and max(shown) > 20 * min(shown):

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.reproduce.gradients import regimes
 from benchmarks.reproduce.outcome import Curve, Outcome, Row, within
-from benchmarks.reproduce.published import Artefact
+from benchmarks.reproduce.published import Artifact
 from hvdcomp.arrays import arrays_for
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.perfmodel import Adviser, load
@@ -43,16 +43,16 @@ def _encode_ms(specs: Sequence[str], quick: bool) -> tuple[str, dict[str, float]
     return model, {measurement["method"]: measurement["step_ms"] for measurement in measured}
 
 
-def _outcome(artefact: Artefact, model: str, rows: list[Row], bars: Mapping[str, Mapping[str, float]]) -> Outcome:
+def _outcome(artifact: Artifact, model: str, rows: list[Row], bars: Mapping[str, Mapping[str, float]]) -> Outcome:
     curves = [Curve(label=label, x=list(values), y=list(values.values())) for label, values in bars.items()]
     ours = f"Measured by `hvdcomp bench encode --model {model}` on one thread of this machine's processor."
-    return Outcome(name=artefact.name, rows=rows, curves={"ms": curves}, ours=ours)
+    return Outcome(name=artifact.name, rows=rows, curves={"ms": curves}, ours=ours)
 
 
-def encoding(artefact: Artefact, quick: bool) -> Outcome:
+def encoding(artifact: Artifact, quick: bool) -> Outcome:
     """Table 2 of On the Utility: encode times divided by the encode time of PowerSGD rank 4. This machine's processor
     is not a V100, so the times themselves cannot be compared."""
-    published: Mapping[str, float] = artefact.published
+    published: Mapping[str, float] = artifact.published
     model, ours = _encode_ms(list(published), quick)
     rows = [Row(what=f"{spec}: ms", published=published[spec], ours=ours.get(spec)) for spec in published]
     for spec in published:
@@ -61,12 +61,12 @@ def encoding(artefact: Artefact, quick: bool) -> Outcome:
             what = f"{spec} / {POWERSGD}"
             holds = (own_ratio > 1) == (published_ratio > 1)
             rows.append(Row(what=what, published=published_ratio, ours=own_ratio, holds=holds))
-    return _outcome(artefact, model, rows, {"V100, ResNet-50": published, f"here, {model}": ours})
+    return _outcome(artifact, model, rows, {"V100, ResNet-50": published, f"here, {model}": ours})
 
 
-def ratios(artefact: Artefact, quick: bool) -> Outcome:
+def ratios(artifact: Artifact, quick: bool) -> Outcome:
     """Table 3 of On the Utility: compression factors for ResNet-50, and times relative to PowerSGD rank 4."""
-    published: Mapping[str, Sequence[float]] = artefact.published
+    published: Mapping[str, Sequence[float]] = artifact.published
     model, ours = _encode_ms(list(published), quick)
     adviser = Adviser(load("v100-p3.8xlarge-2021"), "resnet50", list(published))
     rows = []
@@ -82,16 +82,16 @@ def ratios(artefact: Artefact, quick: bool) -> Outcome:
             own_ratio, published_ratio = ours[spec] / ours[POWERSGD], published_ms / published[POWERSGD][1]
             holds = (own_ratio > 1) == (published_ratio > 1)
             rows.append(Row(what=f"{spec}: time / {POWERSGD}", published=published_ratio, ours=own_ratio, holds=holds))
-    return _outcome(artefact, model, rows, {f"here, {model}": ours})
+    return _outcome(artifact, model, rows, {f"here, {model}": ours})
 
 
-def multilevel(artefact: Artefact, quick: bool) -> Outcome:
+def multilevel(artifact: Artifact, quick: bool) -> Outcome:
     """GraVAC's table 3: selection at 10x and at 1000x. Either both selections read the whole gradient, or the second
     selection reads only the result of the first selection."""
     sizes = {"ResNet101": "resnet101", "VGG16": "vgg16", "LSTM": "gravac-lstm"}
     rows, xp = [], arrays_for(np.zeros(1, np.float32))
     share = 16 if quick else 1
-    for name, (direct, levels) in artefact.published.items():
+    for name, (direct, levels) in artifact.published.items():
         network, method = name.split()
         size = sum(tensor.size for tensor in tensors_of(sizes[network])) // share
         vector = np.random.default_rng(0).standard_normal(size, dtype=np.float32)
@@ -105,7 +105,7 @@ def multilevel(artefact: Artefact, quick: bool) -> Outcome:
         rows.append(Row(what=what, published=published_ratio, ours=ours, holds=ours > FASTER))
     part = "" if share == 1 else f" a {share}th of"
     ours_text = f"Measured on this machine's processor, on{part} as many random numbers as the model has parameters."
-    return Outcome(name=artefact.name, rows=rows, ours=ours_text)
+    return Outcome(name=artifact.name, rows=rows, ours=ours_text)
 
 
 def _choose(xp: Any, compressor: Any, vector: np.ndarray, factor: int) -> np.ndarray:
@@ -124,6 +124,6 @@ def _seconds(work: Callable[[], object], turns: int = 3) -> float:
     return statistics.median(samples)
 
 
-COUNTERPARTS: Mapping[str, Callable[[Artefact, bool], Outcome]] = {
+COUNTERPARTS: Mapping[str, Callable[[Artifact, bool], Outcome]] = {
     counterpart.__name__: counterpart for counterpart in (encoding, ratios, multilevel, regimes)
 }

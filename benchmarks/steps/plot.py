@@ -13,7 +13,7 @@ from matplotlib.ticker import LogLocator, StrMethodFormatter
 
 from benchmarks.steps.compare import TWO_LEVELS, Row, gains
 from hvdcomp.perfmodel import STOCK_SPECS
-from hvdcomp.perfmodel.figures import COLOURS, INK, as_png, new_figure
+from hvdcomp.perfmodel.figures import COLORS, INK, as_png, new_figure
 from hvdcomp.perfmodel.rates import parse_rate
 
 _UNITS = {"mbit": "Mb/s", "gbit": "Gb/s"}
@@ -31,24 +31,24 @@ def draw_speed(rows: Sequence[Row]) -> bytes:
     measured = gains(rows)
     models = list(dict.fromkeys(gain.model for gain in measured))
     rates = sorted({gain.rate for gain in measured}, key=parse_rate)
-    colours = dict(zip(dict.fromkeys(gain.cluster for gain in measured), cycle(COLOURS)))
+    colors = dict(zip(dict.fromkeys(gain.cluster for gain in measured), cycle(COLORS)))
     columns = len(models) if len(models) <= _IN_A_ROW else _COLUMNS
     lines = -(-len(models) // columns)
     figure = new_figure(max(9, 3 * columns), 3.1 * lines + 0.9)
     panels = list(figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).flat)
     for axes, model in zip(panels, models, strict=False):
         axes.axhline(1, color=INK, linewidth=1, zorder=0.5)
-        for hosts, colour in colours.items():
+        for hosts, color in colors.items():
             cluster_gains = sorted(
                 (gain for gain in measured if (gain.model, gain.cluster) == (model, hosts)),
                 key=lambda gain: parse_rate(gain.rate),
             )
             predicted = [_predicted([row for row in rows if row.place == gain.place]) for gain in cluster_gains]
-            axes.plot([parse_rate(gain.rate) for gain in cluster_gains], predicted, color=colour, linewidth=1.2)
+            axes.plot([parse_rate(gain.rate) for gain in cluster_gains], predicted, color=color, linewidth=1.2)
             for gain in cluster_gains:
-                filling = colour if gain.overlap else "none"
+                filling = color if gain.overlap else "none"
                 axes.plot(
-                    parse_rate(gain.rate), gain.over_stock, _WAYS[gain.way], color=colour, markerfacecolor=filling
+                    parse_rate(gain.rate), gain.over_stock, _WAYS[gain.way], color=color, markerfacecolor=filling
                 )
         axes.set_title(model, fontsize=11)
         axes.grid(alpha=0.3)
@@ -62,7 +62,7 @@ def draw_speed(rows: Sequence[Row]) -> bytes:
     first.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     first.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     first.minorticks_off()
-    handles = [Line2D([], [], color=colour, label=hosts.in_words()) for hosts, colour in colours.items()]
+    handles = [Line2D([], [], color=color, label=hosts.in_words()) for hosts, color in colors.items()]
     handles.append(Line2D([], [], color=INK, linewidth=1.2, label="predicted"))
     handles += [
         Line2D([], [], color=INK, linestyle="", marker=marker, label=f"measured, {way}")
@@ -102,18 +102,18 @@ def draw_errors(rows: Sequence[Row]) -> bytes:
     markers = dict(zip(dict.fromkeys(row.cluster for row in rows), cycle(_MARKERS)))
     specs = list(dict.fromkeys(row.spec for row in rows))
     tab20: Any = colormaps["tab20"]
-    colours = dict(zip(specs, cycle(COLOURS if len(specs) <= len(COLOURS) else tab20.colors)))
+    colors = dict(zip(specs, cycle(COLORS if len(specs) <= len(COLORS) else tab20.colors)))
     for row in rows:
         axes.plot(
             row.measured_ms,
             row.predicted_ms,
             markers[row.cluster],
-            color=colours[row.spec],
-            markerfacecolor=colours[row.spec] if row.overlap else "none",
+            color=colors[row.spec],
+            markerfacecolor=colors[row.spec] if row.overlap else "none",
             markersize=5,
         )
     handles: list[Artist] = [
-        Line2D([], [], linestyle="", marker="s", color=colour, label=spec) for spec, colour in colours.items()
+        Line2D([], [], linestyle="", marker="s", color=color, label=spec) for spec, color in colors.items()
     ]
     handles += [
         Line2D([], [], linestyle="", marker=marker, color=INK, label=hosts.in_words())

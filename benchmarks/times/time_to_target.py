@@ -265,7 +265,7 @@ The table shows means over the seeds, with their 95 % confidence intervals (Stud
 def draw(records: Sequence[Mapping[str, Any]]) -> bytes:
     """Plots the seconds to the target, by rate and method, and returns a PNG. A bar is empty if no run reached the
     target."""
-    from hvdcomp.perfmodel.figures import COLOURS, INK, as_png, new_figure
+    from hvdcomp.perfmodel.figures import COLORS, INK, as_png, new_figure
 
     figure = new_figure(8, 0.32 * len(records) + 1.2)
     axes = figure.add_subplot()
@@ -273,7 +273,7 @@ def draw(records: Sequence[Mapping[str, Any]]) -> bytes:
     axes.barh(
         [f"{_name(record)}, {record['rate']}" for record in slowest_first],
         [_seconds(record) for record in slowest_first],
-        color=[INK if _name(record) in UNCOMPRESSED else COLOURS[0] for record in slowest_first],
+        color=[INK if _name(record) in UNCOMPRESSED else COLORS[0] for record in slowest_first],
     )
     axes.set_xlabel("seconds of training to the target, mean over the seeds")
     axes.grid(axis="x", alpha=0.3)

@@ -8,10 +8,10 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from hvdcomp.perfmodel.figures import COLOURS, INK, new_figure
+from hvdcomp.perfmodel.figures import COLORS, INK, new_figure
 
 FOLDER = Path(__file__).parent
-BLUE, ORANGE, GREEN = COLOURS[:3]
+BLUE, ORANGE, GREEN = COLORS[:3]
 HIGH = 0.5  # of a box, in inches
 
 
@@ -25,42 +25,42 @@ def canvas(width: float, height: float) -> Axes:
     return axes
 
 
-def box(axes: Axes, x: float, y: float, text: str, width: float = 1.2, high: float = HIGH, colour: str = INK) -> None:
+def box(axes: Axes, x: float, y: float, text: str, width: float = 1.2, high: float = HIGH, color: str = INK) -> None:
     """A box with a text, around the point (x, y)."""
     low = (x - width / 2, y - high / 2)
     style = "round,pad=0,rounding_size=0.08"
-    axes.add_patch(FancyBboxPatch(low, width, high, boxstyle=style, edgecolor=colour, facecolor="none", linewidth=1.4))
-    axes.text(x, y, text, color=colour, ha="center", va="center", fontsize=9)
+    axes.add_patch(FancyBboxPatch(low, width, high, boxstyle=style, edgecolor=color, facecolor="none", linewidth=1.4))
+    axes.text(x, y, text, color=color, ha="center", va="center", fontsize=9)
 
 
 def arrow(
-    axes: Axes, start: tuple[float, float], end: tuple[float, float], text: str = "", bend: float = 0, colour: str = INK
+    axes: Axes, start: tuple[float, float], end: tuple[float, float], text: str = "", bend: float = 0, color: str = INK
 ) -> None:
     """An arrow, with a text above its middle."""
     connection = f"arc3,rad={bend}"
     axes.add_patch(
-        FancyArrowPatch(start, end, connectionstyle=connection, arrowstyle="-|>", mutation_scale=11, color=colour)
+        FancyArrowPatch(start, end, connectionstyle=connection, arrowstyle="-|>", mutation_scale=11, color=color)
     )
-    label(axes, (start[0] + end[0]) / 2, (start[1] + end[1]) / 2 + 0.06, text, colour)
+    label(axes, (start[0] + end[0]) / 2, (start[1] + end[1]) / 2 + 0.06, text, color)
 
 
-def label(axes: Axes, x: float, y: float, text: str, colour: str = INK, at: str = "center") -> None:
-    axes.text(x, y, text, color=colour, ha=at, va="bottom", fontsize=8)
+def label(axes: Axes, x: float, y: float, text: str, color: str = INK, at: str = "center") -> None:
+    axes.text(x, y, text, color=color, ha=at, va="bottom", fontsize=8)
 
 
 def draw_step() -> Axes:
     """The way of a gradient, from the backward pass to the optimizer."""
     axes = canvas(8.4, 2.35)
-    box(axes, 4.3, 1.08, "exchange\nover the\nnetwork", width=0.9, high=1.7, colour=ORANGE)
+    box(axes, 4.3, 1.08, "exchange\nover the\nnetwork", width=0.9, high=1.7, color=ORANGE)
     for rank, y in enumerate((1.58, 0.58)):
         label(axes, 0.05, y + 0.3, f"rank {rank}", at="left")
         box(axes, 0.5, y, "backward\npass", width=0.9)
         arrow(axes, (0.95, y), (2.05, y))
         label(axes, 1.35, y + 0.06, "gradient\n100 MB")
-        box(axes, 2.5, y, "compress", width=0.9, colour=BLUE)
-        arrow(axes, (2.95, y), (3.85, y), "payload\n14 MB", colour=BLUE)
-        arrow(axes, (4.75, y), (5.4, y), "all\npayloads", colour=BLUE)
-        box(axes, 5.9, y, "decode\nand average", width=1.0, colour=BLUE)
+        box(axes, 2.5, y, "compress", width=0.9, color=BLUE)
+        arrow(axes, (2.95, y), (3.85, y), "payload\n14 MB", color=BLUE)
+        arrow(axes, (4.75, y), (5.4, y), "all\npayloads", color=BLUE)
+        box(axes, 5.9, y, "decode\nand average", width=1.0, color=BLUE)
         arrow(axes, (6.4, y), (7.45, y))
         label(axes, 7.0, y + 0.06, "mean\ngradient")
         box(axes, 7.9, y, "optimizer", width=0.9)
@@ -78,13 +78,13 @@ def draw_feedback() -> Axes:
     arrow(axes, (1.1, 1.55), (1.95, 1.55))
     box(axes, 2.2, 1.55, "+", width=0.5)
     arrow(axes, (2.45, 1.55), (3.4, 1.55), "x")
-    box(axes, 4.0, 1.55, "compress", colour=BLUE)
-    arrow(axes, (4.6, 1.55), (6.1, 1.55), "sent part of x", colour=BLUE)
-    box(axes, 6.85, 1.55, "exchange", width=1.5, colour=ORANGE)
-    arrow(axes, (4.0, 1.3), (4.0, 0.6), colour=GREEN)
+    box(axes, 4.0, 1.55, "compress", color=BLUE)
+    arrow(axes, (4.6, 1.55), (6.1, 1.55), "sent part of x", color=BLUE)
+    box(axes, 6.85, 1.55, "exchange", width=1.5, color=ORANGE)
+    arrow(axes, (4.0, 1.3), (4.0, 0.6), color=GREEN)
     label(axes, 4.1, 0.88, "x minus the sent part", GREEN, at="left")
-    box(axes, 4.0, 0.35, "residual", colour=GREEN)
-    arrow(axes, (3.4, 0.35), (2.2, 1.3), bend=-0.35, colour=GREEN)
+    box(axes, 4.0, 0.35, "residual", color=GREEN)
+    arrow(axes, (3.4, 0.35), (2.2, 1.3), bend=-0.35, color=GREEN)
     label(axes, 2.15, 0.3, "added in the next step", GREEN, at="right")
     return axes
 
@@ -93,16 +93,16 @@ def draw_decision() -> Axes:
     """A decision of rank 0, and the step that obeys it."""
     axes = canvas(7.8, 2.95)
     rows = (1.7, 1.0, 0.3)
-    box(axes, 3.3, 2.6, "policy: use level 0.05", width=1.9, colour=GREEN)
-    arrow(axes, (1.75, 1.95), (2.35, 2.5), bend=-0.2, colour=GREEN)
+    box(axes, 3.3, 2.6, "policy: use level 0.05", width=1.9, color=GREEN)
+    arrow(axes, (1.75, 1.95), (2.35, 2.5), bend=-0.2, color=GREEN)
     label(axes, 1.75, 2.3, "measurements", GREEN, at="right")
     for rank, y in enumerate(rows):
         label(axes, 0.05, y - 0.07, f"rank {rank}", at="left")
-        box(axes, 1.4, y, "step 100\nlevel 0.01", width=1.3, colour=BLUE)
+        box(axes, 1.4, y, "step 100\nlevel 0.01", width=1.3, color=BLUE)
         arrow(axes, (2.05, y), (6.35, y))
         label(axes, 3.3, y + 0.04, "optimizer, forward pass")
-        box(axes, 7.0, y, "step 101\nlevel 0.05", width=1.3, colour=BLUE)
-        arrow(axes, (5.2, y + 0.17), (6.35, y + 0.17), colour=GREEN)
+        box(axes, 7.0, y, "step 101\nlevel 0.05", width=1.3, color=BLUE)
+        arrow(axes, (5.2, y + 0.17), (6.35, y + 0.17), color=GREEN)
     axes.plot([4.25, 5.2, 5.2], [2.6, 2.6, rows[-1] + 0.17], color=GREEN, linewidth=1.2)
     label(axes, 5.3, 2.5, "broadcast to all ranks", GREEN, at="left")
     return axes

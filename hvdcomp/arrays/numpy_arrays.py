@@ -331,7 +331,7 @@ def hadamard(x: Array) -> Array:
     """Multiplies each row of a matrix (r, n), float32, by the Walsh-Hadamard matrix of n rows, without the factor 1 /
     sqrt(n). n is a power of two.
 
-    The first pass computes sums and differences of neighbours. The next passes do the same with elements that are two
+    The first pass computes sums and differences of neighbors. The next passes do the same with elements that are two
     apart, four apart, and so on. Kernels use the same order, so they give the same bits.
     """
     rows, length = x.shape

@@ -220,10 +220,10 @@ def _to_bins(xp: ArrayFunctions, values: Array, like: Array) -> tuple[Array, Arr
     # In float64 no sum of float32 values overflows, and all frameworks get the same float32 result.
     count = values.shape[0]
     row = xp.reshape(xp.astype(values, "float64"), (1, count))
-    centred = row - row.sum(1, keepdims=True) / count  # v - mean
-    sigma = xp.row_norms(centred) / math.sqrt(count)
+    centered = row - row.sum(1, keepdims=True) / count  # v - mean
+    sigma = xp.row_norms(centered) / math.sqrt(count)
     # bin(v) = round((v - mean) / s + 2) is the number of borders that v - mean reaches.
-    reached = (xp.astype(centred >= bound * sigma, "uint8") for bound in _BOUNDS)  # all 0 if any value is not finite
+    reached = (xp.astype(centered >= bound * sigma, "uint8") for bound in _BOUNDS)  # all 0 if any value is not finite
     bins = reduce(operator.add, reached)
     # The mean of the values in each bin.
     members = bins == xp.reshape(xp.arange(4, like=xp.flatten(bins)), (4, 1))

@@ -266,7 +266,7 @@ class Overlap:
             return
         if tries < TRIES / 2 * self._communicator.world_size:
             # Few steps had buckets that could start, because a policy looked at x, or the plan was new. In these few
-            # steps, a rank may have learnt too late by chance that all ranks make the step.
+            # steps, a rank may have learned too late by chance that all ranks make the step.
             self._due *= 2
             return
         if self._communicator.rank == 0:

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 # Okabe and Ito's palette without yellow and black, which vanish on a light or a dark page.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#888888")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#888888")
 LINES = ("solid", "dashed", "dotted", "dashdot")
 INK = "#7d7d7d"  # axes, texts and lines of dense gradients: legible on white and on near black
 

@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter
 
 from hvdcomp.files import replace_files
 from hvdcomp.perfmodel.advice import UNCOMPRESSED
-from hvdcomp.perfmodel.figures import COLOURS, INK, LINES, as_png, new_figure
+from hvdcomp.perfmodel.figures import COLORS, INK, LINES, as_png, new_figure
 from hvdcomp.perfmodel.map import short
 from hvdcomp.perfmodel.sweep import AXES, Sweep
 from hvdcomp.perfmodel.verdict import times
@@ -41,7 +41,7 @@ def draw(swept: Sweep, title: str, marked: float | None, file: Path) -> None:
     compressed = [spec for spec in swept.step_s if spec != UNCOMPRESSED]
     for number, spec in enumerate(compressed):
         # The seventh color is gray, like the line of dense gradients.
-        style = {"color": COLOURS[number % 6], "linestyle": LINES[number // 6 % len(LINES)]}
+        style = {"color": COLORS[number % 6], "linestyle": LINES[number // 6 % len(LINES)]}
         above.plot(swept.values, 1e3 * swept.step_s[spec], label=spec, linewidth=1.5, **style)
     above.plot(swept.values, 1e3 * swept.step_s[UNCOMPRESSED], label=UNCOMPRESSED, color=INK, linewidth=2.2)
     above.set_ylabel("time of a step (ms)")
@@ -79,7 +79,7 @@ def _leading_digit(value: float) -> int:
     return round(value / 10 ** np.floor(np.log10(value))) if value > 0 else 0
 
 
-_FULL_COLOUR = 4.0
+_FULL_COLOR = 4.0
 """A cell of the map has its full color at this speedup or a higher one."""
 
 
@@ -115,10 +115,10 @@ def draw_map(rows: Sequence[dict[str, Any]], title: str, file: Path) -> None:
 
 def _draw_cell(axes: Axes, row: dict[str, Any], column: int, line: int) -> None:
     factor = 1.0 if row["gain_percent"] is None else 1 + row["gain_percent"] / 100
-    strength = 0.25 + 0.75 * min(1.0, math.log(max(1.0, factor)) / math.log(_FULL_COLOUR))
+    strength = 0.25 + 0.75 * min(1.0, math.log(max(1.0, factor)) / math.log(_FULL_COLOR))
     # The colored cells are opaque, so that their text is legible on light and dark pages.
-    colour = 1 - strength * (1 - np.array(to_rgb(COLOURS[0]))) if row["pays"] else (*to_rgb(COLOURS[-1]), 0.2)
-    axes.add_patch(Rectangle((column + 0.02, line + 0.04), 0.96, 0.92, facecolor=colour, linewidth=0))
+    color = 1 - strength * (1 - np.array(to_rgb(COLORS[0]))) if row["pays"] else (*to_rgb(COLORS[-1]), 0.2)
+    axes.add_patch(Rectangle((column + 0.02, line + 0.04), 0.96, 0.92, facecolor=color, linewidth=0))
     if row["pays"]:
         ink = "white" if strength > 0.6 else "#202020"
         style: dict[str, Any] = {"ha": "center", "va": "center", "color": ink}

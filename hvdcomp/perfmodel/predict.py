@@ -116,7 +116,7 @@ def predict(
         whole = (step, backward, gamma, spent - decode, decode)
         hidden = early(*whole, exchange, buckets, cost_of, setting.payload)
         in_one_part = exchange.gathered(setting.world_size) * setting.payload <= GATHERED_BYTES
-        parts = parts.towards(hidden, np.where(in_one_part, compute.hides, 0.0))
+        parts = parts.toward(hidden, np.where(in_one_part, compute.hides, 0.0))
     return parts._replace(latency=parts.latency + np.where(setting.exchanges, compute.engine_s, 0.0))
 
 

@@ -57,7 +57,7 @@ class Parts(NamedTuple):
         """Seconds of the step."""
         return self.compute + self.encode + self.transfer + self.latency
 
-    def towards(self, other: Parts, share: Array) -> Parts:
+    def toward(self, other: Parts, share: Array) -> Parts:
         """Interpolates linearly between these parts (share 0) and other parts (share 1). `waits` is taken from these
         parts."""
         pairs = zip(self[:4], other[:4], strict=True)

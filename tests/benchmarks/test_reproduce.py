@@ -20,7 +20,7 @@ from benchmarks.reproduce import (
     Outcome,
     Row,
     accordion,
-    artefacts,
+    artifacts,
     bagpipe,
     compared,
     controls,
@@ -47,7 +47,7 @@ TABLES_AND_FIGURES = {"accordion": (10, 20), "utility": (3, 21), "gravac": (4, 1
 """How many of them each paper has."""
 IMAGES, TEXT = (workloads.small(kind, quick=True) for kind in ("images", "text"))
 CHEAP = [
-    name for name, one in artefacts().items() if one.counterpart in {**predicted.COUNTERPARTS, **counted.COUNTERPARTS}
+    name for name, one in artifacts().items() if one.counterpart in {**predicted.COUNTERPARTS, **counted.COUNTERPARTS}
 ]
 
 
@@ -65,25 +65,25 @@ def test_every_table_and_figure_has_an_entry(paper: str) -> None:
     tables, figures = TABLES_AND_FIGURES[paper]
     wanted = {f"{paper}-table{n + 1}": f"table {n + 1}" for n in range(tables)}
     wanted |= {f"{paper}-fig{n + 1}": f"figure {n + 1}" for n in range(figures)}
-    there = {name: one.place for name, one in artefacts().items() if one.paper == paper}
+    there = {name: one.place for name, one in artifacts().items() if one.paper == paper}
     assert {name: there.get(name) for name in wanted} == wanted
 
 
-@pytest.mark.parametrize("name", artefacts())
+@pytest.mark.parametrize("name", artifacts())
 def test_an_entry_has_a_counterpart_or_says_why_not(name: str) -> None:
-    artefact = artefacts()[name]
+    artifact = artifacts()[name]
     known = (module.COUNTERPARTS for module in (counted, predicted, timed, accordion, gravac))
-    assert artefact.shows
-    if artefact.counterpart is None:
-        assert artefact.why
+    assert artifact.shows
+    if artifact.counterpart is None:
+        assert artifact.why
     else:
-        assert artefact.why is None
-        assert sum(artefact.counterpart in one for one in known) == 1
+        assert artifact.why is None
+        assert sum(artifact.counterpart in one for one in known) == 1
 
 
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of all artefacts, some of which rest on the same."""
+    """Of all artifacts, some of which rest on the same."""
     return tmp_path_factory.mktemp("trainings")
 
 
@@ -91,7 +91,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "name",
     [
         pytest.param(name, marks=() if name in CHEAP else pytest.mark.thorough)
-        for name, one in artefacts().items()
+        for name, one in artifacts().items()
         if one.counterpart
     ],
 )
@@ -102,7 +102,7 @@ def test_what_has_a_counterpart_is_found_and_kept(
     if name not in CHEAP:
         pytest.importorskip("mnist1d", reason="mnist1d is not installed: pip install 'hvdcomp[mnist1d]'")
     monkeypatch.setattr(compared, "QUICK_SEEDS", 1)
-    found = run(artefacts()[name], quick=True, runs=tmp_path if name in CHEAP else trainings)
+    found = run(artifacts()[name], quick=True, runs=tmp_path if name in CHEAP else trainings)
     assert found.rows
     assert found.verdict in VERDICTS
     assert found.about["command"] == f"python -m benchmarks.reproduce {name} --quick"
@@ -120,7 +120,7 @@ def test_what_has_a_counterpart_is_found_and_kept(
 @pytest.mark.parametrize("name", CHEAP)
 def test_what_the_page_has_of_counts_and_predictions_is_what_comes_of_them_today(name: str, tmp_path: Path) -> None:
     shown = read(Path(__file__).parents[2] / "docs" / "reproduction" / f"{name}.json")
-    found = read(write(run(artefacts()[name], quick=True, runs=tmp_path), tmp_path))
+    found = read(write(run(artifacts()[name], quick=True, runs=tmp_path), tmp_path))
     assert found.verdict == shown.verdict
     numbers = [[(row.what, row.ours) for row in outcome.rows if row.half is None] for outcome in (shown, found)]
     trained = {row.what for row in shown.rows if row.half is not None}
@@ -130,7 +130,7 @@ def test_what_the_page_has_of_counts_and_predictions_is_what_comes_of_them_today
 @pytest.mark.parametrize(("number", "count"), [(1, 6), (2, 4), (3, 6), (4, 4), (5, 6), (6, 6)])
 def test_floats_of_fixed_levels_are_those_of_accordions_tables(number: int, count: int) -> None:
     """From shapes alone: PowerSGD's to the digits that are printed."""
-    rows = counted.floats_sent(artefacts()[f"accordion-table{number}"])
+    rows = counted.floats_sent(artifacts()[f"accordion-table{number}"])
     assert len(rows) == count
     for row in rows:
         other = number == 1 and row.what.startswith("SENet")  # what the authors sent of it, shapes do not say
@@ -141,7 +141,7 @@ def test_floats_of_fixed_levels_are_those_of_accordions_tables(number: int, coun
 
 def test_shapes_are_those_of_the_papers() -> None:
     for name, unknown in (("accordion-table8", []), ("accordion-table9", ["SENet"])):
-        rows = counted.parameters(artefacts()[name]).rows
+        rows = counted.parameters(artifacts()[name]).rows
         assert len(rows) == 6
         assert [row.what for row in rows if row.ours is None] == unknown
         assert all(row.ours == row.published for row in rows if row.ours is not None)
@@ -156,7 +156,7 @@ def test_rows_that_are_looked_up_again_are_counted() -> None:
 
 
 def test_looking_ahead_is_faster_but_not_as_much_as_bagpipe() -> None:
-    outcome = run(artefacts()["bagpipe-abstract"], quick=True, runs=Path())
+    outcome = run(artifacts()["bagpipe-abstract"], quick=True, runs=Path())
     found = {row.what: row.ours for row in outcome.rows}
     assert outcome.verdict == IN_PART
     assert 0.85 < found["share of accesses to 1 % of the rows"] < 0.95
@@ -306,25 +306,25 @@ def test_controls_send_as_many_floats_as_the_policy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, one in artefacts().items() if one.counterpart in accordion.COUNTERPARTS]
+    "name", [name for name, one in artifacts().items() if one.counterpart in accordion.COUNTERPARTS]
 )
 def test_accordions_own_trainings_are_those_of_its_table_7(name: str, tmp_path: Path) -> None:
-    artefact = artefacts()[name]
-    kind = artefact.settings.get("workload", "images")
-    workload = Trainings(tmp_path, quick=False, data=tmp_path).of(artefact, kind)
+    artifact = artifacts()[name]
+    kind = artifact.settings.get("workload", "images")
+    workload = Trainings(tmp_path, quick=False, data=tmp_path).of(artifact, kind)
     options = TrainingOptions(**workload.options, simulate_ranks=workload.ranks).resolved()
     assert options.batch_size is not None
     if kind == "images":
         assert (options.epochs, options.milestones, options.batch_size * workload.ranks) == (300, (150, 250), 512)
         assert (options.lr, options.warm_up, options.weight_decay) == (0.4, 5, 5e-4)
-        assert options.data == artefact.settings.get("data", "cifar10")
-        assert options.model == {"VGG-19bn": "vgg19_bn"}.get(artefact.settings.get("network", ""), "resnet18")
+        assert options.data == artifact.settings.get("data", "cifar10")
+        assert options.model == {"VGG-19bn": "vgg19_bn"}.get(artifact.settings.get("network", ""), "resnet18")
     else:
         assert (options.epochs, options.milestones, options.batch_size * workload.ranks) == (90, (60, 80), 80)
         assert (options.data, options.lr) == ("wikitext2", 10)
     assert options.nesterov
     assert "interval=10" in workload.accordion("powersgd")
-    assert Trainings(tmp_path, quick=False, data=tmp_path).of(artefacts()["gravac-fig7"]) == workloads.small(
+    assert Trainings(tmp_path, quick=False, data=tmp_path).of(artifacts()["gravac-fig7"]) == workloads.small(
         "images", quick=False
     ), "GraVAC's trainings are small ones"
 
@@ -367,12 +367,12 @@ def test_the_page_has_every_name_and_first_what_does_not_hold() -> None:
         for name, holds in (("utility-fig2", True), ("gravac-fig3", False))
     }
     text, rows = page(found), list(csv.DictReader(io.StringIO(rows_as_csv(found))))
-    for name in artefacts():
+    for name in artifacts():
         assert f"`{name}`" in text or f"[{name}](" in text
     places = [text.index(name) for name in ("[gravac-fig3]", "`utility-fig2`", "`accordion-table1`")]
     assert places == sorted(places)
     assert text.index("## Not run yet") < text.index("`accordion-table1`") < text.index("## Cannot be shown here")
-    assert {row["name"] for row in rows} == artefacts().keys()
+    assert {row["name"] for row in rows} == artifacts().keys()
     (sketch,) = [row for row in rows if row["name"] == "utility-fig1"]
     assert "it is a sketch" in sketch["why"]
 
@@ -450,7 +450,7 @@ def test_the_page_has_each_control_once() -> None:
 def test_the_page_in_docs_is_that_of_the_results_beside_it() -> None:
     docs = Path(__file__).parents[2] / "docs"
     found = {file.stem: read(file) for file in sorted((docs / "reproduction").glob("*.json"))}
-    assert found.keys() <= artefacts().keys()
+    assert found.keys() <= artifacts().keys()
     for name, outcome in found.items():
         stored = json.loads((docs / "reproduction" / f"{name}.json").read_text())
         assert stored["verdict"] == outcome.verdict
@@ -464,7 +464,7 @@ def test_the_page_in_docs_is_that_of_the_results_beside_it() -> None:
 def test_the_command_lists_prints_and_writes(tmp_path: Path) -> None:
     listed = CliRunner().invoke(main, [], env={"COLUMNS": "200"})
     assert listed.exit_code == 0
-    assert all(name in listed.output for name in artefacts())
+    assert all(name in listed.output for name in artifacts())
     folder = tmp_path / "found"
     words = ["utility-fig9", "utility-fig1", "--output", str(folder), "--page", str(tmp_path / "page.md")]
     done = CliRunner().invoke(main, words, env={"COLUMNS": "200"}, catch_exceptions=False)
@@ -496,7 +496,7 @@ def test_a_full_run_compares_all_pairs_of_factor_and_gain(trainings: Path, monke
     monkeypatch.setattr(compared, "SEEDS", 1)
     short = workloads.small("images", quick=True)
     monkeypatch.setattr(workloads, "small", lambda kind, quick: short)
-    found = run(artefacts()["gravac-fig10"], quick=False, runs=trainings)
+    found = run(artifacts()["gravac-fig10"], quick=False, runs=trainings)
     others = [row.what for row in found.rows if "factor=" in row.what]
     for pair in ("elements, gain=error_feedback", "bytes, gain=raw", "bytes, gain=error_feedback"):
         assert len([what for what in others if what.startswith(f"GraVAC, factor={pair}")]) == 2
@@ -507,12 +507,12 @@ def test_a_full_run_compares_all_pairs_of_factor_and_gain(trainings: Path, monke
 def test_a_training_is_made_once_and_its_policy_is_seen(trainings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mnist1d", reason="mnist1d is not installed: pip install 'hvdcomp[mnist1d]'")
     monkeypatch.setattr(compared, "QUICK_SEEDS", 1)
-    found = run(artefacts()["accordion-fig18"], quick=True, runs=trainings)
+    found = run(artifacts()["accordion-fig18"], quick=True, runs=trainings)
     (rank, *_) = found.curves["rank"]
     assert set(rank.y) == {1.0, 4.0}, "Accordion chose both levels"
     for file in trainings.rglob("run.json"):
         file.write_text(json.dumps({**json.loads(file.read_text()), "commit": "then"}))
-    again = run(artefacts()["accordion-fig18"], quick=True, runs=trainings)
+    again = run(artifacts()["accordion-fig18"], quick=True, runs=trainings)
     assert again.rows == found.rows
     assert again.about["commit"] == "then"
 

@@ -86,7 +86,7 @@ COMES_AND_GOES = [
     {"sizes": [3], "steps": 60, "kill": [2]},
     {"sizes": [2], "steps": 60, "hosts": f"{HERE}:1"},
     {"sizes": [1], "steps": 20, "hosts": f"{HERE}:2"},
-    {"sizes": [2], "steps": 400},  # until both trainings have learnt what they can
+    {"sizes": [2], "steps": 400},  # until both trainings have learned what they can
 ]
 
 

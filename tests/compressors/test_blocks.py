@@ -83,7 +83,7 @@ def draw(seed: int, shape: tuple[int, ...], power: int) -> np.ndarray:
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("method", SETTINGS, ids=str)
 @given(shape=st.lists(st.integers(1, 30), max_size=3).map(tuple), seed=st.integers(0, 999), power=st.integers(-12, 12))
-def test_codes_stand_for_the_neighbours_of_elements(
+def test_codes_stand_for_the_neighbors_of_elements(
     method: BlockQuantizer, rounding: str, shape: tuple[int, ...], seed: int, power: int
 ) -> None:
     compressor = parse_compressor(f"{method}{',' if ':' in str(method) else ':'}rounding={rounding}")

@@ -135,7 +135,7 @@ def sent(method: Any, x: Any, step: int = 0, rank: int = 0) -> np.ndarray:
 
 
 def stated_at_random(method: Compressor, x: np.ndarray, step: int, rank: int) -> np.ndarray:
-    """Between two neighbours, the one further from zero if the random bits are among the highest share of all.
+    """Between two neighbors, the one further from zero if the random bits are among the highest share of all.
 
     Args:
         x: normal numbers of float32.
@@ -172,7 +172,7 @@ def test_the_mean_over_many_draws_is_the_number_itself(method: Any) -> None:
     error, deviation = many.mean(0) - x, many.std(0)
     assert (deviation > 0).all()
     assert (np.abs(error) < 4.5 * deviation / np.sqrt(draws)).all()
-    assert all(len(np.unique(column)) == 2 for column in many.T)  # its neighbours
+    assert all(len(np.unique(column)) == 2 for column in many.T)  # its neighbors
     nearest = sent(dataclasses.replace(method, rounding="nearest"), x)
     assert (np.abs(nearest - x) > 4.5 * deviation / np.sqrt(draws)).sum() > 5  # which is not so to nearest
 

@@ -247,8 +247,8 @@ def test_the_expectation_is_the_gradient(backend: str, compressor: Compressor) -
 @pytest.mark.parametrize(
     ("compressor", "unit"), [(QSGD(bits=3, bucket=4), np.sqrt(30) / 3), (GlobalQSGD(bits=3), 4 / 3), (TernGrad(0), 4)]
 )
-def test_the_variance_is_that_of_two_neighbours(compressor: Compressor, unit: float) -> None:
-    """p (1 - p) unit**2, with p the distance from the lower neighbour in units."""
+def test_the_variance_is_that_of_two_neighbors(compressor: Compressor, unit: float) -> None:
+    """p (1 - p) unit**2, with p the distance from the lower neighbor in units."""
     numbers = np.array([1, 2, -3, 4], np.float32)
     drawn = run_lockstep(compressor, [np.tile(numbers, 10000)]).outcomes[0].sent.reshape(10000, 4)
     p = numbers / unit - np.floor(numbers / unit)
@@ -303,7 +303,7 @@ def test_very_small_and_very_large_gradients(backend: str, compressor: Compresso
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_sum_of_global_qsgd_leaves_its_field(backend: str, width: int, size: int) -> None:
-    """All ranks at the same end of the range, in every pattern of neighbouring fields; `run_lockstep` watches int32."""
+    """All ranks at the same end of the range, in every pattern of neighboring fields; `run_lockstep` watches int32."""
     count = 6 * (32 // width) + 1
     x = np.random.default_rng(width).choice([-3.0, 3.0], count)
     exchanged = run_lockstep(GlobalQSGD(bits=width), [make(backend, x)] * size)

@@ -21,7 +21,7 @@ MOUNT = "mounted"
 # Gradients.
 
 HUGE = 1e30
-"""A gradient that is finite, with which nothing can be learnt."""
+"""A gradient that is finite, with which nothing can be learned."""
 
 
 def gradient(value: float) -> Callable[[Place], None]:

@@ -1,4 +1,4 @@
-"""The tests of the kernels once more, on a shared object that looks for wrong addresses and undefined behaviour."""
+"""The tests of the kernels once more, on a shared object that looks for wrong addresses and undefined behavior."""
 
 from __future__ import annotations
 

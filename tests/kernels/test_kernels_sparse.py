@@ -201,7 +201,7 @@ def test_tensors_of_several_pieces(ratio: float, kind: str) -> None:
 
 @pytest.mark.usefixtures("instruction_set")
 def test_a_piece_may_have_more_candidates_than_room() -> None:
-    """One more, many more or less; and those of its neighbours stay."""
+    """One more, many more or less; and those of its neighbors stay."""
     rank = Rank(TopK(0.001), [np.zeros(200_003, np.float32)])
     rank.encode()
     room = int(rank.bucket.layout._candidates["room"][1])

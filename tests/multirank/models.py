@@ -25,7 +25,7 @@ def small_model(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
 
 
 def batch(generator: torch.Generator, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs (16, 64) and classes of a rule that can be learnt."""
+    """Inputs (16, 64) and classes of a rule that can be learned."""
     inputs = torch.randn(16, 64, generator=generator)
     return inputs.to(dtype), inputs[:, :10].argmax(1)
 

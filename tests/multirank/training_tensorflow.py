@@ -50,7 +50,7 @@ def loss_of(outputs: tf.Tensor, classes: Any) -> tf.Tensor:
 
 
 def batch(rng: np.random.Generator, rows: int = 16) -> Batch:
-    """Inputs (rows, 64) and classes of a rule that can be learnt."""
+    """Inputs (rows, 64) and classes of a rule that can be learned."""
     inputs = rng.standard_normal((rows, 64)).astype(np.float32)
     return inputs, inputs[:, :10].argmax(1).astype(np.int32)
 

@@ -71,11 +71,11 @@ def steps_of(
 def test_the_rounds_are_those_of_the_engine(spec: str, dtype: str) -> None:
     """Two steps, since an alternating method sends another factor in each; the model holds their mean."""
     tensors = [TensorInfo(name, shape, dtype) for name, shape in SHAPES.items()]
-    modelled = exchange_of(parse_compressor(spec), tensors, 1, min_numel=20).rounds
+    modeled = exchange_of(parse_compressor(spec), tensors, 1, min_numel=20).rounds
     first, second = steps_of(spec, SHAPES, dtype, 2)
     assert [[kind for kind, _ in one] for one in first] == [[kind for kind, _ in one] for one in second]
-    assert len(first) == len(modelled)
-    for number, (seen, again, expected) in enumerate(zip(first, second, modelled, strict=True)):
+    assert len(first) == len(modeled)
+    for number, (seen, again, expected) in enumerate(zip(first, second, modeled, strict=True)):
         assert [kind for kind, _ in seen] == sorted(one.kind for one in expected)
         bytes_seen = sum(size for _, size in seen + again) / 2
         spare = FLAG_AND_PADDING if number == 0 else PADDING

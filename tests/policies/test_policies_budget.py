@@ -53,7 +53,7 @@ def test_the_choice_is_that_of_trying_all(errors: Table, sizes: Table, share: fl
 
 def least_error_of_mixtures(sent: Table, errors: Table, limit: float) -> float:
     """The least total error within a limit of bytes if any part of a tensor could be sent at any level: errors and
-    bytes lie on straight lines between those of neighbouring levels, and the steepest lines are followed first."""
+    bytes lie on straight lines between those of neighboring levels, and the steepest lines are followed first."""
     lines = [
         ((errors[name][less] - errors[name][more]) / (sent[name][more] - sent[name][less]), name, more)
         for name, levels in sent.items()

@@ -16,7 +16,7 @@ from hvdcomp.tools.options import at_least, below, between, check, may_change, o
 
 @dataclass(frozen=True)
 class Settings:
-    colour: str = option("red", "Colour.", choices=("red", "blue"))
+    color: str = option("red", "Color.", choices=("red", "blue"))
     count: int | None = option(None, "Count.", at_least(1), metavar="N", may_change=True)
     share: float = option(0.5, "Share.", below(0, 1), before=1.0)
     port: int | None = option(None, "Port.", between(1, 9), shown=False)
@@ -43,7 +43,7 @@ def test_without_options_everything_has_its_default() -> None:
 
 
 def test_a_text_is_read_by_the_type() -> None:
-    words = "--colour blue --count 3 --share 0.25 --ends 1,2.5 --every auto --folder here --quiet"
+    words = "--color blue --count 3 --share 0.25 --ends 1,2.5 --every auto --folder here --quiet"
     expected = Settings("blue", 3, 0.25, None, (1.0, 2.5), "auto", Path("here"), True)
     assert run(*words.split()) == (0, f"{expected!r}\n")
     assert "every=5," in run("--every", "5")[1]
@@ -54,7 +54,7 @@ def test_a_text_is_read_by_the_type() -> None:
     [
         ("--ends 1,x", "'1,x' is not a list of numbers, such as 3,4"),
         ("--count x", "'x' is not a valid integer"),
-        ("--colour green", "'green' is not one of 'red', 'blue'"),
+        ("--color green", "'green' is not one of 'red', 'blue'"),
         ("--derived 3", "No such option"),
     ],
 )
@@ -66,7 +66,7 @@ def test_a_text_of_another_type_is_refused(words: str, said: str) -> None:
 
 def test_the_help_shows_defaults_and_what_stands_for_none() -> None:
     lines = [" ".join(line.split()) for line in run("--help")[1].splitlines()]
-    assert "--colour [red|blue] Colour. [default: red]" in lines
+    assert "--color [red|blue] Color. [default: red]" in lines
     assert "--count N Count. [default: (depends)]" in lines
     assert "--port INTEGER Port." in lines
     assert "--quiet Quiet." in lines
@@ -75,7 +75,7 @@ def test_the_help_shows_defaults_and_what_stands_for_none() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"colour": "green"}, "--colour 'green' is unknown; choose one of red, blue"),
+        ({"color": "green"}, "--color 'green' is unknown; choose one of red, blue"),
         ({"count": 0}, "--count 0 must be at least 1"),
         ({"share": 1.0}, "--share 1.0 must be at least 0 and less than 1"),
         ({"share": float("nan")}, "--share nan must be at least 0 and less than 1"),
@@ -89,14 +89,14 @@ def test_a_value_out_of_range_is_refused(given: dict[str, Any], said: str) -> No
 
 
 def test_choices_can_be_others_than_the_command_line_offers() -> None:
-    check(Settings("green"), KeyError, {"colour": ("green",)})
+    check(Settings("green"), KeyError, {"color": ("green",)})
     with pytest.raises(KeyError, match="choose one of green"):
-        check(Settings("red"), KeyError, {"colour": ("green",)})
+        check(Settings("red"), KeyError, {"color": ("green",)})
 
 
 def test_what_a_resumed_run_may_change_and_what_older_runs_did() -> None:
     assert may_change(Settings) == {"count", "quiet"}
-    older = {"colour": "red", "count": None, "share": 1.0, "port": None, "ends": (), "every": 1}
+    older = {"color": "red", "count": None, "share": 1.0, "port": None, "ends": (), "every": 1}
     assert of_older_runs(Settings) == {**older, "folder": None, "quiet": False}
 
 

@@ -27,7 +27,7 @@ PAPERS = {
 
 
 @dataclass(frozen=True)
-class Artefact:
+class Artifact:
     """A table or a figure of a paper.
 
     Attributes:
@@ -58,13 +58,13 @@ class Artefact:
 
 
 @cache
-def artefacts() -> dict[str, Artefact]:
+def artifacts() -> dict[str, Artifact]:
     """All tables and figures, by name, in the order of the papers."""
-    by_name: dict[str, Artefact] = {}
+    by_name: dict[str, Artifact] = {}
     for paper in PAPERS:
         entries = json.loads((files(__package__) / f"{paper}.json").read_text())
         for name, entry in entries.items():
             numbers = entries[entry.get("as", name)].get("published", {})
             fields = {key: value for key, value in entry.items() if key not in ("as", "published")}
-            by_name[name] = Artefact(name, published=numbers, **fields)
+            by_name[name] = Artifact(name, published=numbers, **fields)
     return by_name

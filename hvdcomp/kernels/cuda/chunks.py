@@ -164,8 +164,8 @@ def chunks_means(table, segments, values, bins, payload, BLOCK: tl.constexpr):
     squares = tl.zeros((BLOCK,), tl.float64)
     for block in range(0, count, BLOCK):
         i = block + tl.arange(0, BLOCK)
-        centred = tl.load(tensor_values + i, mask=i < count, other=0.0).to(tl.float64) - mean
-        squares += tl.where(i < count, centred * centred, 0.0)
+        centered = tl.load(tensor_values + i, mask=i < count, other=0.0).to(tl.float64) - mean
+        squares += tl.where(i < count, centered * centered, 0.0)
     sigma = tl.sqrt(tl.sum(squares, 0)) / tl.sqrt(number)
     bin_numbers = tl.arange(0, 4)
     sums = tl.zeros((4, BLOCK), tl.float64)
@@ -173,9 +173,9 @@ def chunks_means(table, segments, values, bins, payload, BLOCK: tl.constexpr):
     for block in range(0, count, BLOCK):
         i = block + tl.arange(0, BLOCK)
         value = tl.load(tensor_values + i, mask=i < count, other=0.0).to(tl.float64)
-        centred = value - mean
-        bin = (centred >= -2.25 * sigma).to(tl.int32) + (centred >= -0.75 * sigma).to(tl.int32)
-        bin += (centred >= 0.75 * sigma).to(tl.int32)
+        centered = value - mean
+        bin = (centered >= -2.25 * sigma).to(tl.int32) + (centered >= -0.75 * sigma).to(tl.int32)
+        bin += (centered >= 0.75 * sigma).to(tl.int32)
         tl.store(pointer(bins, tl.uint8) + at + i, bin.to(tl.uint8), mask=i < count)
         in_bin = (bin[None, :] == bin_numbers[:, None]) & (i < count)[None, :]
         sums += tl.where(in_bin, value[None, :], 0.0)

@@ -316,7 +316,7 @@ def _map(
     click.echo(f"Wrote {table_file}")
     named = f" of the compressors that lost at most {HARMLESS:.0%} of quality with {optimizer}" if optimizer else ""
     title = f"{calibration}: times faster than the better of dense and fp16, with the fastest compressor{named}"
-    _draw(lambda plot: plot.draw_map(rows, f"{title}\n(grey: within the model's error)", file), file)
+    _draw(lambda plot: plot.draw_map(rows, f"{title}\n(gray: within the model's error)", file), file)
     click.echo(f"Wrote {file}")
 
 

@@ -50,10 +50,10 @@ def _licence_of(package: Distribution) -> dict[str, Any]:
     for expression in package.metadata.get_all("License-Expression", []):
         return {"licenses": [{"expression": expression}]}
     classifiers = package.metadata.get_all("Classifier", [])
-    licences = [line.rpartition(" :: ")[2] for line in classifiers if "License ::" in line]
-    if not licences:
-        licences = [text for text in package.metadata.get_all("License", []) if text and "\n" not in text]
-    return {"licenses": [{"license": {"name": name}} for name in licences]} if licences else {}
+    licenses = [line.rpartition(" :: ")[2] for line in classifiers if "License ::" in line]
+    if not licenses:
+        licenses = [text for text in package.metadata.get_all("License", []) if text and "\n" not in text]
+    return {"licenses": [{"license": {"name": name}} for name in licenses]} if licenses else {}
 
 
 def _debian_packages() -> Iterator[dict[str, Any]]:

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hvdcomp.perfmodel.figures import COLOURS, INK, LINES
+from hvdcomp.perfmodel.figures import COLORS, INK, LINES
 from hvdcomp.tools.report.bands import Curve, band_of
 from hvdcomp.tools.report.groups import Group
 from hvdcomp.tools.report.runs import PHASES, Run
@@ -19,7 +19,7 @@ from hvdcomp.tools.report.turns import RATES
 from hvdcomp.tools.train.target import Target
 
 LEGEND: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "labelcolor": INK}
-_PHASE_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#b9b9b9")
+_PHASE_COLORS = ("#0072b2", "#e69f00", "#009e73", "#b9b9b9")
 HALF_WIDTH = 5.4  # width in inches of a figure that fills half of the page, or a phone
 _LEGEND_WIDTH = 64  # number of characters that fit into a line of such a figure's legend
 _PERCENT = "accuracy"  # the only metric that is a percentage and cannot diverge
@@ -181,7 +181,7 @@ def _of_several(section: Section) -> str:
 def _styled(section: Section) -> Iterator[tuple[Group, dict[str, Any]]]:
     """Each series, with the style of its line."""
     for number, group in enumerate(section.groups):
-        yield group, {"color": COLOURS[number % 7], "linestyle": LINES[number // 7 % 4], "linewidth": 1.6}
+        yield group, {"color": COLORS[number % 7], "linestyle": LINES[number // 7 % 4], "linewidth": 1.6}
 
 
 def _figure(section: Section) -> tuple[Figure, Axes]:
@@ -223,7 +223,7 @@ def _draw_turns(section: Section) -> Figure:
         offset = ((len(kinds) - 1) / 2 - number) * height
         times = [group.columns()[kind] for group in groups]
         lengths = [np.nan if ms is None else ms for ms in times]
-        bars = axes.barh(places + offset, lengths, height, label=words, color=COLOURS[number])
+        bars = axes.barh(places + offset, lengths, height, label=words, color=COLORS[number])
         labels = ["" if ms is None else f"{ms:.3g}" for ms in times]
         axes.bar_label(bars, labels, padding=2, color=INK, fontsize=8)
     axes.set_yticks(places, [_legend_label(group, 24) for group in groups])
@@ -248,18 +248,18 @@ def _draw_times(section: Section) -> Figure:
     ).T
     spread.hlines(places, p5, p95, color=INK)
     spread.barh(places, p75 - p25, left=p25, color=INK, height=0.4)
-    spread.plot(medians, places, "|", color=COLOURS[1], markersize=14, markeredgewidth=2.5)
+    spread.plot(medians, places, "|", color=COLORS[1], markersize=14, markeredgewidth=2.5)
     spread.set_xlabel("ms per step")
     spread.set_xlim(left=0)
     spread.set_ylim(-0.6, len(groups) - 0.4)
     left = np.zeros(len(groups))
-    for phase, colour in zip((*PHASES, "rest"), _PHASE_COLOURS, strict=True):
+    for phase, color in zip((*PHASES, "rest"), _PHASE_COLORS, strict=True):
         if phase == "rest":
             width = np.maximum(0, medians - left)
         else:
             width = np.array([group.phase(phase) or 0.0 for group in groups])
         label = "rest (or not measured)" if phase == "rest" else phase
-        bars.barh(places, width, left=left, color=colour, height=0.55, label=label)
+        bars.barh(places, width, left=left, color=color, height=0.55, label=label)
         left += width
     bars.set_xlabel("ms per step (median)")
     spread.set_yticks(places, [_legend_label(group, 34) for group in groups])
@@ -278,9 +278,9 @@ def smooth(values: np.ndarray) -> np.ndarray:
     is_finite = np.isfinite(values)
     sums = np.cumsum(np.concatenate([[0.0], np.where(is_finite, values, 0.0)]))
     counts = np.cumsum(np.concatenate([[0], is_finite]))
-    centres = np.arange(values.size)
-    reach = np.minimum(values.size // 100, np.minimum(centres, values.size - 1 - centres))
-    low, high = centres - reach, centres + reach + 1
+    centers = np.arange(values.size)
+    reach = np.minimum(values.size // 100, np.minimum(centers, values.size - 1 - centers))
+    low, high = centers - reach, centers + reach + 1
     return np.where(is_finite, (sums[high] - sums[low]) / np.maximum(1, counts[high] - counts[low]), np.nan)
 
 

@@ -17,7 +17,7 @@ from matplotlib.image import AxesImage
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, PercentFormatter
 
 from hvdcomp.errors import SpecError
-from hvdcomp.perfmodel.figures import COLOURS, INK
+from hvdcomp.perfmodel.figures import COLORS, INK
 from hvdcomp.policies import parse_policy
 from hvdcomp.tools.report.curves import LEGEND, limit_height, smooth, tidy
 from hvdcomp.tools.report.decisions import Decisions
@@ -26,7 +26,7 @@ from hvdcomp.tools.report.runs import Run, printable
 _WIDTH = 11.0  # the width of every figure in inches
 _COLUMNS = 1500  # maximum number of ranges of steps; more cannot be distinguished at this width
 _LABELS = 40  # largest number of tensor names next to a heat map
-_MOST_COLOURS = 12  # largest number of colors that can be distinguished
+_MOST_COLORS = 12  # largest number of colors that can be distinguished
 _MOST_FALLS = 20  # largest number of falls of the learning rate that are marked
 _BINS = 60  # number of ranges of steps for which the shares of factors are drawn
 _CRITICAL = "#d55e00"
@@ -70,7 +70,7 @@ def _caption(run: Run, decisions: Decisions) -> str:
         shaded = _has_values(decisions.critical)
         parts.append("training loss" + (", shaded by the share of the tensors in a critical regime" if shaded else ""))
     if _has_values(*decisions.levels.values(), *decisions.factors.values()):
-        parts.append("the level of each tensor; lighter colours keep more of the gradient")
+        parts.append("the level of each tensor; lighter colors keep more of the gradient")
     if _has_values(decisions.minimum):
         parts.append("the compression factors of the whole model")
     if _has_values(*decisions.chosen.values()):
@@ -107,8 +107,8 @@ def _panels(run: Run, decisions: Decisions) -> list[Panel]:
 
 def _draw_loss(figure: Figure, axes: Axes, *, run: Run, decisions: Decisions, end: int) -> None:
     steps, loss = run.steps["step"], run.steps["loss"]
-    axes.plot(steps, loss, color=COLOURS[0], linewidth=0.5, alpha=0.3, zorder=1.5, rasterized=True)
-    axes.plot(steps, smooth(loss), color=COLOURS[0], linewidth=1.6)
+    axes.plot(steps, loss, color=COLORS[0], linewidth=0.5, alpha=0.3, zorder=1.5, rasterized=True)
+    axes.plot(steps, smooth(loss), color=COLORS[0], linewidth=1.6)
     cut = limit_height(axes)
     axes.set_ylabel("training loss\n(higher values cut off)" if cut else "training loss")
     tidy(axes)
@@ -141,10 +141,10 @@ def _draw_heat_map(
     """Draws a row for each tensor over the steps, in the order of the log. Colors show levels or factors."""
     edges, place = _grid(decisions, end)
     values = np.array([column[place] for column in table.values()])
-    colours, norm, shown = _colours(values, label == "compression factor")
+    colors, norm, shown = _colors(values, label == "compression factor")
     image = axes.imshow(
         values,
-        cmap=colours,
+        cmap=colors,
         norm=norm,
         aspect="auto",
         interpolation="nearest",
@@ -172,7 +172,7 @@ def _heat_map_height(table: dict[str, np.ndarray]) -> float:
     return min(max(0.19 * len(table), 1.2), 7.0)
 
 
-def _colours(values: np.ndarray, reverse: bool) -> tuple[Colormap, Normalize, list[str]]:
+def _colors(values: np.ndarray, reverse: bool) -> tuple[Colormap, Normalize, list[str]]:
     """A color map, its scale, and the labels of its colors. There are no labels if there are more values than colors.
 
     If there are labels, each value in `values` is replaced with its rank among the different values.
@@ -180,7 +180,7 @@ def _colours(values: np.ndarray, reverse: bool) -> tuple[Colormap, Normalize, li
     viridis = colormaps["viridis_r" if reverse else "viridis"]
     known = np.isfinite(values)
     present = np.unique(values[known])
-    if len(present) > _MOST_COLOURS:
+    if len(present) > _MOST_COLORS:
         positive = present[0] > 0
         limits = {"vmin": present[0], "vmax": present[-1]}
         return viridis, LogNorm(**limits) if positive else Normalize(**limits), []
@@ -199,7 +199,7 @@ def _draw_chosen(figure: Figure, axes: Axes, *, decisions: Decisions, end: int) 
     labels = []
     for row, (name, chosen) in enumerate(decisions.chosen.items()):
         spans = [(start, width) for start, width, in_force in zip(starts, widths, chosen, strict=True) if in_force == 1]
-        axes.broken_barh(spans, (row - 0.35, 0.7), color=COLOURS[row % len(COLOURS)])
+        axes.broken_barh(spans, (row - 0.35, 0.7), color=COLORS[row % len(COLORS)])
         measured = decisions.measured.get(name, np.array([]))
         measured = measured[np.isfinite(measured)]
         predicted = decisions.predicted[name][np.isfinite(decisions.predicted[name])][-1]
@@ -215,11 +215,11 @@ def _draw_factors(figure: Figure, axes: Axes, *, decisions: Decisions, end: int)
     """Draws the factors that the policy considered, and the factor that was sent, over the steps."""
     edges, place = _grid(decisions, end)
     sent = decisions.sent[place]
-    marks: dict[str, Any] = {"color": COLOURS[5], "markersize": 11, "markeredgewidth": 1.5}
+    marks: dict[str, Any] = {"color": COLORS[5], "markersize": 11, "markeredgewidth": 1.5}
     axes.plot(edges[:-1], sent, "|", label="sent", rasterized=True, **marks)
     for number, name in enumerate(("candidate", "minimum"), start=1):
         values = getattr(decisions, name)[place]
-        axes.stairs(values, edges, baseline=None, color=COLOURS[number], linewidth=1.6, label=name, zorder=3)
+        axes.stairs(values, edges, baseline=None, color=COLORS[number], linewidth=1.6, label=name, zorder=3)
     axes.set_yscale("log")
     factors = _factors(decisions)
     axes.set_yticks(factors, list(map(_factor_name, factors)))
@@ -233,7 +233,7 @@ def _draw_factors(figure: Figure, axes: Axes, *, decisions: Decisions, end: int)
 def _draw_accumulation(figure: Figure, axes: Axes, *, decisions: Decisions, end: int) -> None:
     edges, place = _grid(decisions, end)
     values = decisions.accumulation[place]
-    axes.stairs(values, edges, baseline=None, color=COLOURS[2], linewidth=1.8)
+    axes.stairs(values, edges, baseline=None, color=COLORS[2], linewidth=1.8)
     axes.set_ylim(0, 1.15 * np.nanmax(values))
     present = np.unique(values[np.isfinite(values)])
     axes.yaxis.set_major_locator(FixedLocator(present.tolist()) if len(present) <= 5 else MaxNLocator(4, integer=True))
@@ -247,25 +247,25 @@ def _draw_gains(run: Run, decisions: Decisions, end: int) -> Figure:
     factors = _factors(decisions)
     above_dense = [factor for factor in factors if factor != 1]
     many = colormaps["turbo"](np.linspace(0.08, 0.92, len(above_dense)))
-    colours = dict(zip(above_dense, COLOURS if len(above_dense) <= 6 else many, strict=False))
-    colours[1.0] = COLOURS[6]
+    colors = dict(zip(above_dense, COLORS if len(above_dense) <= 6 else many, strict=False))
+    colors[1.0] = COLORS[6]
     edges, place = _grid(decisions, end)
     for factor in factors:
         if factor in decisions.gains:
-            gain.plot(edges[:-1], decisions.gains[factor][place], linewidth=1.8, color=colours[factor])
+            gain.plot(edges[:-1], decisions.gains[factor][place], linewidth=1.8, color=colors[factor])
     highest = [gains[np.isfinite(gains)].max(initial=0) for gains in decisions.gains.values()]
     gain.set_ylim(0, 1.05 * max(1, *highest) if highest else 1.05)  # gains are above 1 only if they are not normalized
     gain.set_ylabel("smoothed gain")
-    shares = _draw_shares(share, decisions, end, factors, colours)
+    shares = _draw_shares(share, decisions, end, factors, colors)
     for axes in (gain, share):
         axes.set_xlabel("step")
         axes.set_xlim(0, end)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    _draw_throughput(throughput, decisions, colours)
+    _draw_throughput(throughput, decisions, colors)
     for axes in (gain, share, throughput):
         tidy(axes)
     throughput.grid(False, axis="y")
-    handles = [gain.plot([], [], linewidth=4, color=colours[factor])[0] for factor in factors]
+    handles = [gain.plot([], [], linewidth=4, color=colors[factor])[0] for factor in factors]
     labels = [f"{_factor_name(factor)}: {_percent(part)}" for factor, part in shares.items()]
     epsilon = _epsilon(decisions)
     if epsilon is not None:
@@ -277,7 +277,7 @@ def _draw_gains(run: Run, decisions: Decisions, end: int) -> Figure:
 
 
 def _draw_shares(
-    axes: Axes, decisions: Decisions, end: int, factors: list[float], colours: Mapping[float, Any]
+    axes: Axes, decisions: Decisions, end: int, factors: list[float], colors: Mapping[float, Any]
 ) -> dict[float, float]:
     """Draws the stacked shares of the sent factors over the steps. Returns the share of each factor in all steps."""
     edges = np.unique(np.linspace(0, end, min(_BINS, end) + 1).astype(int))
@@ -291,7 +291,7 @@ def _draw_shares(
     for factor in factors:
         of_factor = np.add.reduceat(lengths * (sent == factor), firsts)
         top = bottom + of_factor / np.maximum(1, counted)
-        axes.stairs(top, edges, baseline=bottom, fill=True, color=colours[factor], alpha=0.85)
+        axes.stairs(top, edges, baseline=bottom, fill=True, color=colors[factor], alpha=0.85)
         bottom = top
         shares[factor] = float(of_factor.sum() / max(1, counted.sum()))
     axes.set_ylim(0, 1)
@@ -300,14 +300,14 @@ def _draw_shares(
     return shares
 
 
-def _draw_throughput(axes: Axes, decisions: Decisions, colours: Mapping[float, Any]) -> None:
+def _draw_throughput(axes: Axes, decisions: Decisions, colors: Mapping[float, Any]) -> None:
     factors = sorted(decisions.throughput)
     for place, factor in enumerate(factors):
         values = decisions.throughput[factor]
         # The log repeats the entry of a factor until this factor is sent again, so repeated entries are left out.
         entered = np.flatnonzero(np.isfinite(values) & (np.diff(values, prepend=np.nan) != 0))
         p5, median, p95 = np.percentile(values[entered], (5, 50, 95))
-        axes.barh(place, median, color=colours[factor], height=0.6, alpha=0.85)
+        axes.barh(place, median, color=colors[factor], height=0.6, alpha=0.85)
         axes.hlines(place, p5, p95, color=INK, linewidth=2.5)
     axes.set_yticks(range(len(factors)), list(map(_factor_name, factors)))
     axes.set_ylim(-0.6, max(len(factors), 1) - 0.4)

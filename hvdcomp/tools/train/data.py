@@ -20,7 +20,7 @@ from hvdcomp.tools.train import (
     data_sorting,
     data_text,
 )
-from hvdcomp.tools.train.dataset import DataSet, Part, labelled_data
+from hvdcomp.tools.train.dataset import DataSet, Part, labeled_data
 from hvdcomp.tools.train.options import SetupError, TrainingOptions
 
 # The numbers of a seed's random streams. The shuffles of the epochs use the numbers from _SHUFFLES on.
@@ -82,7 +82,7 @@ def digits() -> DataSet:
     images, labels = load_digits(return_X_y=True)
     images = images.astype(np.float32).reshape(-1, 1, 8, 8)
     train_x, test_x, train_y, test_y = train_test_split(images, labels, test_size=0.2, random_state=0, stratify=labels)
-    return labelled_data(train_x, train_y, test_x, test_y, classes=10)
+    return labeled_data(train_x, train_y, test_x, test_y, classes=10)
 
 
 def synthetic(size: int, seed: int, train: int = 2000, test: int = 500, classes: int = 10) -> DataSet:
@@ -98,14 +98,14 @@ def synthetic(size: int, seed: int, train: int = 2000, test: int = 500, classes:
     y = draws.integers(classes, size=train + test)
     noise = draws.standard_normal((train + test, 3, size, size), dtype=np.float32)
     x = 0.5 * pattern[y].astype(np.float32) + noise
-    return labelled_data(x[:train], y[:train], x[train:], y[train:], classes=classes)
+    return labeled_data(x[:train], y[:train], x[train:], y[train:], classes=classes)
 
 
 def _interpolation(coarse: int, fine: int) -> np.ndarray:
     """Weights (fine, coarse) that interpolate between the centers of pixels. Beyond the outer centers, the interpolated
     values are constant."""
-    centres = (np.arange(fine) + 0.5) * coarse / fine - 0.5
-    distances = np.abs(np.clip(centres, 0, coarse - 1)[:, None] - np.arange(coarse))
+    centers = (np.arange(fine) + 0.5) * coarse / fine - 0.5
+    distances = np.abs(np.clip(centers, 0, coarse - 1)[:, None] - np.arange(coarse))
     return np.maximum(0, 1 - distances)
 
 

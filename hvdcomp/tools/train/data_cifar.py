@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdcomp.tools.train.dataset import DataSet, labelled_data
+from hvdcomp.tools.train.dataset import DataSet, labeled_data
 from hvdcomp.tools.train.options import SetupError
 
 _PIXELS = 3 * 32 * 32  # the values of an image: first all red values, row by row, then green, then blue
@@ -94,7 +94,7 @@ def load(folder: Path | None, name: str) -> DataSet:
                 raise SetupError(f"{place / missing[0]} is missing; {archive.title} consists of {', '.join(names)}")
             train = _join([read(place / file, archive) for file in train_files])
             test = _join([read(place / file, archive) for file in test_files])
-            return labelled_data(*train, *test, classes=archive.classes, augment=True)
+            return labeled_data(*train, *test, classes=archive.classes, augment=True)
     raise SetupError(
         f"--data-dir {folder} contains no {archive.title}; it must contain the folder {archive.python_folder} (or "
         f"{archive.binary_folder}) of the unpacked archive, with the files "

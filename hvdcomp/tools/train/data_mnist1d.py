@@ -20,7 +20,7 @@ import numpy as np
 
 from hvdcomp.files import replace_files
 from hvdcomp.tools.cache import cache_folder
-from hvdcomp.tools.train.dataset import DataSet, labelled_data
+from hvdcomp.tools.train.dataset import DataSet, labeled_data
 from hvdcomp.tools.train.options import SetupError
 
 TRAIN, VALIDATION, TEST = 4000, 2000, 10_000
@@ -54,7 +54,7 @@ def load() -> DataSet:
             replace_files({file: content.getvalue()})
     x, other_x = (drawn[name].astype(np.float32)[:, None] for name in ("x", "x_test"))
     y, other_y = drawn["y"], drawn["y_test"]
-    return labelled_data(
+    return labeled_data(
         x,
         y,
         other_x[VALIDATION:],

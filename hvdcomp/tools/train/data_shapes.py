@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hvdcomp.tools.train.dataset import DataSet, in_parts, labelled_data
+from hvdcomp.tools.train.dataset import DataSet, in_parts, labeled_data
 
 TRAIN, VALIDATION, TEST = 12_000, 2_000, 4_000
 SIZE = 16
@@ -54,7 +54,7 @@ def load() -> DataSet:
     """The images (N, 1, 16, 16) with their labels."""
     x, y = _draw(TRAIN + VALIDATION + TEST, np.random.default_rng(_SEED))
     train, validation, test = in_parts(x, y, TRAIN, VALIDATION)
-    return labelled_data(*train, *test, classes=len(SHAPES), validation=validation)
+    return labeled_data(*train, *test, classes=len(SHAPES), validation=validation)
 
 
 def _draw(count: int, draws: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -67,11 +67,11 @@ def _draw(count: int, draws: np.random.Generator) -> tuple[np.ndarray, np.ndarra
     return images[:, None].astype(np.float32), labels
 
 
-def _drawn(labels: np.ndarray, centres: tuple[float, float], draws: np.random.Generator) -> np.ndarray:
-    """Whether pixels (N, 16, 16) are inside the shapes with these labels (N,). `centres` is the range from which the
+def _drawn(labels: np.ndarray, centers: tuple[float, float], draws: np.random.Generator) -> np.ndarray:
+    """Whether pixels (N, 16, 16) are inside the shapes with these labels (N,). `centers` is the range from which the
     centers of the shapes are drawn."""
     row, column, angle, radius = (
-        draws.uniform(low, high, (len(labels), 1, 1)) for low, high in (centres, centres, (0, 2 * np.pi), _RADII)
+        draws.uniform(low, high, (len(labels), 1, 1)) for low, high in (centers, centers, (0, 2 * np.pi), _RADII)
     )
     down, right = np.arange(SIZE)[:, None] - row, np.arange(SIZE) - column
     u = (np.cos(angle) * right + np.sin(angle) * down) / radius

@@ -78,7 +78,7 @@ class DataSet:
         return Part(self.test_x, self.test_y)
 
 
-def labelled_data(
+def labeled_data(
     train_x: np.ndarray,
     train_y: np.ndarray,
     test_x: np.ndarray,

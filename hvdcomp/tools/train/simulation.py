@@ -91,7 +91,7 @@ def _cost(link: str) -> LinkCost | None:
     network = network_of_link(parse_rate(link), LATENCY_S)
 
     def cost(kind: str, size: int, ranks: int) -> float:
-        modelled_kind, size = ("allgather", size // ranks) if kind == "broadcast" else (kind, size)
-        return float(network.seconds(modelled_kind, size, ranks).total)
+        modeled_kind, size = ("allgather", size // ranks) if kind == "broadcast" else (kind, size)
+        return float(network.seconds(modeled_kind, size, ranks).total)
 
     return cost

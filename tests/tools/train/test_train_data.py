@@ -314,8 +314,8 @@ def test_augmentation_shifts_and_flips_whole_images() -> None:
 def test_patterns_are_interpolated_between_the_centres_of_pixels(size: int) -> None:
     weights = data_module._interpolation(4, size)
     assert weights.sum(axis=1) == pytest.approx(np.ones(size))
-    centres = (np.arange(size) + 0.5) * 4 / size - 0.5
-    assert weights @ np.arange(4) == pytest.approx(np.clip(centres, 0, 3)), "a slope stays one"
+    centers = (np.arange(size) + 0.5) * 4 / size - 0.5
+    assert weights @ np.arange(4) == pytest.approx(np.clip(centers, 0, 3)), "a slope stays one"
 
 
 # -- CIFAR

@@ -1,4 +1,4 @@
-"""`hvdcomp train --framework tensorflow`: the same files and behaviour as in PyTorch."""
+"""`hvdcomp train --framework tensorflow`: the same files and behavior as in PyTorch."""
 
 from __future__ import annotations
 

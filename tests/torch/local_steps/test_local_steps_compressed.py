@@ -40,7 +40,7 @@ def signs(x: np.ndarray) -> np.ndarray:
 
 
 def one_of_eight(x: np.ndarray) -> np.ndarray:
-    """The sign of the largest of each 8 neighbours in the last dimension; the magnitude is the mean of all these."""
+    """The sign of the largest of each 8 neighbors in the last dimension; the magnitude is the mean of all these."""
     chunks = x.reshape(-1, 8)
     rows, places = np.arange(len(chunks)), np.abs(chunks).argmax(axis=1)
     largest = chunks[rows, places]

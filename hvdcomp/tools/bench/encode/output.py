@@ -111,7 +111,7 @@ def plot(rows: Sequence[Row], options: Mapping[str, Any]) -> bytes:
     Raises:
         ImportError: if matplotlib is not installed.
     """
-    from hvdcomp.perfmodel.figures import COLOURS, INK, as_png, new_figure
+    from hvdcomp.perfmodel.figures import COLORS, INK, as_png, new_figure
 
     measurements = (row.measurement for row in rows)
     ordered = sorted(measurements, key=lambda measurement: measurement.ratio_to_copy.median, reverse=True)
@@ -122,7 +122,7 @@ def plot(rows: Sequence[Row], options: Mapping[str, Any]) -> bytes:
     ]
     figure = new_figure(8, 0.32 * len(ordered) + 1.2)
     axes = figure.add_subplot()
-    colors = [INK if measurement.request.is_peer else COLOURS[0] for measurement in ordered]
+    colors = [INK if measurement.request.is_peer else COLORS[0] for measurement in ordered]
     axes.barh(labels, [measurement.ratio_to_copy.median for measurement in ordered], color=colors)
     axes.set_xlabel(f"time of a step / time of a copy of the gradients of {options['model']}")
     axes.grid(axis="x", alpha=0.3)

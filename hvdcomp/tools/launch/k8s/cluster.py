@@ -98,7 +98,7 @@ class Cluster:
 
     def list_pods(self, name: str | None = None) -> tuple[str, list[dict[str, Any]]]:
         """The resource version from which a watch must start, and the pods of the MPIJob, or of all MPIJobs."""
-        return self._list("pods cannot be listed", *self._labelled(name))
+        return self._list("pods cannot be listed", *self._labeled(name))
 
     def list_events(self, name: str) -> tuple[str, list[dict[str, Any]]]:
         """The resource version from which a watch must start, and the operator's events about the MPIJob in the last
@@ -112,7 +112,7 @@ class Cluster:
 
     def watch_pods(self, name: str, version: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yields the changes of the pods since `version`, like `watch_jobs`."""
-        return self._watch("pods cannot be watched", version, *self._labelled(name))
+        return self._watch("pods cannot be watched", version, *self._labeled(name))
 
     def watch_events(self, name: str, version: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yields the operator's events since `version`, like `watch_jobs`."""
@@ -123,7 +123,7 @@ class Cluster:
         selector = {} if name is None else {"field_selector": f"metadata.name={name}"}
         return self._jobs.list_namespaced_custom_object, {**place, **selector}
 
-    def _labelled(self, name: str | None) -> tuple[Call, dict[str, str]]:
+    def _labeled(self, name: str | None) -> tuple[Call, dict[str, str]]:
         selector = JOB_LABEL if name is None else f"{JOB_LABEL}={name}"
         return self._core.list_namespaced_pod, {"namespace": self.namespace, "label_selector": selector}
 
