@@ -92,7 +92,7 @@ _SGD_RATES = {
     "gpt-mini": 0.1,
     "gpt-small": 0.1,
 }
-FREEZE_AFTER = 0.15  # fraction of a run after which AdamW's second moment is frozen
+FREEZE_AFTER = 0.15  # fraction of a run after which AdamW's second moment is frozen, if the warm-up has ended by then
 # Default learning rates of AdamW and muon, by model or by data. All others have the rate 1e-3.
 _ADAMW_RATES = {"gpt": 2e-3, "gpt-small": 6e-4, "encoder": 8e-3, "heavy-tails": 8e-3}
 # Default batch sizes. All others have the batch size 32.
@@ -213,7 +213,7 @@ class TrainingOptions:
     freeze_after: int | None = option(
         None, "With compressed-adam: number of steps after which the second moment is frozen, and ranks send the "
         "momentum.",
-        at_least(1), metavar="STEPS", shown="15 % of the run",
+        at_least(1), metavar="STEPS", shown="15 % of the run, but not before the end of --warm-up",
     )
     freeze_compression: str = option(
         "int4", "With compressed-adam: compressor of the gradients before freezing.", metavar="SPEC"
@@ -712,7 +712,8 @@ class TrainingOptions:
         if self.optimizer != "compressed-adam" or self.freeze_after is not None:
             return self
         steps = self.steps or self.epochs * steps_per_epoch
-        return dataclasses.replace(self, freeze_after=max(1, round(FREEZE_AFTER * steps)))
+        warm_up = math.ceil(self.warm_up * steps_per_epoch)
+        return dataclasses.replace(self, freeze_after=max(1, round(FREEZE_AFTER * steps), warm_up))
 
     def of_compression(self) -> dict[str, Any]:
         """The arguments of `hvdcomp.Compression.from_spec`. Arguments that depend on the data and the framework are

@@ -248,6 +248,13 @@ def test_only_compressed_adam_needs_equal_weights_at_the_ends_of_epochs() -> Non
         TrainingOptions(**options).resolved().for_steps(steps)
 
 
+def test_the_second_moment_is_not_frozen_before_the_warm_up_ends() -> None:
+    common = {"model": "gpt", "data": "text", "optimizer": "compressed-adam", "steps": 600}
+    for warm_up, expected in ((0.0, 90), (0.1, 90), (0.25, 122)):
+        assert TrainingOptions(**common, warm_up=warm_up).resolved().for_steps(487).freeze_after == expected
+    assert TrainingOptions(**common, warm_up=0.25, freeze_after=60).resolved().for_steps(487).freeze_after == 60
+
+
 def test_milestones_may_lie_beyond_epochs_that_are_not_trained() -> None:
     milestones = (12.0, 16.0)
     with pytest.raises(SetupError, match="--milestones 12,16 must all be before the end of the run, --epochs 10"):
