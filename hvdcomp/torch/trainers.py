@@ -25,8 +25,7 @@ def missing(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError:
 
     Args:
         error: the error of the import.
-        extra: name of the missing module. The extra `hvdcomp[NAME]`, with which pip installs the library, has the same
-            name.
+        extra: name of the missing module. It is also the name of the extra of hvdcomp that installs the library.
     """
     library = (error.name or extra).partition(".")[0]
     return ModuleNotFoundError(

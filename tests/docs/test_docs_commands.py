@@ -14,7 +14,7 @@ from hvdcomp.tools.cli import main
 from tests.docs.test_docs import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "hvdcomp").rglob("README.md"))]
-FENCED = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(r"^```[^\n`]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?:^ {4}.*\n)+", re.MULTILINE)
 SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 FORMER = re.compile(r"Before commit `\w+`, the command\s+was\s+`[^`]+`")
