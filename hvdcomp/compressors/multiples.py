@@ -19,7 +19,6 @@ from hvdcomp.compressors.protocol import Context
 from hvdcomp.compressors.randomness import random_words, rank_key
 from hvdcomp.kernels.limits import SMALLEST_SCALE
 
-_BLOCK = 2**15  # number of elements that the host rounds at a time, so that what it computes stays in the cache
 _UNIT = 2.0**23  # fixed point: the distance between two codes is 2**23, so that 23 random bits can be added
 
 
@@ -56,18 +55,13 @@ def encode_multiples(
     # 23 random bits.
     highest = steps_of(bits) / 2 * _UNIT
     values = xp.flatten(runs * (xp.reciprocal_or_zero(scales, SMALLEST_SCALE) * highest))[:size]
-    key, block = rank_key(context, purpose), size if xp.waits(values) else _BLOCK
-    codes = []
-    for start in range(0, size, block):
-        part = values[start : start + block]
-        code = random_words(xp, key, part.shape[0], part, start)
-        code >>= 9
-        code &= 0x7FFFFF
-        code += int(highest)
-        code += xp.astype(part.clip(-highest, highest), "int32")
-        code >>= 23
-        codes.append(xp.astype(code, "uint8"))
-    return pack(xp, codes[0] if len(codes) == 1 else xp.concatenate(codes), bits), scales
+    codes = random_words(xp, rank_key(context, purpose), size, like=values)
+    codes >>= 9
+    codes &= 0x7FFFFF
+    codes += int(highest)
+    codes += xp.astype(values.clip(-highest, highest), "int32")
+    codes >>= 23
+    return pack(xp, xp.astype(codes, "uint8"), bits), scales
 
 
 class Multiples(Gathering):
