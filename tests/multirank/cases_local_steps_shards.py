@@ -58,7 +58,8 @@ def case_it_is_what_whole_models_do() -> None:
     for wrap, options in (
         (LocalSteps, {}),
         (LocalSteps, {"fragments": 2, "delay": 1, "local_share": 0.5}),
-        (LocalSteps.compressed, {"compressor": hvdcomp.Int8(block=32)}),  # blocks of rows, in shards as in the whole
+        # Blocks that fit into shards, so that a shard has the blocks of the whole: the last bias has 20 in each of two.
+        (LocalSteps.compressed, {"compressor": hvdcomp.Int8(block=4)}),
     ):
         model, optimizer, mesh = made(wrap, **options)
         whole = large_model()
@@ -74,9 +75,7 @@ def case_it_is_what_whole_models_do() -> None:
                 parameter.grad /= mesh["shard"].size()
             its.step()
         expected = torch.cat([one.detach().reshape(-1).double() for one in whole.parameters()])
-        differ = (weights(model) - expected).abs()
-        assert differ.max() < 2e-3
-        assert (differ > 1e-4).double().mean() < 1e-4  # where sums of another order are rounded the other way
+        torch.testing.assert_close(weights(model), expected, rtol=1e-4, atol=1e-4)  # a rounding may go the other way
 
 
 def case_replicas_differ_between_two_exchanges_and_are_equal_after_each() -> None:

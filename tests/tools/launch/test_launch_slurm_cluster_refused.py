@@ -78,7 +78,11 @@ _REFUSED = {
     "memory": (["--memory", "1T"], "is not available", "--memory 1T"),
     "constraint": (["--constraint", "v100"], "Invalid feature specification", "(--constraint v100): use features"),
     "resource": (["--gres", "fpga:1"], "Invalid generic resource (gres) specification", "--gres fpga:1"),
-    "reservation": (["--reservation", "mine"], "Requested reservation is invalid", "(--reservation mine): use a"),
+    "reservation": (
+        ["--reservation", "mine"],
+        "Requested reservation is invalid",
+        "(--reservation mine): use a reservation that `scontrol show reservation` lists",
+    ),
 }
 
 

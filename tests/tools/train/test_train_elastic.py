@@ -95,7 +95,9 @@ def test_ranks_come_and_go(framework: str, signal: str, tmp_path: Path) -> None:
     assert (summary["status"], summary["identical"], summary["world_size"]) == ("finished", True, 1)
     assert summary["accuracy"] > 0.8
     grown, left, shrunk = summary["resumed_at"]
-    assert 40 <= grown < left <= shrunk - 190  # the 200 steps count from the signal; all save a few steps after it
+    told = int((tmp_path / "left").read_text())  # the step of the signal; with SIGTERM, all save some steps later
+    assert 40 <= grown < left < shrunk
+    assert told <= shrunk - 200
     if signal == "SIGTERM":
         assert grown + 24 <= left <= grown + 45  # all saved as soon as they heard of it
         assert "exit with status code 213" in done.stdout, done.stdout
