@@ -175,7 +175,7 @@ CUT: Tensors = {"matrix": ((30, 13), "normal"), "one": ((), "normal"), "ties": (
 @pytest.mark.parametrize(
     ("spec", "size"),
     [
-        ("fp16:exchange=scatter", 3), ("int8:exchange=scatter", 2), ("eden:bits=1,back=3,exchange=scatter", 2),
+        ("fp16:exchange=scatter", 3), ("int8:exchange=scatter", 2), ("eden:bits=1,back=3,exchange=scatter", 5),
         *(
             pytest.param(f"{one}exchange=scatter", size, marks=pytest.mark.thorough)
             for one in (

@@ -91,7 +91,7 @@ class _DeviceTable:
         self._columns[FIELDS.index("first_task")] = np.searchsorted(table.tasks["segment"], np.arange(tensors))
         self._columns[FIELDS.index("tasks")] = np.bincount(table.tasks["segment"], minlength=tensors)
         self._segments = table.segments
-        self._words = table.segments.view(np.int64).reshape(tensors, -1).T
+        self._words = table.segments.view(np.int64).reshape(tensors, table.segments.itemsize // 8).T
         self._copied: tuple[bytes, bytes] | None = None
         self.table_on_device: torch.Tensor
 
