@@ -215,7 +215,9 @@ def command(
         _list(context, listed, calibration, compressors, kind)
         return
     if axis is None and (growth is not None or output is not None):
-        raise click.UsageError("--growth and --output need --sweep; add --sweep NAME=LOW..HIGH, or leave them out")
+        raise click.UsageError(
+            "--growth needs --sweep, and --output needs --sweep or --map; add --sweep NAME=LOW..HIGH, or leave them out"
+        )
     try:
         setting = Setting(world_size, None if bandwidth is None else bandwidth * GBPS, batch, **passes)
         figures = load(calibration)

@@ -65,6 +65,8 @@ FAMILIES = (  # pairs of models, and of the data on which they can be trained
 )
 
 OPTIMIZERS = ("sgd", "adamw", "compressed-adam", "muon")
+ADAMS = tuple(name for name in OPTIMIZERS if name != "sgd")
+"""The optimizers that update all parameters, or the parameters that are no hidden matrices, as AdamW does."""
 
 
 def is_dotted(optimizer: str) -> bool:
@@ -403,6 +405,16 @@ class TrainingOptions:
             (
                 not self.nesterov or self.optimizer == "sgd",
                 f"--nesterov is a form of SGD's momentum; leave --nesterov out with --optimizer {self.optimizer}",
+            ),
+            (
+                self.momentum == type(self).momentum or self.optimizer == "sgd",
+                f"--momentum {self.momentum} is SGD's momentum; leave --momentum out with --optimizer "
+                f"{self.optimizer}",
+            ),
+            (
+                self.betas == type(self).betas or self.optimizer in ADAMS,
+                f"--betas {text_of(self.betas)} are decay rates of AdamW's moments, which only the optimizers "
+                f"{', '.join(ADAMS)} have; leave --betas out with --optimizer {self.optimizer}",
             ),
             (
                 self.freeze_after is None or self.optimizer == "compressed-adam",

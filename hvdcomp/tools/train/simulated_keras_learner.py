@@ -28,7 +28,7 @@ class SimulatedKerasLearner(KerasLearner):
 
     @staticmethod
     def prepare(local_rank: int, local_size: int) -> None:
-        # With one rank for each core, each rank gets one thread, as for real ranks.
+        # As if there were one rank for each core, so that TensorFlow uses one thread.
         KerasLearner.prepare(local_rank, os.cpu_count() or 1)
 
     def broadcast(self) -> None:

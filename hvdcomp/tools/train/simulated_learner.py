@@ -25,7 +25,7 @@ class SimulatedLearner(TorchLearner):
 
     @staticmethod
     def prepare(local_rank: int, local_size: int) -> None:
-        # The clock of a rank does not count other threads, so each rank uses one thread, as for real ranks.
+        # The clock of a rank counts only the rank's own thread, so PyTorch must not start other threads.
         torch.set_num_threads(1)
 
     def broadcast(self) -> None:
