@@ -89,7 +89,7 @@ class Outcome:
 
     @property
     def is_begun(self) -> bool:
-        return bool(self.grid.lost)
+        return bool(self.grid.trained)
 
     @property
     def good(self) -> tuple[float, float]:
@@ -115,10 +115,12 @@ def outcome_of(workload: str, spec: str, runs: Path, seeds: Sequence[int]) -> Ou
 
 
 def _lacks_of(grid: Grid, own: Row | None, seeds: Sequence[int]) -> tuple[str, ...]:
-    if not grid.lost:
+    if not grid.trained:
         return ("every training",)
     lacks = []
-    if grid.next:
+    if not grid.lost:
+        lacks.append("a learning rate that was trained with all seeds of the search")
+    elif grid.next:
         lacks.append(f"a worse learning rate on either side of the best of {len(grid.lost)} rates")
     elif not grid.is_inside:
         lacks.append(f"a best learning rate less than {FARTHEST} factors of two away from the first rate")

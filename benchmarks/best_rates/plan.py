@@ -25,7 +25,7 @@ from benchmarks.best_rates.rows import (
     methods_of,
 )
 from benchmarks.best_rates.rule import SITUATIONS, Situation, chosen, standings_of, undecided
-from benchmarks.best_rates.search import HELD_OUT, best_of, grid_of, seeds_of, start_of
+from benchmarks.best_rates.search import HELD_OUT, best_of, grid_of, search_seeds_of, seeds_of, start_of
 from benchmarks.trainings import kept_records
 
 STAGES = (
@@ -166,7 +166,7 @@ def missing_trainings(item: Item, runs: Path, seeds: Sequence[int] = HELD_OUT) -
     seeds = seeds_of(workload, seeds)
     own = [RateRun(workload, seed, runs, method, grid.best) for seed in seeds]
     if item.kind == OWN:
-        left = _RATES_OF_A_SEARCH - len(grid.lost)
+        left = _RATES_OF_A_SEARCH * len(search_seeds_of(workload)) - grid.trained
         held_out = sum(run.record is None for run in own)
         return held_out + (max(len(grid.next), left) if grid.next else 0)
     if item.kind != SAME:
