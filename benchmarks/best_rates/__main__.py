@@ -7,8 +7,8 @@ this rate with five seeds.
     python -m benchmarks.best_rates --page-only                 # only the page, from the existing training runs
 
 The search for a method trains at rates that differ by factors of two, and continues until the best rate is between two
-worse rates. It trains at each rate with one seed, or with five seeds on workloads whose results differ much between
-seeds. The search for dense training comes first, and the other searches begin around its best rate.
+worse rates. It trains at each rate with several seeds. The search for dense training comes first, and the other
+searches begin around its best rate.
 
 Then each method is trained at its best rate, and at the best rate of dense training, with seeds that the search has not
 used. Each training run is a separate process and has a folder below --runs. A complete run is not repeated. The file

@@ -228,6 +228,13 @@ def in_one_sentence(words: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
+def _search_seeds() -> str:
+    """The seeds of the search in words, such as "seeds 0 to 2 for `gpt` and `lstm`"."""
+    counts = sorted(set(SEARCH_SEEDS.values()))
+    named = {count: [f"`{name}`" for name, own in SEARCH_SEEDS.items() if own == count] for count in counts}
+    return ", ".join(f"seeds 0 to {count - 1} for {in_one_sentence(names)}" for count, names in named.items())
+
+
 def _for_reviewers(records: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> list[str]:
     searched = sum(record["seed"] < HELD_OUT[0] for record in records)
     hours = sum(record["seconds"] or 0 for record in records) / 3600
@@ -238,10 +245,8 @@ def _for_reviewers(records: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -
         "rate of uncompressed training. The search continues until the best rate is between two worse rates, but stops "
         f"{FARTHEST} factors of two away from the workload's first rate. Levels, warm-ups, schedules and optimizers "
         "were not tuned for any row.",
-        "**Where the best rate comes from**: from the validation data at the end of training. Each learning rate was "
-        "tried with seed 0. On workloads whose results differ much between seeds, the best rate is the one with the "
-        "best mean over several seeds, from 0 on "
-        f"({', '.join(f'`{name}` {count}' for name, count in SEARCH_SEEDS.items())}).",
+        "**Where the best rate comes from**: from the validation data at the end of training. The best rate is the one "
+        f"with the best mean over the seeds of the search ({_search_seeds()}; seed 0 for the other workloads).",
         f"**What was held out**: the seeds {_in_words(seeds)}. Some workloads have more seeds, from {HELD_OUT[0]} on "
         f"({_more_seeds()}). The held-out seeds were not used for any choice, and "
         "all results in the tables come from the held-out seeds. A seed determines the initial weights, the order of "
