@@ -17,7 +17,7 @@ from benchmarks.best_rates.outcomes import Outcome, outcome_of
 from benchmarks.best_rates.page import in_one_sentence
 from benchmarks.best_rates.rows import DENSE, METHODS_OF_OTHERS, TASKS_OF_OTHERS, is_accuracy, rate_of
 from benchmarks.best_rates.rule import BOUNDS, OTHER_SITUATIONS, Situation, chosen, standings_of, undecided
-from benchmarks.best_rates.search import HELD_OUT, MORE_SEEDS
+from benchmarks.best_rates.search import HELD_OUT, MORE_SEEDS, SEARCH_SEEDS
 from benchmarks.pages import MEASURED, filled, findings_of, with_interval
 from benchmarks.trainings import kept_records
 from hvdcomp.files import commits_in_words, provenance_last, replace_text
@@ -135,8 +135,10 @@ def _method() -> list[str]:
         "**Ranks and seeds**: We trained on four simulated ranks. The tables show means over the seeds "
         f"{in_one_sentence([str(seed) for seed in HELD_OUT])} with their 95 % intervals. With AdamW and with Muon, we "
         f"used {MORE_SEEDS['heavy-tails']} seeds for the regression, and {MORE_SEEDS['sorting']} for the transformer.",
-        "**Learning rates**: We tried rates that differ by factors of two, with seed 0, until the best rate was "
-        "between two worse rates. We repeated this search for every method with every optimizer.",
+        "**Learning rates**: We tried rates that differ by factors of two until the best rate was between two worse "
+        "rates. We repeated this search for every method with every optimizer. With AdamW and with Muon, we trained "
+        f"at each rate with {SEARCH_SEEDS['sorting']} seeds, and the best rate is the one with the best mean. With the "
+        "other optimizers, we trained at each rate with a single seed, so their rates are less certain.",
         "**Other options** of an optimizer keep the defaults of its package. For GaLore, the rank of a projection is a "
         "quarter of the matrix's smaller side, and the projection changes every 50 steps. Schedule-free AdamW has a "
         "constant learning rate after the warm-up; all other optimizers have a cosine schedule. The weight decay is "
