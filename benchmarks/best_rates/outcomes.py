@@ -117,10 +117,10 @@ def outcome_of(workload: str, spec: str, runs: Path, seeds: Sequence[int]) -> Ou
 def _lacks_of(grid: Grid, own: Row | None, seeds: Sequence[int]) -> tuple[str, ...]:
     if not grid.trained:
         return ("every training",)
-    lacks = []
     if not grid.lost:
-        lacks.append("a learning rate that was trained with all seeds of the search")
-    elif grid.next:
+        return ("a learning rate that was trained with all seeds of the search",)
+    lacks = []
+    if grid.next:
         lacks.append(f"a worse learning rate on either side of the best of {len(grid.lost)} rates")
     elif not grid.is_inside:
         lacks.append(f"a best learning rate less than {FARTHEST} factors of two away from the first rate")
