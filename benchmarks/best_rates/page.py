@@ -229,10 +229,12 @@ def in_one_sentence(words: Sequence[str]) -> str:
 
 
 def _search_seeds() -> str:
-    """The seeds of the search in words, such as "seeds 0 to 2 for `gpt` and `lstm`"."""
-    counts = sorted(set(SEARCH_SEEDS.values()))
-    named = {count: [f"`{name}`" for name, own in SEARCH_SEEDS.items() if own == count] for count in counts}
-    return ", ".join(f"seeds 0 to {count - 1} for {in_one_sentence(names)}" for count, names in named.items())
+    """Sentences that name the seeds of the search for each workload."""
+    named: dict[int, list[str]] = {}
+    for workload, count in SEARCH_SEEDS.items():
+        named.setdefault(count, []).append(f"`{workload}`")
+    every = [f"For {in_one_sentence(names)}, these are the seeds 0 to {count - 1}." for count, names in named.items()]
+    return " ".join([*every, "For other workloads, the search uses only seed 0."])
 
 
 def _for_reviewers(records: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> list[str]:
@@ -246,7 +248,7 @@ def _for_reviewers(records: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -
         f"{FARTHEST} factors of two away from the workload's first rate. Levels, warm-ups, schedules and optimizers "
         "were not tuned for any row.",
         "**Where the best rate comes from**: from the validation data at the end of training. The best rate is the one "
-        f"with the best mean over the seeds of the search ({_search_seeds()}; seed 0 for the other workloads).",
+        f"with the best mean over the seeds of the search. {_search_seeds()}",
         f"**What was held out**: the seeds {_in_words(seeds)}. Some workloads have more seeds, from {HELD_OUT[0]} on "
         f"({_more_seeds()}). The held-out seeds were not used for any choice, and "
         "all results in the tables come from the held-out seeds. A seed determines the initial weights, the order of "

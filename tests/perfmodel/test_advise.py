@@ -824,7 +824,7 @@ def test_errors(tmp_path: Path) -> None:
     assert "unknown compressor 'foo'" in error(*PRESET, "--compressor", "foo")
     nothing = "has a name that matches 'features.*' (the nearest names are 'fc.bias', 'fc.weight',"
     assert nothing in error(*PRESET, "--compressor", '{"features.*": "fp16", "*": "none"}')
-    assert "need --sweep" in error(*PRESET, "--output", tmp_path / "x.png")
+    assert "--output needs --sweep or --map" in error(*PRESET, "--output", tmp_path / "x.png")
     assert "growth works only in a sweep over encode" in error(*PRESET, "--sweep", "batch=1..2", "--growth", "2")
     assert "nan is not a bandwidth; write a number of Gb/s above 0, or a rate such as 100mbit" in error(
         *PRESET, "--bandwidth", "nan"
