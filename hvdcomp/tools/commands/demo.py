@@ -137,7 +137,9 @@ def _run(title: str, words: Sequence[object], needed: bool = True) -> bool:
     with the exit status of the program."""
     click.secho(f"==> {title}", bold=True)
     sys.stdout.flush()  # so that earlier output comes before the output of the program
-    code = subprocess.run([*map(str, words)], env={**_ENVIRONMENT, **os.environ}).returncode
+    # mpirun reads its standard input, and would swallow the commands that follow in a script or that the user pasted.
+    variables = {**_ENVIRONMENT, **os.environ}
+    code = subprocess.run([*map(str, words)], stdin=subprocess.DEVNULL, env=variables).returncode
     if code != 0 and needed:
         sys.exit(code)
     return code == 0
