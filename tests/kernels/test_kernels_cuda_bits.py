@@ -175,7 +175,8 @@ CUT: Tensors = {"matrix": ((30, 13), "normal"), "one": ((), "normal"), "ties": (
 @pytest.mark.parametrize(
     ("spec", "size"),
     [
-        ("fp16:exchange=scatter", 3), ("int8:exchange=scatter", 2), ("eden:bits=1,back=3,exchange=scatter", 5),
+        ("fp16:exchange=scatter", 3), ("int8:exchange=scatter", 2), ("eden:bits=1,back=3,exchange=scatter", 2),
+        ("eden:bits=1,back=3,exchange=scatter", 5),  # a rank owns no block
         *(
             pytest.param(f"{one}exchange=scatter", size, marks=pytest.mark.thorough)
             for one in (
