@@ -13,7 +13,6 @@ from benchmarks.best_rates.rows import (
     DENSE,
     LONG,
     MANY_RANKS,
-    PAIRS,
     SEEDS_OF_VARIANTS,
     TRAINED,
     WORKLOADS,
@@ -116,6 +115,8 @@ def _explanation(seeds: Sequence[int]) -> list[str]:
         "instead of gradients, either after each step or after several steps ([compressed steps](compressed-steps.md), "
         "[local steps](local-steps.md)). The settings of DiLoCo and SparseLoCo are chosen so that they send about the "
         "same number of bytes as `local-steps=4 efsignsgd`.",
+        "**`budget topk:ratio=0.01`**: in this row, the policy [`budget`](policy-budget.md) chooses the compression "
+        "level of each tensor in such a way that the ranks send as many bytes as with `topk:ratio=0.01`.",
         "**`powersgd`** uses the lowest rank that does not send fewer bytes than the method that it is compared with.",
     )
     return ["## How to read the tables", "", *(filled(item, bullet=True) for item in items), ""]
@@ -156,8 +157,8 @@ def _pairs(workload: str, complete: Mapping[str, Outcome]) -> list[str]:
     """A table in Markdown that compares methods with their rivals."""
     unit = "points" if is_accuracy(workload) else "%"
     lines = []
-    for spec in PAIRS:
-        for rival in rivals_of(workload, spec) if spec in complete else ():
+    for spec in complete:
+        for rival in rivals_of(workload, spec):
             if rival in complete:
                 own, other = complete[spec].complete, complete[rival].complete
                 lost = own.lost_beside(other)

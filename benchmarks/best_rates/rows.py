@@ -81,8 +81,11 @@ WORKLOADS_OF_OTHERS = {name: one for task in TASKS_OF_OTHERS for name, one in _o
 
 DENSE = "none"
 PAIRS = {"eden": ("terngrad", "powersgd"), "eden:bits=1": ("powersgd",)}
-"""For each method, the rivals that it is compared with. PowerSGD has the lowest rank at which it sends at least as many
-bytes as the method."""
+"""For each compressor, the rivals that it is compared with. PowerSGD has the lowest rank at which it sends at least as
+many bytes as the compressor."""
+BUDGETS = {"budget topk:ratio=0.01": "topk:ratio=0.01"}
+"""Methods in which the policy `budget` chooses the level of each tensor. Each is compared with the compressor that
+sends as many bytes at its fixed level."""
 QUICK_RANKS = {"sorting": 2, "heavy-tails": 4, "shapes": 2}
 """For the data of each quick workload, the rank with which PowerSGD sends about as many bytes as `terngrad`."""
 FROZEN: dict[str, dict[str, Any]] = {
@@ -120,7 +123,7 @@ RAISED = tuple(name for name, changes in STEPS.items() if changes["outer_momentu
 """The names in `STEPS` whose best learning rates are two to four times the best rate of dense training
 (docs/compressed-steps.md)."""
 
-NAMED = {**FROZEN, **STEPS}
+NAMED = {**FROZEN, **STEPS, **{name: {"compression": spec} for name, spec in BUDGETS.items()}}
 CANDIDATES = {
     "sgd": ("topk:ratio=0.01", "eden:bits=1", "terngrad", "eden", "int4"),
     "adamw": ("eden:bits=1", "terngrad", "eden", "eden:bits=3", "int4", "int8"),
@@ -159,8 +162,10 @@ def rate_of(workload: str, doublings: int) -> float:
 
 
 def rivals_of(workload: str, spec: str) -> list[str]:
-    """The rivals of a method, each as a spec."""
-    return [_of_equal_bytes(workload, spec) if name == "powersgd" else name for name in PAIRS[spec]]
+    """The rivals of a method, each as a spec; an empty list if it has none."""
+    if spec in BUDGETS:
+        return [BUDGETS[spec]]
+    return [_of_equal_bytes(workload, spec) if name == "powersgd" else name for name in PAIRS.get(spec, ())]
 
 
 def _of_equal_bytes(workload: str, spec: str) -> str:
@@ -184,6 +189,8 @@ def methods_of(workload: str) -> list[str]:
         specs = [DENSE, *(one for spec in PAIRS for one in (spec, *rivals_of(workload, spec)))]
     named = {"adamw": FROZEN, "muon": STEPS}.get(optimizer, {})
     specs += [*CANDIDATES[optimizer], *named]
+    if options["data"] in QUICK_RANKS and optimizer != "muon":
+        specs += BUDGETS
     return list(dict.fromkeys(specs))
 
 
@@ -195,6 +202,9 @@ def name_of(spec: str) -> str:
 def changes_of(workload: str, spec: str) -> dict[str, Any]:
     """The options that a method changes in the options of the workload."""
     changes = NAMED.get(spec, {"compression": spec})
+    if spec in BUDGETS:
+        dense, sent = (payload_bytes(TRAINED[workload], compressor) for compressor in (DENSE, BUDGETS[spec]))
+        return {**changes, "policy": f"budget:factor={dense / sent:.4g}"}
     steps = TRAINED[workload]["steps"]
     share = _FREEZE_AFTER.get(workload.removesuffix(LONG).removesuffix(MANY_RANKS))
     if spec in FROZEN and share is not None:

@@ -80,7 +80,7 @@ def test_quick_workloads_have_harsh_methods_and_another_optimizer_in_place_of_ad
         if spec in rows.STEPS:
             continue
         assert own.lr == given["lr"]
-        assert own.compression == spec.removeprefix("compressed-adam ")
+        assert own.compression == spec.removeprefix("compressed-adam ").removeprefix("budget ")
         assert own.optimizer == ("compressed-adam" if spec in frozen else given["optimizer"])
     if frozen:
         assert options["compressed-adam none"].freeze_compression == "none", "it compresses nothing"
@@ -94,6 +94,17 @@ def test_powersgd_of_quick_workloads_sends_about_as_little_as_terngrad(workload:
     (powersgd,) = (spec for spec in rows.methods_of(workload) if spec.startswith("powersgd"))
     dense, sent, ternary = (equal_bytes.payload_bytes(options, spec) for spec in ("none", powersgd, "terngrad"))
     assert least < dense / sent < 1.35 * dense / ternary
+
+
+@pytest.mark.parametrize("workload", ["heavy-tails", "sorting", "shapes"])
+def test_the_policy_budget_is_compared_with_a_fixed_level_of_equal_bytes(workload: str, tmp_path: Path) -> None:
+    (name,) = (spec for spec in rows.methods_of(workload) if spec in rows.BUDGETS)
+    (fixed,) = rows.rivals_of(workload, name)
+    options = rows.RateRun(workload, 0, tmp_path, name, 0).options
+    dense, sent = (equal_bytes.payload_bytes(rows.WORKLOADS[workload], spec) for spec in ("none", fixed))
+    assert options["compression"] == fixed
+    assert options["policy"] == f"budget:factor={dense / sent:.4g}"
+    assert dense / sent > 20
 
 
 @pytest.mark.parametrize("best", [-5, 0, 4])
@@ -196,7 +207,7 @@ def test_the_page_shows_no_figures_of_a_row_that_is_not_complete(tmp_path: Path)
     train([rows.RateRun("heavy-tails", seed, runs, "int4", at) for at in (0, 1) for seed in searched])
     train([rows.RateRun("heavy-tails", 0, runs, "terngrad", at) for at in (-1, 0, 1)])
     page = " ".join(_page(runs, file).split())
-    assert "| heavy-tails | 0 | 5 | 6 |" in page
+    assert "| heavy-tails | 0 | 5 | 7 |" in page
     assert page.count(" is complete yet.") == len(rows.WORKLOADS)
     assert "- The row `none` still lacks 1 of 30 held-out seeds." in page
     assert "- The row `eden` still lacks a complete row of dense training." in page
