@@ -34,6 +34,7 @@ from benchmarks.pages import (
     formerly,
     mean_and_interval,
     options_of_trainings,
+    seeds_to_show,
     verdict,
     with_interval,
 )
@@ -55,6 +56,8 @@ GRAVAC = "min=10,max=1000,epsilon=0.7,smoothing=0.2,factor=elements,gain=raw"
 GRAVACS_LINK = "100mbit"  # needed because GraVAC measures throughput
 ALIKE = 0.005
 """The bytes of a policy and of its control may differ by this share."""
+EFFECT = 0.5
+"""The gain for which the page says how many seeds would show it: in points of accuracy, or in percent of the loss."""
 LEVEL_NAMES = {"topk": "ratio", "powersgd": "rank"}
 
 
@@ -481,8 +484,8 @@ def section_of(name: str, pairs: Sequence[Pair], seeds: Sequence[int]) -> list[s
         f"The options of `hvdcomp train` are: {options}.",
         "",
         f"| compressor | policy | seeds | factor | {quality} | control | control's bytes | control's {quality} "
-        f"| share of the gap | gain ({unit}) | |",
-        "|---|---|--:|--:|--:|---|--:|--:|--:|--:|---|",
+        f"| share of the gap | gain ({unit}) | | seeds to show {EFFECT:g} |",
+        "|---|---|--:|--:|--:|---|--:|--:|--:|--:|---|--:|",
     ]
     for pair in pairs:
         control = f"`{pair.control.row.spec if pair.control.row.kind == 'fixed' else pair.control.row.policy}`"
@@ -493,6 +496,7 @@ def section_of(name: str, pairs: Sequence[Pair], seeds: Sequence[int]) -> list[s
             ", ".join(f"{round(share, 2) + 0.0:.0%}" for share in pair.shares_of_gap),  # no -0%
             with_interval(pair.gains, "+.2f"),
             verdict(pair.gains),
+            str(seeds_to_show(EFFECT, pair.gains)) if len(pair.gains) > 1 else "-",
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, ""]
@@ -558,6 +562,9 @@ The tables have these columns:
   control and both fixed levels were all trained with.
 - **gain** is the mean difference in quality between the policy and the control over the seeds, with its 95 % confidence
   interval (Student's t). A policy counts as better or worse only if zero is outside the interval.
+- **seeds to show {EFFECT:g}** is the number of seeds that would be needed to show a true gain of {EFFECT:g} points of
+  accuracy, or {EFFECT:g} % of the loss, in four of five experiments. It is computed from how much the gain differs
+  between seeds.
 
 The CSV file [{table.name}]({table.name}) contains the same numbers. The page on
 [reproduced papers](reproduction.md) compares policies with the results of their papers.""",

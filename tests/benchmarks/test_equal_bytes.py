@@ -7,9 +7,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.pages import seeds_to_show, verdict
 from benchmarks.quality import equal_bytes
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.policies import parse_policy
@@ -59,6 +61,16 @@ def test_a_control_sends_as_many_bytes() -> None:
     assert equal_bytes.level_of_bytes(workload, "powersgd", trained(2, "powersgd") + 9, of_ranks) == 3
 
 
+def test_the_number_of_seeds_shows_a_gain_in_four_of_five_experiments() -> None:
+    spread = [-1.0, 1.0]  # with a standard deviation of 1.41
+    draws = np.random.default_rng(0)
+    for effect in (0.5, -1.0, 3.0):
+        seeds = seeds_to_show(effect, spread)
+        experiments = draws.normal(effect, np.std(spread, ddof=1), (2000, seeds))
+        shown = [verdict(list(gains)) == ("**better**" if effect > 0 else "worse") for gains in experiments]
+        assert np.mean(shown) == pytest.approx(0.8, abs=0.04), seeds
+
+
 def test_the_page_counts_as_better_only_what_differs_seed_by_seed(tmp_path: Path) -> None:
     workload = equal_bytes.WORKLOADS["mnist1d"]
     seeds, runs, file = (0, 1, 2), tmp_path / "runs", tmp_path / "page.md"
@@ -92,11 +104,11 @@ def test_the_page_counts_as_better_only_what_differs_seed_by_seed(tmp_path: Path
     assert "at commit `abc`" in page
     lines = [line for line in page.splitlines() if line.startswith("| `topk:ratio=0.008`")]
     # Student's t of two degrees of freedom.
-    cells = "| `topk:ratio=0.008` | 100.0% | 91.00 ± 2.48 | 70%, 50% | +2.00 ± 0.00 | **better** |"
+    cells = "| `topk:ratio=0.008` | 100.0% | 91.00 ± 2.48 | 70%, 50% | +2.00 ± 0.00 | **better** | 2 |"
     assert lines[0].endswith(cells), "of the gap between 86 and 96 %"
-    assert lines[2].endswith("| -1.00 ± 4.30 | no difference shown |"), lines
+    assert lines[2].endswith("| -1.00 ± 4.30 | no difference shown | 97 |"), lines
     accordion = [line for line in page.splitlines() if "`accordion:low=0.1" in line]
-    assert any("81.50 ± 19.06; 1 of 3 diverged" in line and line.endswith("| worse |") for line in accordion), accordion
+    assert any("81.50 ± 19.06; 1 of 3 diverged" in line and "| worse |" in line for line in accordion), accordion
     for counts in ("budget | topk | 3 | 0 | 0", "gravac | topk | 0 | 0 | 1", "adaqs | topk | 0 | 1 | 0"):
         assert f"| {counts} |" in page
     assert "better" in file.with_suffix(".csv").read_text()
