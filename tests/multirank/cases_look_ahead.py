@@ -215,6 +215,14 @@ def case_a_rank_waits_only_for_rows_that_it_looks_up_and_reads_none_late() -> No
     assert torch.equal(ours.bits(), plain.bits())
 
 
+class Broken:
+    """A loader whose second batch cannot be read."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        yield batch_of(5)
+        raise OSError("the disk is gone")
+
+
 def case_what_is_not_as_it_was_said_is_refused_on_every_rank() -> None:
     rank, last = dist.get_rank(), dist.get_world_size() - 1
 
@@ -236,6 +244,13 @@ def case_what_is_not_as_it_was_said_is_refused_on_every_rank() -> None:
     said = train([batch_of(5, 2000 if rank == last else 3)])
     assert f"rank {last} could not find out which rows a batch looks up" in said
     assert rank != last or "returned rows from 5 to 2000 of items.weight, which has only rows 0 to 1999" in said
+    # An error of the user's own code, in the function `ids` and in the loader.
+    said = train([{**batch_of(5), **({"items": None} if rank == last else {})}])
+    assert f"rank {last} could not find out which rows a batch looks up" in said
+    assert rank != last or ": AttributeError: 'NoneType' object" in said
+    said = train(Broken() if rank == last else [batch_of(5)] * 3)
+    assert f"rank {last} could not find out which rows a batch looks up" in said
+    assert rank != last or said.endswith(": OSError: the disk is gone")
     said = train([batch_of(5)], **({"items": torch.tensor([[5, 6]])} if rank == last else {}))
     assert f"rank {last} has a gradient of rows that the function `ids` did not return" in said
     assert rank != last or "row 6 of items.weight" in said

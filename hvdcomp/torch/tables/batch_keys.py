@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hvdcomp.communicators.ranks import Ranks
-from hvdcomp.errors import RankMismatchError
+from hvdcomp.errors import ConfigurationError, RankMismatchError
 from hvdcomp.exchange.rows import Rows
 
 END = object()
@@ -48,10 +48,10 @@ class ReadBatch:
         sent: number of bytes that this rank sent to exchange keys.
     """
 
-    def __init__(self, ranks: Ranks, batch: Any, own: torch.Tensor, refused: str | None, name: str) -> None:
+    def __init__(self, ranks: Ranks, batch: Any, own: torch.Tensor, refused: str | Exception | None, name: str) -> None:
         self.batch, self.own, self.sent = batch, own, 8
         self._ranks, self._refused, self._name = ranks, refused, name
-        length = _ENDED if self.ended else _REFUSED if refused else len(own)
+        length = _REFUSED if refused is not None else _ENDED if self.ended else len(own)
         self._handle = ranks.start_allgather(torch.tensor([length]).view(torch.uint8), name)
         self._lengths: list[int] | None = None
         self._by_rank: list[torch.Tensor] | None = None
@@ -99,8 +99,16 @@ class ReadBatch:
         return self._by_rank
 
 
-def refuse(at_fault: np.ndarray, reason: str, own: str | None = None) -> None:
-    """Raises RankMismatchError on every rank if any rank has reported an error."""
+def refuse(at_fault: np.ndarray, reason: str, own: str | Exception | None = None) -> None:
+    """Raises RankMismatchError on every rank if any rank has reported an error.
+
+    Args:
+        at_fault: for each rank, whether it has reported an error.
+        reason: what went wrong, after the numbers of the ranks.
+        own: what went wrong on this rank, if it is one of these ranks.
+    """
     if at_fault.any():
-        detail = f": {own}" if own else ""
-        raise RankMismatchError(f"LookAhead: rank {', '.join(map(str, np.flatnonzero(at_fault)))} {reason}{detail}")
+        is_users = isinstance(own, Exception) and not isinstance(own, ConfigurationError)
+        detail = "" if own is None else f": {type(own).__name__}: {own}" if is_users else f": {own}"
+        message = f"LookAhead: rank {', '.join(map(str, np.flatnonzero(at_fault)))} {reason}{detail}"
+        raise RankMismatchError(message) from (own if isinstance(own, Exception) else None)

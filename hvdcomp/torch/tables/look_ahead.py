@@ -218,16 +218,18 @@ class LookAhead:
             raise ConfigurationError("another LookAhead was made for these tables; use only the latest LookAhead")
 
     def _read(self, batches: Iterator[Any]) -> None:
-        """Reads the next batch, or the end of the loader, into the window."""
+        """Reads the next batch, or the end of the loader, into the window. An error of the loader or of the function
+        `ids` is sent to all ranks, so that no rank waits for this one."""
         name = f"{self._name}.keys.{self._reads % (self.batches + 2)}"
         self._reads += 1
-        batch = next(batches, END)
-        own, refused = self._starts.new_empty(0), None
-        if batch is not END:
-            try:
+        batch, own = None, self._starts.new_empty(0)
+        refused: Exception | None = None
+        try:
+            batch = next(batches, END)
+            if batch is not END:
                 own = self._keys_of(self._ids(batch))
-            except ConfigurationError as error:
-                refused = str(error)
+        except Exception as error:
+            refused = error
         self._window.append(ReadBatch(self._background_ranks, batch, own.to(self._key_dtype), refused, name))
 
     def _keys_of(self, ids: Mapping[str, torch.Tensor]) -> torch.Tensor:
