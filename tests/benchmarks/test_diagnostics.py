@@ -468,4 +468,4 @@ def test_the_benchmark_writes_what_it_measured(tmp_path: Path) -> None:
     assert all(row["converged"] and row["eigenvalue"] > 0 and row["gradient_norm"] > 0 for row in (first, second))
     assert document["regimes"]["eigenvalue"]["values"] == [first["eigenvalue"], second["eigenvalue"]]
     assert (tmp_path / "critical_regimes.png").read_bytes().startswith(b"\x89PNG")
-    assert "of spans" in shown.stdout
+    assert "of the spans" in " ".join(shown.stdout.split())
