@@ -142,6 +142,8 @@ class HarmWarning:
             learns, kinds = f"{adam} learns", ("Adam",)
         elif _is_muon(optimizer):
             kinds = (MUON,)
+        elif _LION in (kind.__name__ for kind in type(optimizer).__mro__):  # Keras names its state as that of SGD
+            kinds = (_LION,)
         elif kind_of(optimizer) is None:
             kept = _kept_by(optimizer)
             if not kept:

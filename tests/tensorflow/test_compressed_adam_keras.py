@@ -182,9 +182,20 @@ def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None
     ],
 )
 def test_what_an_optimizer_learns_badly_with_is_warned_of(optimizer: Callable[[], Any], said: str | None) -> None:
+    messages = warnings_of(optimizer)
+    assert len(messages) == (said is not None)
+    assert all(str(said) in message for message in messages)
+
+
+def test_lion_is_known_by_its_class() -> None:
+    (message,) = warnings_of(lambda: tf_keras.optimizers.Lion(RATE, jit_compile=False))
+    assert message.startswith("Lion learns badly with topk:ratio=0.05. ")
+    assert "docs/optimizers.md" in message
+
+
+def warnings_of(optimizer: Callable[[], Any]) -> list[str]:
+    """The warnings of harm in a training."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(TopK(0.05), optimizer)
-    messages = [str(one.message) for one in caught if " badly with " in str(one.message)]
-    assert len(messages) == (said is not None)
-    assert all(str(said) in message for message in messages)
+    return [str(one.message) for one in caught if " badly with " in str(one.message)]
