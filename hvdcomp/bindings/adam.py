@@ -116,8 +116,8 @@ def check_freezing(freeze_after: Any, floor: Any, refreshes_per_gap: Any) -> Non
 
 
 class HarmWarning:
-    """Warns once, on rank 0, if the user's optimizer is known to learn badly with a compressor that the training run
-    uses.
+    """Warns once, on the first rank, if the user's optimizer is known to learn badly with a compressor that the
+    training run uses.
 
     Optimizers of known classes are checked in the first step. For any other optimizer, the check looks at the state
     that the optimizer keeps for each parameter, which exists only after the optimizer's first step.
@@ -128,7 +128,7 @@ class HarmWarning:
 
     def __init__(self, training: Training) -> None:
         self._training = training
-        self._done = training.communicator.rank != 0
+        self._done = not training.is_first_rank
 
     def look(self) -> None:
         """Checks the optimizer if it was not checked before. Call this method when a step begins."""

@@ -52,6 +52,11 @@ class Training(ABC):
     engine: Engine
     coordinator: Coordinator | None
 
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this rank alone shows what concerns the whole training run."""
+        return self.communicator.rank == 0
+
     @abstractmethod
     def facts(self) -> dict[str, Any]:
         """Settings of Horovod or PyTorch that must be the same on all ranks, by name. The values must be representable

@@ -244,6 +244,19 @@ def top_k(x: np.ndarray, count: int) -> np.ndarray:
     return sent
 
 
+def case_one_rank_warns_of_a_method_that_harms_adam() -> None:
+    for shape in shapes():
+        model = parallelized(shape, layers())
+        adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        hvdcomp.fsdp.register(model, hvdcomp.Compression.from_spec("topk:ratio=0.01"), optimizer=adam)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            train(model, 1)
+        said: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(said, [str(one.message) for one in told if "AdamW learns badly" in str(one.message)])
+        assert [len(found) for found in said] == [1, *[0] * (len(said) - 1)], (shape, said)
+
+
 def case_both_dimensions_are_compressed_as_numpy_states() -> None:
     """Each replica's reduce-scatter is quantized, and what a rank gets of it is sparsified between the replicas."""
     if dist.get_world_size() < 4:

@@ -65,13 +65,13 @@ class FSDPBinding(TorchTraining):
         # model in the same backward pass.
         self._replicas = TorchDistributedCommunicator(group)
         communicator, like = self._replicas.duplicate(), torch.empty(0)
-        if self._replicas.world_size == 1 and dist.get_rank() == 0:
+        if self._replicas.world_size == 1 and self.is_first_rank:
             warn_alone(
                 "the mesh has a single replica of the model, so hvdcomp.fsdp.register has no exchange between replicas "
                 "to compress; give fully_shard a mesh with several replicas, or no mesh"
             )
         # Each process group of replicas makes its own decisions, but only rank 0 writes the log.
-        if dist.get_rank() != 0:
+        if not self.is_first_rank:
             setup.compression.decision_log = None
         # On a device, all ranks must start a bucket between the same two collectives of FSDP, as in `DDPBinding`.
         parameters = unique(model.named_parameters())
@@ -106,6 +106,11 @@ class FSDPBinding(TorchTraining):
         self._due = False  # whether gradients of this backward pass still wait for the exchange
         self._was_inner = False  # whether a nested backward pass has made a step since the forward pass
         self._ready: dict[str, torch.Tensor] = {}  # the gradients of this backward pass, in the order of their arrival
+
+    @property
+    def is_first_rank(self) -> bool:
+        # Each process group of replicas has a rank 0.
+        return dist.get_rank() == 0
 
     def _register(self, model: torch.nn.Module) -> None:
         groups: dict[torch.Tensor, Any] = {}
