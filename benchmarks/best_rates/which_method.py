@@ -22,6 +22,7 @@ import click
 from benchmarks.best_rates.outcomes import Outcome, outcome_of, outcomes_of
 from benchmarks.best_rates.page import in_one_sentence
 from benchmarks.best_rates.rows import (
+    BUDGETS,
     DENSE,
     FROZEN,
     KINDS_OF_OTHERS,
@@ -208,7 +209,7 @@ def _records_of(workload: str, runs: Path) -> list[dict[str, Any]]:
     if options["simulate_ranks"] != RANKS:
         return []
     labels = [record["label"] for record in kept_records(runs).values() if record["workload"] == workload]
-    methods = sorted({label.rpartition(" lr=")[0] for label in labels} - {DENSE} - STEPS.keys())
+    methods = sorted({label.rpartition(" lr=")[0] for label in labels} - {DENSE, *BUDGETS, *STEPS})
     outcomes = outcomes_of(workload, runs, HELD_OUT, methods)
     by_optimizer: dict[str, dict[str, float | None]] = {}
     for method in methods:
