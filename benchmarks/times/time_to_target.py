@@ -1,75 +1,114 @@
 """Measures how long training on the emulated cluster takes to reach a target, with each method and each policy.
 
-    sudo .venv/bin/python -m benchmarks.times.time_to_target              # about 45 minutes
-    sudo .venv/bin/python -m benchmarks.times.time_to_target --rate 1gbit --method none --policy budget:factor=50
+    sudo .venv/bin/python -m benchmarks.times.time_to_target              # about an hour
+    sudo .venv/bin/python -m benchmarks.times.time_to_target --workload sorting --rate 1gbit --only none --only int4
     .venv/bin/python -m benchmarks.times.time_to_target --page-only       # only the page, from the existing runs
 
-The methods and policies train one after the other, with one rank on each host (docs/emulated-cluster.md). A training
-run ends when it reaches the target on the validation data. The benchmark calibrates the hosts before the training runs
-with `auto`, which gets no list of compressors. benchmarks/quality/convergence.py predicts these times for simulated
-ranks.
+The methods and policies train one after the other, with one rank on each host (docs/emulated-cluster.md). Each method
+trains at its own best learning rate, which the training runs of benchmarks/best_rates have found. A training run ends
+when it reaches the target on the validation data. The benchmark calibrates the hosts before the training runs with
+`auto`, which gets no list of compressors.
 
 A complete run with the same options is not trained again.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from benchmarks.pages import MEASURED, commits_of, end_if_failed, findings_of, formerly, parse_seeds, with_interval
-from benchmarks.quality import convergence
-from benchmarks.trainings import Run, keep_records
+from benchmarks.best_rates.rows import DENSE, WORKLOADS, changes_of, rate_of
+from benchmarks.best_rates.search import FARTHEST, HELD_OUT, best_of
+from benchmarks.pages import MEASURED, commits_of, end_if_failed, filled, findings_of, parse_seeds, with_interval
+from benchmarks.trainings import Run, keep_records, seeds_there
 from hvdcomp.files import commit, csv_of, provenance_last, replace_files
 from hvdcomp.tools.bench.cluster import Cluster, ClusterError
 from hvdcomp.tools.terminal import make_console
 
-METHODS = ("none", "fp16", "terngrad", "powersgd:rank=4", "topk:ratio=0.01")
-# For each policy, the compressor whose levels it chooses. `budget` sends about as many bytes as this compressor alone.
-POLICIES = {
-    "budget:factor=50": "topk:ratio=0.01",
-    "lgreco:least=0.1,most=10,levels=13": "topk:ratio=0.01",
-    "accordion:low=0.1,high=0.002,steps=40": "topk:ratio=0.002",
-    "auto:loss=0.02": "none",  # `auto` proposes compressors itself
+UNCOMPRESSED = (DENSE, "fp16")
+"""The methods that need no hvdcomp. The faster of the two is the baseline of the speedups."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained, and how.
+
+    Attributes:
+        target: the quality on the validation data at which a training run ends.
+        methods: the methods, in addition to `UNCOMPRESSED`, as in `best_rates.rows.methods_of`.
+        policies: for each policy, the compressor whose levels it chooses.
+    """
+
+    target: str
+    methods: tuple[str, ...]
+    policies: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ways(self) -> list[tuple[str, str]]:
+        """All rows of the task, as pairs of a method and a policy. The policy is "" if there is none."""
+        methods = [(method, "") for method in (*UNCOMPRESSED, *self.methods)]
+        return [*methods, *((method, policy) for policy, method in self.policies.items())]
+
+
+TASKS = {
+    # The policy `auto` proposes compressors itself.
+    "mnist1d": Task("accuracy=0.9", ("eden:bits=1", "topk:ratio=0.01"), {"auto:loss=0.02": DENSE}),
+    "sorting": Task("accuracy=0.75", ("int4", "eden")),
+    "sorting-muon": Task("accuracy=0.75", ("int4", "local-steps=4 efsignsgd")),
 }
 CALIBRATED = ("fp16", "terngrad", "int4", "int8", "natural", "efsignsgd", "powersgd:rank=4", "topk:ratio=0.01")
 NETWORK = "benchmarks.times.time_to_target:network"
 RATES = ("100mbit", "1gbit")
-UNCOMPRESSED = convergence.UNCOMPRESSED
+EVALUATE_EVERY = 20
+"""Number of steps between two evaluations. Their time does not count. With local steps, the weights are equal after
+this number of steps."""
+BEST_RATES = MEASURED / "best-rates"
 
 
 @dataclass(frozen=True)
 class ClusterRun(Run):
     """A training run of a workload with a method, on hosts with links of a given rate.
 
-    `policy` is "" if training uses no policy.
+    Attributes:
+        hosts: number of hosts. Each host has one rank.
+        rate: the rate of each host's link, such as "100mbit".
+        policy: spec of the policy; "" if there is none.
+        doublings: the learning rate, as the number of times that the workload's own learning rate is doubled.
     """
 
     method: str
     hosts: int
     rate: str
-    policy: str = ""
+    policy: str
+    doublings: int
 
     @property
     def label(self) -> str:
-        return f"{self.hosts} x {self.rate} {self.method} {self.policy}".strip()
+        way = f"{self.method} {self.policy}".strip()
+        return f"{self.hosts} x {self.rate} {way} lr={rate_of(self.workload, self.doublings):g}"
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        workload = convergence.WORKLOADS[self.workload]
-        listed = {method.spec: method for method in convergence.METHODS}
-        method = listed.get(self.method) or convergence.Method(self.method)
+        given = {name: value for name, value in WORKLOADS[self.workload].items() if name != "simulate_ranks"}
         spec = self.policy.replace("auto:", f"auto:calibration={self.calibration},")
-        policy = {"policy": spec} if spec else {}
-        return {**method.options(workload, self.workload), **policy, "seed": self.seed, "until": workload.target}
+        return {
+            **given,
+            **changes_of(self.workload, self.method),
+            "evaluate_every": EVALUATE_EVERY,
+            "lr": rate_of(self.workload, self.doublings),
+            **({"policy": spec} if spec else {}),
+            "seed": self.seed,
+            "until": TASKS[self.workload].target,
+        }
 
     @property
     def calibration(self) -> str:
@@ -101,7 +140,7 @@ def network(batch_size: int) -> tuple[Any, Any]:
     from hvdcomp.tools.train.options import TrainingOptions
     from hvdcomp.tools.train.torch_learner import loss_of
 
-    options = convergence.WORKLOADS[os.environ["WORKLOAD"]].options
+    options = WORKLOADS[os.environ["WORKLOAD"]]
     data = load_data(TrainingOptions(model=options["model"], data=options["data"]).resolved())
     model = build_model(options["model"], channels=data.channels, size=data.size, classes=data.classes)
     inputs, targets = (torch.as_tensor(part[:batch_size]) for part in (data.train_x, data.train_y))
@@ -145,9 +184,7 @@ def train(runs: Sequence[ClusterRun], console: Any) -> list[ClusterRun]:
     return failed
 
 
-def record_of(
-    runs: Sequence[ClusterRun], best: Sequence[ClusterRun], fixed: Sequence[ClusterRun] = ()
-) -> dict[str, Any]:
+def record_of(runs: Sequence[ClusterRun], best: Sequence[ClusterRun], fixed: Sequence[ClusterRun]) -> dict[str, Any]:
     """The results of the runs of one method and policy.
 
     Args:
@@ -163,6 +200,7 @@ def record_of(
         "rate": runs[0].rate,
         "method": runs[0].method,
         "policy": runs[0].policy,
+        "lr": rate_of(runs[0].workload, runs[0].doublings),
         "seeds": len(runs),
         "reached": len(reached),
         "steps": _mean_of(reached, "steps_to_target"),
@@ -190,54 +228,47 @@ def _mean_of(evaluations: Mapping[int, Mapping[str, Any]], key: str) -> float | 
 
 
 def records_of(runs: Sequence[ClusterRun]) -> list[dict[str, Any]]:
-    """The results of each rate, method and policy, compared with the better uncompressed method."""
-    finished = [run for run in runs if run.record is not None]
+    """The results of each workload, rate, method and policy, compared with the better uncompressed method."""
     records = []
-    for rate in dict.fromkeys(run.rate for run in finished):
-        of_rate = [run for run in finished if run.rate == rate]
-        dense = [[run for run in of_rate if (run.method, run.policy) == (method, "")] for method in UNCOMPRESSED]
-        means = [
-            [evaluation["seconds_to_target"] for evaluation in _reached(method_runs).values()] for method_runs in dense
-        ]
-        reaching = [place for place, seconds in enumerate(means) if seconds]
-        best = min(reaching, key=lambda place: sum(means[place]) / len(means[place]), default=0)
-        for way in dict.fromkeys((run.method, run.policy) for run in of_rate):
-            fixed = [run for run in of_rate if way[1] and (run.method, run.policy) == (way[0], "")]
-            records.append(record_of([run for run in of_rate if (run.method, run.policy) == way], dense[best], fixed))
+    for workload, rate in dict.fromkeys((run.workload, run.rate) for run in runs):
+        rows: dict[tuple[str, str, int], list[ClusterRun]] = {}
+        for run in runs:
+            if (run.workload, run.rate) == (workload, rate):
+                rows.setdefault((run.method, run.policy, run.doublings), []).append(run)
+        dense = [of_row for (method, policy, _), of_row in rows.items() if method in UNCOMPRESSED and not policy]
+        best = min(dense, key=_mean_seconds, default=[])
+        for (method, policy, doublings), of_row in rows.items():
+            fixed = rows.get((method, "", doublings), []) if policy else []
+            records.append(record_of(of_row, best, fixed))
     return records
 
 
+def _mean_seconds(runs: Sequence[ClusterRun]) -> float:
+    seconds = [evaluation["seconds_to_target"] for evaluation in _reached(runs).values()]
+    return sum(seconds) / len(seconds) if seconds else math.inf
+
+
 def write_page(file: Path, runs: Sequence[ClusterRun]) -> bool:
-    """Writes the page of the existing runs, with a CSV file and a plot. Returns False if there are no runs."""
-    records = records_of(runs)
+    """Writes the page of the runs that have a record, with a CSV file and a plot. Returns False if there are none."""
+    finished = [run for run in runs if run.record is not None]
+    records = records_of(finished)
     if not records:
         return False
-    commits = commits_of(runs)
-    first, lines = runs[0], []
-    rates = list(dict.fromkeys(record["rate"] for record in records))
-    chosen = "" if tuple(rates) == RATES else "".join(f" --rate {rate}" for rate in rates)
-    options = ", ".join(f"{key} {value}" for key, value in convergence.WORKLOADS[first.workload].options.items())
-    for record in records:
-        cells = [
-            record["rate"], f"`{_name(record, '` with `')}`", f"{record['reached']} of {record['seeds']}",
-            "-" if record["steps"] is None else f"{record['steps']:.0f}",
-            "-" if record["megabytes"] is None else f"{record['megabytes']:.2f}",
-            record["seconds"], record["times_as_fast"], record["times_as_fast_as_fixed"],
-        ]  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    older = formerly("python ./benchmarks/time_to_target.py")
+    workloads = list(dict.fromkeys(run.workload for run in finished))
     text = f"""# Time to a target, on the emulated cluster
 
-Made by `sudo .venv/bin/python -m benchmarks.times.time_to_target{chosen}`, at commit {commits}. {older}
+Made by `sudo .venv/bin/python -m benchmarks.times.time_to_target`, at commit {commits_of(finished)}.
 
 This page shows how long training takes with each method until it reaches a target. Each training run uses `hvdcomp
-train` under Horovod on {first.hosts} [emulated hosts](emulated-cluster.md), with one rank on each host. The run ends
-when it reaches {first.options["until"]} on the validation data. The options of `hvdcomp train` are: {options}.
+train` under Horovod on {finished[0].hosts} [emulated hosts](emulated-cluster.md), with one rank on each host. Each
+method trains at its own [best learning rate](best-rates.md). `fp16` and the policy `auto` train at the best learning
+rate of uncompressed training, and the other policies at the rate of their compressor. The training runs use seeds that
+the search for the learning rates did not use.
 
 All emulated hosts share the cores of one machine. So the computation of a step takes longer than on separate hosts, and
 the network takes a smaller part of the step.
 
-The table shows means over the seeds, with their 95 % confidence intervals (Student's t):
+The tables show means over the seeds, with their 95 % confidence intervals (Student's t):
 
 - **reached** is the number of seeds that reached the target.
 - **seconds** is the time of training, without the evaluations.
@@ -248,10 +279,7 @@ The table shows means over the seeds, with their 95 % confidence intervals (Stud
 
 ![Seconds to the target]({file.with_suffix(".png").name})
 
-| rate | method | reached | steps | MB sent | seconds | speedup | over fixed level |
-|---|---|--:|--:|--:|--:|--:|--:|
-{chr(10).join(lines)}
-"""
+{chr(10).join(section_of(workload, records) for workload in workloads)}"""
     replace_files(
         {
             file: provenance_last(text).encode(),
@@ -262,21 +290,53 @@ The table shows means over the seeds, with their 95 % confidence intervals (Stud
     return True
 
 
+def section_of(workload: str, records: Sequence[Mapping[str, Any]]) -> str:
+    """The part of the page about a workload: its options, and a table."""
+    shown = {name: value for name, value in WORKLOADS[workload].items() if name not in ("lr", "simulate_ranks")}
+    options = ", ".join(f"{name} {value}" for name, value in {**shown, "evaluate_every": EVALUATE_EVERY}.items())
+    lines = []
+    for record in (one for one in records if one["workload"] == workload):
+        cells = [
+            record["rate"], f"`{_name(record, '` with `')}`", f"{record['lr']:g}",
+            f"{record['reached']} of {record['seeds']}",
+            "-" if record["steps"] is None else f"{record['steps']:.0f}",
+            "-" if record["megabytes"] is None else f"{record['megabytes']:.2f}",
+            record["seconds"], record["times_as_fast"], record["times_as_fast_as_fixed"],
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    heading = filled(
+        f"A training run ends when it reaches {TASKS[workload].target} on the validation data. The options of `hvdcomp "
+        f"train` are: {options}."
+    )
+    return f"""## {workload}
+
+{heading}
+
+| rate | method | learning rate | reached | steps | MB sent | seconds | speedup | over fixed level |
+|---|---|--:|--:|--:|--:|--:|--:|--:|
+{chr(10).join(lines)}
+"""
+
+
 def draw(records: Sequence[Mapping[str, Any]]) -> bytes:
-    """Plots the seconds to the target, by rate and method, and returns a PNG. A bar is empty if no run reached the
-    target."""
+    """Plots the seconds to the target, by workload, rate and method, and returns a PNG. A bar is empty if no run
+    reached the target."""
     from hvdcomp.perfmodel.figures import COLORS, INK, as_png, new_figure
 
-    figure = new_figure(8, 0.32 * len(records) + 1.2)
-    axes = figure.add_subplot()
-    slowest_first = sorted(records, key=lambda record: (record["rate"], -_seconds(record)))
-    axes.barh(
-        [f"{_name(record)}, {record['rate']}" for record in slowest_first],
-        [_seconds(record) for record in slowest_first],
-        color=[INK if _name(record) in UNCOMPRESSED else COLORS[0] for record in slowest_first],
-    )
-    axes.set_xlabel("seconds of training to the target, mean over the seeds")
-    axes.grid(axis="x", alpha=0.3)
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for record in sorted(records, key=lambda record: (record["rate"], -_seconds(record))):
+        groups.setdefault(record["workload"], []).append(record)
+    figure = new_figure(8, 0.32 * len(records) + 1.2 * len(groups))
+    every_axes = figure.subplots(len(groups), squeeze=False, height_ratios=[len(group) for group in groups.values()])
+    for axes, (workload, group) in zip(every_axes[:, 0], groups.items(), strict=True):
+        axes.barh(
+            [f"{_name(record)}, {record['rate']}" for record in group],
+            [_seconds(record) for record in group],
+            color=[INK if _name(record) in UNCOMPRESSED else COLORS[0] for record in group],
+        )
+        axes.set_title(workload)
+        axes.set_xlabel("seconds of training to the target, mean over the seeds")
+        axes.grid(axis="x", alpha=0.3)
     return as_png(figure)
 
 
@@ -290,49 +350,77 @@ def _seconds(record: Mapping[str, Any]) -> float:
     return float(record["seconds"].split()[0]) if record["reached"] else 0.0
 
 
+def planned(
+    workloads: Collection[str],
+    hosts: int,
+    rates: Sequence[str],
+    only: Collection[str],
+    seeds: Sequence[int],
+    runs: Path,
+) -> Iterator[ClusterRun]:
+    """The runs of the benchmark, each at the best learning rate that is known today."""
+    for workload in workloads:
+        for rate in rates:
+            for seed in seeds:
+                for method, policy in TASKS[workload].ways:
+                    if not only or method in only or policy in only:
+                        doublings = best_of(workload, DENSE if method == "fp16" else method, BEST_RATES)
+                        yield ClusterRun(workload, seed, runs, method, hosts, rate, policy, doublings)
+
+
+def existing(workloads: Collection[str], hosts: int, rates: Sequence[str], runs: Path) -> Iterator[ClusterRun]:
+    """The runs that have a record, at any learning rate."""
+    for workload in workloads:
+        for rate in rates:
+            for method, policy in TASKS[workload].ways:
+                for doublings in range(-FARTHEST, FARTHEST + 1):
+                    for seed in seeds_there(runs):
+                        run = ClusterRun(workload, seed, runs, method, hosts, rate, policy, doublings)
+                        if run.record is not None:
+                            yield run
+
+
 @click.command(help=__doc__)
-@click.option(
-    "--workload", default="mnist1d", show_default=True, type=click.Choice(list(convergence.WORKLOADS)), help="To train."
-)
+@click.option("--workload", "workloads", multiple=True, default=tuple(TASKS), type=click.Choice(list(TASKS)))
 @click.option("--hosts", type=click.IntRange(2), default=4, show_default=True)
 @click.option("--rate", "rates", multiple=True, default=RATES, show_default=True, metavar="RATE")
 @click.option(
-    "--method", "methods", multiple=True, default=METHODS, show_default=True,
-    type=click.Choice([method.spec for method in convergence.METHODS]), metavar="SPEC",
+    "--only", multiple=True, metavar="SPEC",
+    help="Train only this method, or with this policy. You can repeat the option. Default: all methods and policies.",
 )  # fmt: skip
 @click.option(
-    "--policy", "policies", multiple=True, default=tuple(POLICIES), show_default=True,
-    type=click.Choice(list(POLICIES)), metavar="SPEC",
-)  # fmt: skip
-@click.option("--seeds", default="0,1,2,3,4", show_default=True, callback=parse_seeds, metavar="SEED,...")
+    "--seeds", default=",".join(map(str, HELD_OUT)), show_default=True, callback=parse_seeds, metavar="SEED,..."
+)
 @click.option("--runs", type=click.Path(path_type=Path), default=MEASURED / "time-to-target", show_default=True)
 @click.option("--table", type=click.Path(path_type=Path), default=Path("docs/time-to-target.md"), show_default=True)
 @click.option("--page-only", is_flag=True, help="Only write the page, without any training.")
 def main(
-    workload: str,
+    workloads: tuple[str, ...],
     hosts: int,
     rates: tuple[str, ...],
-    methods: tuple[str, ...],
-    policies: tuple[str, ...],
+    only: tuple[str, ...],
     seeds: tuple[int, ...],
     runs: Path,
     table: Path,
     page_only: bool,
 ) -> None:
     console, runs, table = make_console(soft_wrap=True), runs.resolve(), table.resolve()
-    ways = [*((method, "") for method in methods), *((POLICIES[policy], policy) for policy in policies)]
-    planned = [
-        ClusterRun(workload, seed, runs, method, hosts, rate, policy)
-        for rate in rates
-        for seed in seeds
-        for method, policy in ways
-    ]
-    try:
-        failed = [] if page_only else train(planned, console)
-    except ClusterError as error:
-        raise click.ClickException(str(error)) from None
-    keep_records(planned, runs)
-    if write_page(table, planned):
+    failed: list[ClusterRun] = []
+    if not page_only:
+        known = {word for workload in workloads for way in TASKS[workload].ways for word in way}
+        if unknown := [spec for spec in only if spec not in known]:
+            listed = ", ".join(sorted(known - {""}))
+            raise click.BadParameter(
+                f"{unknown[0]!r} is not a method or policy of this benchmark; choose from {listed}", param_hint="--only"
+            )
+        todo = list(planned(workloads, hosts, rates, only, seeds, runs))
+        try:
+            failed = train(todo, console)
+        except ClusterError as error:
+            raise click.ClickException(str(error)) from None
+        finally:
+            keep_records(todo, runs)  # also if the command is stopped, so that no record is lost
+    if write_page(table, list(existing(TASKS, hosts, RATES, runs))):
         console.print(f"wrote {table}, and a CSV file and a plot beside it")
     else:
         console.print(f"there is no finished run in {runs}")
