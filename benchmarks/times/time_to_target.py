@@ -255,9 +255,10 @@ def write_page(file: Path, runs: Sequence[ClusterRun]) -> bool:
     if not records:
         return False
     workloads = list(dict.fromkeys(run.workload for run in finished))
+    chosen = "" if workloads == list(TASKS) else "".join(f" --workload {workload}" for workload in workloads)
     text = f"""# Time to a target, on the emulated cluster
 
-Made by `sudo .venv/bin/python -m benchmarks.times.time_to_target`, at commit {commits_of(finished)}.
+Made by `sudo .venv/bin/python -m benchmarks.times.time_to_target{chosen}`, at commit {commits_of(finished)}.
 
 This page shows how long training takes with each method until it reaches a target. Each training run uses `hvdcomp
 train` under Horovod on {finished[0].hosts} [emulated hosts](emulated-cluster.md), with one rank on each host. Each
