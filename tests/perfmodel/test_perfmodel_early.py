@@ -160,7 +160,7 @@ def test_a_calibration_of_a_library_with_buckets_of_its_own_says_what_starts_ear
 
     tensors = tuple(TensorInfo(f"w{place}", (1_000, 500)) for place in range(10))  # 20 MB
     ready = ((0.2, 0.1), (0.4, 0.3), (1.0, 1.0))
-    compute = replace(compute_of(), encode={"topk:ratio=0.01": EncodeTime(0.01)}, ready=ready)
+    compute = replace(compute_of(), encode={"terngrad": EncodeTime(0.01)}, ready=ready)
     facts = ModelFacts(tensors, compute, 26e6)
     slow = Setting(RANKS, 1e6)
 
@@ -168,7 +168,7 @@ def test_a_calibration_of_a_library_with_buckets_of_its_own_says_what_starts_ear
         return Adviser(Calibration("here", NETWORK, {"model": facts}), early_bytes=early)
 
     def step(*asked: Any) -> float:
-        return float(adviser(*asked).step_s("topk:ratio=0.01", slow))
+        return float(adviser(*asked).step_s("terngrad", slow))
 
     own = replace(facts, early_bytes=1e6)
     assert step(own) == step(facts, 1e6) < step(own, 0) == step(facts)  # without, 25 MiB are the least
