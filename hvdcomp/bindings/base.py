@@ -113,6 +113,10 @@ class Binding(Training):
         self._facts_of_step: dict[str, Any] = {}
         self.units = Units(self)
 
+    @property
+    def is_first_rank(self) -> bool:
+        return self.communicator.rank == 0
+
     # A change of the ranks, in an elastic job.
 
     @property

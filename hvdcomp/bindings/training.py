@@ -53,9 +53,9 @@ class Training(ABC):
     coordinator: Coordinator | None
 
     @property
+    @abstractmethod
     def is_first_rank(self) -> bool:
         """Whether this rank alone shows what concerns the whole training run."""
-        return self.communicator.rank == 0
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
