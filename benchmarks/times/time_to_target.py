@@ -236,32 +236,26 @@ def records_of(runs: Sequence[ClusterRun]) -> list[dict[str, Any]]:
             if (run.workload, run.rate) == (workload, rate):
                 rows.setdefault((run.method, run.policy, run.doublings), []).append(run)
         dense = [of_row for (method, policy, _), of_row in rows.items() if method in UNCOMPRESSED and not policy]
-        best = min(dense, key=_mean_seconds, default=[])
+        best = min(dense, key=lambda of_row: _mean_of(_reached(of_row), "seconds_to_target") or math.inf, default=[])
         for (method, policy, doublings), of_row in rows.items():
             fixed = rows.get((method, "", doublings), []) if policy else []
             records.append(record_of(of_row, best, fixed))
     return records
 
 
-def _mean_seconds(runs: Sequence[ClusterRun]) -> float:
-    seconds = [evaluation["seconds_to_target"] for evaluation in _reached(runs).values()]
-    return sum(seconds) / len(seconds) if seconds else math.inf
-
-
 def write_page(file: Path, runs: Sequence[ClusterRun]) -> bool:
-    """Writes the page of the runs that have a record, with a CSV file and a plot. Returns False if there are none."""
-    finished = [run for run in runs if run.record is not None]
-    records = records_of(finished)
+    """Writes the page of runs that have a record, with a CSV file and a plot. Returns False if there are no runs."""
+    records = records_of(runs)
     if not records:
         return False
-    workloads = list(dict.fromkeys(run.workload for run in finished))
+    workloads = list(dict.fromkeys(run.workload for run in runs))
     chosen = "" if workloads == list(TASKS) else "".join(f" --workload {workload}" for workload in workloads)
     text = f"""# Time to a target, on the emulated cluster
 
-Made by `sudo .venv/bin/python -m benchmarks.times.time_to_target{chosen}`, at commit {commits_of(finished)}.
+Made by `sudo .venv/bin/python -m benchmarks.times.time_to_target{chosen}`, at commit {commits_of(runs)}.
 
 This page shows how long training takes with each method until it reaches a target. Each training run uses `hvdcomp
-train` under Horovod on {finished[0].hosts} [emulated hosts](emulated-cluster.md), with one rank on each host. Each
+train` under Horovod on {runs[0].hosts} [emulated hosts](emulated-cluster.md), with one rank on each host. Each
 method trains at its own [best learning rate](best-rates.md). `fp16` and the policy `auto` train at the best learning
 rate of uncompressed training, and the other policies at the rate of their compressor. The training runs use seeds that
 the search for the learning rates did not use.
@@ -369,13 +363,14 @@ def planned(
                         yield ClusterRun(workload, seed, runs, method, hosts, rate, policy, doublings)
 
 
-def existing(workloads: Collection[str], hosts: int, rates: Sequence[str], runs: Path) -> Iterator[ClusterRun]:
-    """The runs that have a record, at any learning rate."""
-    for workload in workloads:
+def existing(hosts: int, rates: Sequence[str], runs: Path) -> Iterator[ClusterRun]:
+    """The runs of all workloads that have a record, at any learning rate."""
+    seeds = seeds_there(runs)
+    for workload, task in TASKS.items():
         for rate in rates:
-            for method, policy in TASKS[workload].ways:
+            for method, policy in task.ways:
                 for doublings in range(-FARTHEST, FARTHEST + 1):
-                    for seed in seeds_there(runs):
+                    for seed in seeds:
                         run = ClusterRun(workload, seed, runs, method, hosts, rate, policy, doublings)
                         if run.record is not None:
                             yield run
@@ -421,7 +416,7 @@ def main(
             raise click.ClickException(str(error)) from None
         finally:
             keep_records(todo, runs)  # also if the command is stopped, so that no record is lost
-    if write_page(table, list(existing(TASKS, hosts, RATES, runs))):
+    if write_page(table, list(existing(hosts, tuple(dict.fromkeys((*RATES, *rates))), runs))):
         console.print(f"wrote {table}, and a CSV file and a plot beside it")
     else:
         console.print(f"there is no finished run in {runs}")
