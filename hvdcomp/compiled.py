@@ -247,11 +247,11 @@ def _as_tensor(step: torch.Tensor | int) -> torch.Tensor:
 def _name_of(group: dist.ProcessGroup | str | None) -> str:
     if isinstance(group, str):
         return group
-    if group is None:
-        group = dist.group.WORLD
-        if group is None:
-            raise ConfigurationError(
-                "torch.distributed was not started: start the ranks with torchrun, and call "
-                "torch.distributed.init_process_group() first"
-            )
-    return group.group_name
+    process_group = dist.group.WORLD if group is None else group
+    if process_group is None:
+        raise ConfigurationError(
+            "torch.distributed was not started: start the ranks with torchrun, and call "
+            "torch.distributed.init_process_group() first"
+        )
+    name: str = process_group.group_name
+    return name
