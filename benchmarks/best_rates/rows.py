@@ -98,22 +98,23 @@ _FREEZE_AFTER = {"gpt": 0.2}
 """The share of the steps after which the second moment is frozen, for workloads whose warm-up is longer than the
 default share of 15 %."""
 
-_COMPRESSED_STEPS = {"outer_lr": 1.0, "outer_momentum": 0.0, "small_tensors": "int8", "memory": "error_feedback"}
+PRESET_OF_STEPS = {"outer_lr": 1.0, "outer_momentum": 0.0, "small_tensors": "int8", "memory": "error_feedback"}
+"""The options that train as `hvdcomp.torch.LocalSteps.compressed` does."""
 STEPS: dict[str, dict[str, Any]] = {
     "local-steps=4 chunkedtopk:chunk=8,k=1,values=sign": {
-        **_COMPRESSED_STEPS, "local_steps": 4, "compression": "chunkedtopk:chunk=8,k=1,values=sign",
+        **PRESET_OF_STEPS, "local_steps": 4, "compression": "chunkedtopk:chunk=8,k=1,values=sign",
     },
     # SparseLoCo and DiLoCo, with settings at which they send about as many bytes as signs.
     "sparseloco": {
-        **_COMPRESSED_STEPS, "memory": "error_feedback:decay=0.95", "local_steps": 4,
+        **PRESET_OF_STEPS, "memory": "error_feedback:decay=0.95", "local_steps": 4,
         "compression": "chunkedtopk:k=256",
     },
-    "local-steps=4 efsignsgd": {**_COMPRESSED_STEPS, "local_steps": 4, "compression": "efsignsgd"},
+    "local-steps=4 efsignsgd": {**PRESET_OF_STEPS, "local_steps": 4, "compression": "efsignsgd"},
     "diloco int8": {
         "outer_lr": 0.7, "outer_momentum": 0.9, "small_tensors": "int8", "local_steps": 30, "compression": "int8",
     },
     "local-steps=1 chunkedtopk:chunk=32,k=1,values=sign": {
-        **_COMPRESSED_STEPS, "local_steps": 1, "compression": "chunkedtopk:chunk=32,k=1,values=sign",
+        **PRESET_OF_STEPS, "local_steps": 1, "compression": "chunkedtopk:chunk=32,k=1,values=sign",
     },
 }  # fmt: skip
 """Methods in which ranks take steps with their own gradients, and exchange the changes of their weights. They are

@@ -28,11 +28,13 @@ from benchmarks.best_rates.rows import (
     KINDS_OF_OTHERS,
     NAMED,
     OTHER_OPTIMIZERS,
+    PRESET_OF_STEPS,
     STEPS,
     TRAINED,
     WORKLOADS,
     WORKLOADS_OF_OTHERS,
     is_accuracy,
+    methods_of,
 )
 from benchmarks.best_rates.rule import (
     BOUNDS,
@@ -182,11 +184,15 @@ def with_table(text: str, table: str) -> str:
 
 
 def evidence_of(runs: Path) -> dict[str, Any]:
-    """The content of evidence.json: the methods to try first, and the loss of quality in complete rows with four ranks.
-    A row is used only if the method's rows are complete for all tasks with this optimizer, or if the method lost more
-    than the largest of `BOUNDS`."""
+    """The content of evidence.json: the methods to try first, and the loss of quality in complete rows with four ranks,
+    with compressed gradients and with compressed steps. A row is used only if the method's rows are complete for all
+    tasks with this optimizer, or if the method lost more than the largest of `BOUNDS`."""
     names = (*WORKLOADS, *WORKLOADS_OF_OTHERS)
-    return {"first": _first(runs), "trainings": [record for name in names for record in _records_of(name, runs)]}
+    return {
+        "first": _first(runs),
+        "trainings": [record for name in names for record in _records_of(name, runs)],
+        "steps": [record for name in WORKLOADS for record in _records_of_steps(name, runs)],
+    }
 
 
 def _first(runs: Path) -> dict[str, list[str]]:
@@ -216,13 +222,39 @@ def _records_of(workload: str, runs: Path) -> list[dict[str, Any]]:
         name = NAMED.get(method, options)["optimizer"]
         if not outcomes[method].lacks and _spec_of(method) != DENSE:
             mean = _mean_lost(outcomes[method], outcomes[DENSE])
-            if mean is None or mean > max(BOUNDS) / 100 or _is_complete(method, workload, runs):
+            if _is_used(mean, method, workload, runs):
                 by_optimizer.setdefault(_KINDS[name], {})[_spec_of(method)] = mean
     metric = "accuracy" if is_accuracy(workload) else "loss"
     return [
         {"optimizer": optimizer, "training": workload, "metric": metric, "lost": lost}
         for optimizer, lost in by_optimizer.items()
     ]
+
+
+def _records_of_steps(workload: str, runs: Path) -> list[dict[str, Any]]:
+    """The records of a workload with `hvdcomp.torch.LocalSteps.compressed`, one for each number of steps between two
+    exchanges."""
+    presets = {name: changes for name, changes in STEPS.items() if PRESET_OF_STEPS.items() <= changes.items()}
+    if not presets.keys() & set(methods_of(workload)):
+        return []
+    outcomes = outcomes_of(workload, runs, HELD_OUT, list(presets))
+    by_length: dict[int, dict[str, float | None]] = {}
+    for method, changes in presets.items():
+        if not outcomes[method].lacks:
+            mean = _mean_lost(outcomes[method], outcomes[DENSE])
+            if _is_used(mean, method, workload, runs):
+                by_length.setdefault(changes["local_steps"], {})[changes["compression"]] = mean
+    common = {
+        "optimizer": _KINDS[TRAINED[workload]["optimizer"]],
+        "training": workload,
+        "metric": "accuracy" if is_accuracy(workload) else "loss",
+    }
+    return [{**common, "every": every, "lost": lost} for every, lost in by_length.items()]
+
+
+def _is_used(mean: float | None, method: str, workload: str, runs: Path) -> bool:
+    """Whether the mean loss of quality of a complete row becomes evidence."""
+    return mean is None or mean > max(BOUNDS) / 100 or _is_complete(method, workload, runs)
 
 
 def _is_complete(method: str, workload: str, runs: Path) -> bool:

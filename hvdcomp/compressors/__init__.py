@@ -5,7 +5,7 @@ from __future__ import annotations
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.bucket import BUCKET_BYTES, LEAST_BYTES, least_early_bytes
 from hvdcomp.compressors.casts import NoCompression
-from hvdcomp.compressors.evidence import FIRST, OPTIMIZERS, RECOMMENDED, first_to_try, lost_with
+from hvdcomp.compressors.evidence import FIRST, OPTIMIZERS, RECOMMENDED, first_to_try, lost_with, steps_in_words
 from hvdcomp.compressors.evidence import in_words as evidence_in_words
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import TensorInfo
@@ -47,5 +47,6 @@ __all__ = [
     "least_early_bytes",
     "lost_with",
     "needs_nodes",
+    "steps_in_words",
     "with_small",
 ]

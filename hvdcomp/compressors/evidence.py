@@ -53,6 +53,8 @@ class Evidence:
             0.01 is 1 % or one point.
         at_best_rates: whether each method was trained at its own best learning rate. If False, all methods were trained
             at the same rate.
+        every: number of steps between two exchanges of compressed steps (`hvdcomp.torch.LocalSteps.compressed`); None
+            if gradients were compressed.
     """
 
     optimizer: str
@@ -60,6 +62,7 @@ class Evidence:
     metric: str
     lost: Mapping[str, float]
     at_best_rates: bool = False
+    every: int | None = None
 
 
 _WITH_MUON = Evidence(
@@ -78,6 +81,14 @@ def evidence() -> tuple[Evidence, ...]:
     one learning rate are used."""
     at_best = [replace(one, at_best_rates=True) for one in map(_parse, _read("evidence.json")["trainings"])]
     return (*at_best, *without_replaced([*map(_parse, _read("evidence_one_rate.json")), _WITH_MUON], at_best))
+
+
+@cache
+def evidence_of_steps() -> tuple[Evidence, ...]:
+    """The results of all training runs with compressed steps, each at its own best learning rate."""
+    return tuple(
+        replace(_parse(one), at_best_rates=True, every=one["every"]) for one in _read("evidence.json")["steps"]
+    )
 
 
 def without_replaced(at_one_rate: Sequence[Evidence], at_best_rates: Sequence[Evidence]) -> list[Evidence]:
@@ -169,6 +180,32 @@ def in_words(compressor: Compressor) -> str:
     return (
         f"The most quality that {compressor} lost in hvdcomp's own small training runs, compared with uncompressed "
         f"gradients (in percent of the loss, or in points of accuracy): {'; '.join(phrases)}."
+    )
+
+
+def steps_in_words(compressor: Compressor, every: int) -> str:
+    """A sentence that states how much quality compressed steps lost in measurements.
+
+    Args:
+        compressor: the compressor of the changes of weights.
+        every: number of steps between two exchanges.
+    """
+    spec = str(within(compressor))
+    worst: dict[str, float] = {}
+    for training in evidence_of_steps():
+        if training.every == every and spec in training.lost:
+            optimizer = training.optimizer
+            worst[optimizer] = max(training.lost[spec], worst.get(optimizer, -math.inf))
+    if not worst:
+        return (
+            f"hvdcomp's own training runs did not measure how much quality compressed steps with {spec} and "
+            f"every={every} lose."
+        )
+    phrases = [f"with {optimizer} {_in_percent(lost)}" for optimizer, lost in worst.items()]
+    return (
+        f"The most quality that compressed steps with {spec} lost in hvdcomp's own small training runs, with "
+        f"every={every}, compared with uncompressed gradients and the same optimizer (in percent of the loss, or in "
+        f"points of accuracy): {', '.join(phrases)} ({_SOURCES[True]})."
     )
 
 

@@ -194,6 +194,21 @@ def test_a_method_counts_once_all_its_tasks_are_measured_or_one_shows_harm(recor
     assert lost("gpt") == {"eden": 0.007}
 
 
+def test_steps_as_the_preset_makes_them_are_evidence_of_steps_only(records: Records) -> None:
+    muon = ("heavy-tails-muon", "sorting-muon", "gpt-muon")
+    _with_dense(records, {"local-steps=4 efsignsgd": 1.0, "sparseloco": 0.5}, muon[:2])
+    assert which_method.evidence_of(records.runs)["steps"] == []
+    _with_dense(records, {"local-steps=4 efsignsgd": 2.0, "diloco int8": 0.5, "sparseloco": 0.5}, muon[2:])
+    found = which_method.evidence_of(records.runs)
+    assert found["trainings"] == []
+    common = {"optimizer": "Muon", "every": 4}
+    assert sorted(found["steps"], key=lambda one: str(one["training"])) == [
+        {**common, "training": "gpt-muon", "metric": "loss", "lost": {"efsignsgd": 0.02}},
+        {**common, "training": "heavy-tails-muon", "metric": "loss", "lost": {"efsignsgd": 0.01}},
+        {**common, "training": "sorting-muon", "metric": "accuracy", "lost": {"efsignsgd": 0.01}},
+    ]
+
+
 # The order of the trainings.
 
 

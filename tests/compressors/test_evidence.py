@@ -16,7 +16,16 @@ from benchmarks.quality import convergence
 from benchmarks.trainings import seeds_there
 from hvdcomp.compressors import COMPRESSORS as COMPRESSOR_NAMES
 from hvdcomp.compressors import evidence
-from hvdcomp.compressors.evidence import DIVERGED, FIRST, RECOMMENDED, Evidence, in_words, lost_with, measured_specs
+from hvdcomp.compressors.evidence import (
+    DIVERGED,
+    FIRST,
+    RECOMMENDED,
+    Evidence,
+    in_words,
+    lost_with,
+    measured_specs,
+    steps_in_words,
+)
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.perfmodel.quality import HARMLESS
 from hvdcomp.tools.commands.calibrate import COMPRESSORS
@@ -88,6 +97,29 @@ def test_results_at_best_rates_come_first_and_are_marked(monkeypatch: pytest.Mon
         monkeypatch.undo()
         evidence.evidence.cache_clear()
         evidence.chosen_by_rule.cache_clear()
+
+
+def test_the_worst_of_compressed_steps_is_said_with_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    common = {"optimizer": "Muon", "metric": "loss", "every": 4}
+    steps = [
+        {**common, "training": "gpt-muon", "lost": {"efsignsgd": -0.01}},
+        {**common, "training": "sorting-muon", "lost": {"efsignsgd": 0.02}},
+        {**common, "training": "other", "lost": {"efsignsgd": 0.05}, "every": 1},
+    ]
+    monkeypatch.setattr(evidence, "_read", lambda name: {"steps": steps})
+    evidence.evidence_of_steps.cache_clear()
+    try:
+        for spec in ("efsignsgd", "two_level(efsignsgd)"):
+            said = steps_in_words(parse_compressor(spec), 4)
+            assert "compressed steps with efsignsgd lost" in said
+            assert ", with every=4, compared" in said
+            assert ": with Muon 2.0 (each at its own best learning rate" in said
+        assert "with Muon 5.0" in steps_in_words(parse_compressor("efsignsgd"), 1)
+        for spec, every in (("efsignsgd", 2), ("int4", 4)):
+            said = steps_in_words(parse_compressor(spec), every)
+            assert f"did not measure how much quality compressed steps with {spec} and every={every} lose" in said
+    finally:
+        evidence.evidence_of_steps.cache_clear()
 
 
 def test_all_specs_are_spelt_as_compressors_print() -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hvdcomp.compressors import BUCKET_BYTES, Compressor, evidence_in_words, first_to_try
+from hvdcomp.compressors import BUCKET_BYTES, Compressor, evidence_in_words, first_to_try, steps_in_words
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import SpecError
 from hvdcomp.files import csv_of, replace_files
@@ -464,11 +464,8 @@ def _add_local_steps(report: dict[str, Any], adviser: Adviser, setting: Setting,
 
 
 def _compressed_steps(report: dict[str, Any], adviser: Adviser, setting: Setting, every: int) -> list[str]:
-    """Sentences about the time that `LocalSteps.compressed` would save; empty if the time cannot be predicted.
-
-    The sentences do not recommend anything, because hvdcomp's own training runs have not compared compressed steps with
-    dense training while each used its best learning rate.
-    """
+    """Sentences about the time that `LocalSteps.compressed` would save, and about the quality that it lost in hvdcomp's
+    own training runs; empty if the time cannot be predicted."""
     free, world_size = report["free"], report["world_size"]
     if free is None:  # there is only one rank
         return []
@@ -487,8 +484,8 @@ def _compressed_steps(report: dict[str, Any], adviser: Adviser, setting: Setting
     return [
         f"A step with hvdcomp.torch.LocalSteps.compressed(optimizer, every={every}) is predicted to take "
         f"{1e3 * step_s:.1f} ms with {spec}: {times(factor)} times as fast as a step with {_called(free)} gradients. "
-        "The quality of such compressed steps was not measured at tuned learning rates. Tune the learning rate again, "
-        "and compare the loss with dense training with the same optimizer (docs/compressed-steps.md)."
+        f"{steps_in_words(signs, every)} Tune the learning rate again, and compare the loss with dense training with "
+        "the same optimizer (docs/compressed-steps.md)."
     ]
 
 
