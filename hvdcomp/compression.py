@@ -113,7 +113,15 @@ class Compression:
     ) -> None:
         policy = check(compressor, memory, policy, steps_per_epoch)
         self.settings = Settings(
-            compressor, memory, seed, min_numel, min_ndim, policy, steps_per_epoch, overlap, bucket_bytes,
+            compressor,
+            memory,
+            seed,
+            min_numel,
+            min_ndim,
+            policy,
+            steps_per_epoch,
+            overlap,
+            bucket_bytes,
             gathered_bytes,
         )
         self.ledger = Ledger()

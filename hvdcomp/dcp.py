@@ -1,9 +1,9 @@
 """Saves the state of each rank in checkpoints of `torch.distributed.checkpoint`, and restores it.
 
-    import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint as dcp
 
-    dcp.save({"model": model.state_dict(), "compression": hvdcomp.dcp.by_rank(compression)}, checkpoint_id=folder)
-    hvdcomp.dcp.load(compression, folder)
+dcp.save({"model": model.state_dict(), "compression": hvdcomp.dcp.by_rank(compression)}, checkpoint_id=folder)
+hvdcomp.dcp.load(compression, folder)
 """
 
 from __future__ import annotations

@@ -216,9 +216,7 @@ class CountingCommunicator:
         at_wait: called before each wait, if set.
     """
 
-    def __init__(
-        self, inner: InProcessCommunicator, started: list[tuple[str, str, str, int]] | None = None
-    ) -> None:
+    def __init__(self, inner: InProcessCommunicator, started: list[tuple[str, str, str, int]] | None = None) -> None:
         self.inner = inner
         self.rank, self.world_size = inner.rank, inner.world_size
         self.started = [] if started is None else started

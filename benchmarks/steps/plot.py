@@ -47,9 +47,7 @@ def draw_speed(rows: Sequence[Row]) -> bytes:
             axes.plot([parse_rate(gain.rate) for gain in cluster_gains], predicted, color=color, linewidth=1.2)
             for gain in cluster_gains:
                 filling = color if gain.overlap else "none"
-                axes.plot(
-                    parse_rate(gain.rate), gain.over_stock, _WAYS[gain.way], color=color, markerfacecolor=filling
-                )
+                axes.plot(parse_rate(gain.rate), gain.over_stock, _WAYS[gain.way], color=color, markerfacecolor=filling)
         axes.set_title(model, fontsize=11)
         axes.grid(alpha=0.3)
     for axes in panels[len(models) :]:

@@ -1,6 +1,6 @@
 """Compares the choices that `auto` would have made by itself with the fastest measured method.
 
-    python -m benchmarks.steps.proposals docs/steps-measured.json > docs/auto-proposals.csv
+python -m benchmarks.steps.proposals docs/steps-measured.json > docs/auto-proposals.csv
 """
 
 from __future__ import annotations

@@ -261,7 +261,6 @@ class Coordinator:
             self._ended = None if own["ended"] is None else Statistics.of_plain(own["ended"])
             self.observers.restore(own, place)
 
-
     @property
     def _period_ends(self) -> bool:
         """Whether the current step is the last step of a period of steps. Between two steps, the current step is the

@@ -400,9 +400,7 @@ def like_original(x: Array, original: Array) -> Array:
 
 def like_originals(arrays: Sequence[Array], originals: Sequence[Array]) -> list[Array]:
     """`like_original` for each array."""
-    return [
-        x if x is original else like_original(x, original) for x, original in zip(arrays, originals, strict=True)
-    ]
+    return [x if x is original else like_original(x, original) for x, original in zip(arrays, originals, strict=True)]
 
 
 def protected(x: Array) -> Array:

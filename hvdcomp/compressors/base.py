@@ -148,9 +148,7 @@ class Compressor(Described):
         """
         raise NotImplementedError
 
-    def preview(
-        self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context
-    ) -> Array | SparseVector:
+    def preview(self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context) -> Array | SparseVector:
         """Compresses x as if this rank were the only rank, and returns C(x), the decoded result. The arguments are
         those of `aggregate`."""
         return run_alone(checked.aggregate(self, xp, x, state, context))[0].sent

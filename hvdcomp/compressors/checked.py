@@ -128,10 +128,13 @@ def _asked_by(request: Request) -> _Asked:
 
 
 def _in_words(requests: tuple[_Asked, ...]) -> str:
-    return ", then ".join(
-        f"{kind} of {' and '.join(f'{dtype} {list(shape)}' for shape, dtype in arrays) or 'nothing'}"
-        for kind, arrays in requests
-    ) or "nothing"
+    return (
+        ", then ".join(
+            f"{kind} of {' and '.join(f'{dtype} {list(shape)}' for shape, dtype in arrays) or 'nothing'}"
+            for kind, arrays in requests
+        )
+        or "nothing"
+    )
 
 
 def _asked(method: Any, shape: tuple[int, ...], dtype: str, context: Context) -> tuple[_Asked, ...]:

@@ -152,9 +152,7 @@ class Gathering(Compressor):
         over all ranks, which is compressed again."""
         return self.exchange not in ("scatter", "auto")
 
-    def preview(
-        self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context
-    ) -> Array | SparseVector:
+    def preview(self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context) -> Array | SparseVector:
         return super().preview(xp, x, state, dataclasses.replace(context, world_size=1))
 
     def preview_bucket(self, bucket: Bucket) -> None:

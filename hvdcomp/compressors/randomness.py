@@ -41,9 +41,7 @@ def rank_generator(context: Context, purpose: str) -> np.random.Generator:
     return shared_generator(context, f"{purpose}|rank {context.rank}")
 
 
-def drawn(
-    xp: ArrayFunctions, draw: Callable[[], np.ndarray], shape: tuple[int, ...], dtype: str, like: Array
-) -> Array:
+def drawn(xp: ArrayFunctions, draw: Callable[[], np.ndarray], shape: tuple[int, ...], dtype: str, like: Array) -> Array:
     """Calls `draw`, and copies the result to the device of `like`. If `like` is a `ShapeArray`, nothing is drawn, and
     the result is a `ShapeArray`."""
     return ShapeArray(shape, dtype) if isinstance(like, ShapeArray) else xp.from_numpy(draw(), like=like)

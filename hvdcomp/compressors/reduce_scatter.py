@@ -120,9 +120,7 @@ def counted(
     decoded payload. For the rank's own chunk, the value is x."""
     pairs = enumerate(zip(chunks, encoded, strict=True))
     return [
-        chunk
-        if place == context.rank
-        else method.decoded(xp, parts, tuple(chunk.shape), of_chunk(context, place))
+        chunk if place == context.rank else method.decoded(xp, parts, tuple(chunk.shape), of_chunk(context, place))
         for place, (chunk, parts) in pairs
     ]
 

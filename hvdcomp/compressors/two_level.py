@@ -234,9 +234,7 @@ class TwoLevel(Compressor):
     def preview_bucket(self, bucket: Bucket) -> None:
         run_alone(aggregate_two_levels(bucket, _ALONE))
 
-    def preview(
-        self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context
-    ) -> Array | SparseVector:
+    def preview(self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context) -> Array | SparseVector:
         alone = dataclasses.replace(context, rank=0, world_size=1, node_places=None)
         return self.compressor.preview(xp, x, state, alone)
 

@@ -1,5 +1,4 @@
-"""Checks whether all ranks have the same configuration. If not, every rank raises an error that names the differences.
-"""
+"""Checks whether all ranks have the same configuration. If not, every rank raises an error with the differences."""
 
 from __future__ import annotations
 
@@ -175,6 +174,4 @@ def _ranges(ranks: Sequence[int]) -> str:
             parts[-1].append(rank)
         else:
             parts.append([rank])
-    return " ".join(
-        f"{part[0]}-{part[-1]}" if len(part) > 2 else " ".join(map(str, part)) for part in parts
-    )
+    return " ".join(f"{part[0]}-{part[-1]}" if len(part) > 2 else " ".join(map(str, part)) for part in parts)

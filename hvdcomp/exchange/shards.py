@@ -218,4 +218,3 @@ class ShardReducer:
         self.ledger.record(self.ledger.step_cost(self.step_number, [self._costs], self._sent))
         self.step_number += 1
         self._costs, self._sent = {}, Sent()
-

@@ -170,9 +170,7 @@ class TensorGroup:
     def forget_sent(self, sends_all: Callable[[str, Compressor], bool]) -> Callable[[], None] | None:
         """Forgets the residuals of tensors that were sent completely, as `EngineBucket.forget_sent` does for a bucket.
         Call it once."""
-        sent = [
-            (member.state, memory) for member, memory in self._sent if sends_all(member.name, member.compressor)
-        ]
+        sent = [(member.state, memory) for member, memory in self._sent if sends_all(member.name, member.compressor)]
         self._sent = []
 
         def forget() -> None:

@@ -199,9 +199,7 @@ class AccumulatedGradientPolicy(Policy[State]):
         if self.steps and interval != default:
             raise SpecError(f"{self.name}: give interval (in epochs) or steps, not both")
 
-    def request_after(
-        self, epochs: int, statistics: Set[Statistic], ever: Set[Statistic] = frozenset()
-    ) -> Request:
+    def request_after(self, epochs: int, statistics: Set[Statistic], ever: Set[Statistic] = frozenset()) -> Request:
         """The request for statistics at the end of every `steps` steps, or, if `steps` is 0, at the end of every
         `epochs` epochs."""
         period = Period(steps=self.steps) if self.steps else Period(epochs=epochs)

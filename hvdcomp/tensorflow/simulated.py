@@ -26,9 +26,7 @@ class SimulatedBinding(TensorFlowTraining):
 
     broadcast = "use the same seed on every rank"
 
-    def __init__(
-        self, setup: Setup, variables: Mapping[str, tf.Variable], communicator: SimulatedCommunicator
-    ) -> None:
+    def __init__(self, setup: Setup, variables: Mapping[str, tf.Variable], communicator: SimulatedCommunicator) -> None:
         self._ranks = communicator
         super().__init__(setup, variables, communicator)  # type: ignore[arg-type]
         self.engine.ledger.clock.follow(self.now)

@@ -82,9 +82,9 @@ class Unaveraged:
             return None
         elsewhere = set().union(*(training._averaged for training in self._all if training._model() is not None))
         names = {id(parameter): name.removeprefix("module.") for name, parameter in model.named_parameters()}
-        drifting = [names.get(key,
-            f"a parameter of shape {tuple(late[key].shape)}"
-        ) for key in late if key not in elsewhere]
+        drifting = [
+            names.get(key, f"a parameter of shape {tuple(late[key].shape)}") for key in late if key not in elsewhere
+        ]
         return self._advice.format(", ".join(drifting)) if drifting else None
 
     def _before_step(self, *_: Any) -> None:

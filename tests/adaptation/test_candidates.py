@@ -79,9 +79,7 @@ def test_the_calibration_decides_how_much_is_sent_by_itself(given: bool, noise: 
     file.write_text(json.dumps(known))
 
     def work(communicator: InProcessCommunicator) -> tuple[int | None, float]:
-        engine = Engine(
-            communicator, infos(SHAPES), parse_compressor("powersgd:rank=2"), overlap_bytes=BUCKET_SIZES[0]
-        )
+        engine = Engine(communicator, infos(SHAPES), parse_compressor("powersgd:rank=2"), overlap_bytes=BUCKET_SIZES[0])
         engine.overlap.from_rank_0 = not given
         found = candidates_of(engine, str(file)).candidates["compressed"]
         return engine.overlap.least_bytes, found.seconds
@@ -104,9 +102,7 @@ def test_buckets_of_the_library_are_those_of_the_calibration(file: Path) -> None
     file.write_text(json.dumps(known))
 
     def work(communicator: InProcessCommunicator) -> tuple[int | None, float]:
-        engine = Engine(
-            communicator, infos(SHAPES), parse_compressor("powersgd:rank=2"), overlap_bytes=BUCKET_SIZES[0]
-        )
+        engine = Engine(communicator, infos(SHAPES), parse_compressor("powersgd:rank=2"), overlap_bytes=BUCKET_SIZES[0])
         engine.overlap.from_rank_0 = True
         found = candidates_of(engine, str(file)).candidates["compressed"]
         return engine.overlap.least_bytes, found.seconds
@@ -170,9 +166,7 @@ def test_a_mixture_compresses_what_saves_most_for_its_time(file: Path) -> None:
 
     rest = 18432 + 2048 + 1000
     p, q = sorted([4 * 2 * 1000, 4 * 2 * 1280])
-    expected = [
-        0.015 + 0.006 * share + ring(first + 4 * rest) + ring(second) for first, second in ((p, q), (q, p))
-    ]
+    expected = [0.015 + 0.006 * share + ring(first + 4 * rest) + ring(second) for first, second in ((p, q), (q, p))]
     assert any(dense.seconds == pytest.approx(seconds, rel=1e-9) for seconds in expected)
 
 

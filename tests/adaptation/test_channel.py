@@ -73,9 +73,7 @@ def test_messages_of_every_length_arrive_everywhere(backend: str, size: int) -> 
     st.lists(st.tuples(st.binary(max_size=100), st.binary(max_size=100)), max_size=5),
 )
 @example(2, 4, [(b"abcdefg", b"ABCDEFG")])
-def test_what_the_other_ranks_give_is_not_looked_at(
-    size: int, capacity: int, pairs: list[tuple[bytes, bytes]]
-) -> None:
+def test_what_the_other_ranks_give_is_not_looked_at(size: int, capacity: int, pairs: list[tuple[bytes, bytes]]) -> None:
     messages, others = [mine for mine, _ in pairs], [theirs for _, theirs in pairs]
     for received, _ in exchange(size, "numpy", capacity, messages, others):
         assert received == messages

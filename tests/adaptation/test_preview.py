@@ -146,8 +146,7 @@ def test_what_a_step_tells_of_what_it_has_lost(spec: str, memory: Memory, backen
 
     def work(communicator: InProcessCommunicator) -> None:
         watched, plain = (
-            Engine(communicator, infos(SHAPES), parse_compressor(spec), memory, min_numel=0)
-            for _ in range(2)
+            Engine(communicator, infos(SHAPES), parse_compressor(spec), memory, min_numel=0) for _ in range(2)
         )
         sums: list[tuple[Energies, set[str], Energies]] = []
 

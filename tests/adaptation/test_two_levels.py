@@ -318,9 +318,7 @@ def test_ranks_that_measure_nothing_compress_no_more_than_they_send(
 class Previewing(CompressionGains):
     """Compresses for measuring also what is sent."""
 
-    def _lost(
-        self, look: Look, plan: Plan, names: Sequence[str], sources: Mapping[str, Any], sent: bool
-    ) -> Energies:
+    def _lost(self, look: Look, plan: Plan, names: Sequence[str], sources: Mapping[str, Any], sent: bool) -> Energies:
         return super()._lost(look, plan, names, sources, sent=False)
 
 

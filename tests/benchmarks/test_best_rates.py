@@ -52,9 +52,7 @@ def test_every_method_can_be_trained(tmp_path: Path) -> None:
             TrainingOptions(**rows.RateRun(workload, 0, tmp_path, spec, 1).options).resolved()
         for spec in rows.PAIRS:
             for rival in rows.rivals_of(workload, spec):
-                sent, others = (
-                    equal_bytes.payload_bytes(rows.WORKLOADS[workload], s) for s in (spec, rival)
-                )
+                sent, others = (equal_bytes.payload_bytes(rows.WORKLOADS[workload], s) for s in (spec, rival))
                 assert rival == "terngrad" or others >= sent, "the rival sends no less"
 
 
@@ -69,8 +67,7 @@ def test_quick_workloads_have_harsh_methods_and_another_optimizer_in_place_of_ad
     assert methods[:6] == ["none", "int8", "int4", "eden", "eden:bits=1", "terngrad"]
     assert "topk:ratio=0.01" in methods
     options = {
-        spec: TrainingOptions(**rows.RateRun(workload, 0, tmp_path, spec, 0).options).resolved()
-        for spec in methods
+        spec: TrainingOptions(**rows.RateRun(workload, 0, tmp_path, spec, 0).options).resolved() for spec in methods
     }
     given = rows.WORKLOADS[workload]
     frozen = {spec for spec in methods if options[spec].optimizer == "compressed-adam"}

@@ -329,7 +329,6 @@ def test_another_model_compressor_or_policy_is_refused_by_name() -> None:
         refused(state, f"these parameters differ: {wrong}$", shapes=shapes)
 
 
-
 @pytest.mark.parametrize(
     ("saved", "present", "fits"),
     [

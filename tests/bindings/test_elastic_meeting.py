@@ -30,9 +30,7 @@ def state_of(communicator: Any, spec: str, steps: int) -> tuple[dict[str, Any], 
     return checkpoint.state_of(engine, None, np.array), engine
 
 
-def meeting(
-    before: list[dict[str, Any]], now: list[int | None], spec: str
-) -> tuple[list[Engine], list[str]]:
+def meeting(before: list[dict[str, Any]], now: list[int | None], spec: str) -> tuple[list[Engine], list[str]]:
     """Lets ranks meet, each with the state of one that there was before, or new.
 
     Args:

@@ -206,9 +206,9 @@ def test_who_keeps_what_is_left() -> None:
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("int8:rounding=up", "int8: rounding='up' is not allowed; it must be \"nearest\" or \"stochastic\""),
+        ("int8:rounding=up", 'int8: rounding=\'up\' is not allowed; it must be "nearest" or "stochastic"'),
         ("int4:block=0", "int4: block=0 is not allowed; it must be a whole number of at least 1"),
-        ("fp8:format=e3m4", "fp8: format='e3m4' is not allowed; it must be \"e4m3\" or \"e5m2\""),
+        ("fp8:format=e3m4", 'fp8: format=\'e3m4\' is not allowed; it must be "e4m3" or "e5m2"'),
     ],
 )
 def test_what_is_wrong_is_refused(spec: str, says: str) -> None:

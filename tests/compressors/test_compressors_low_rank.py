@@ -171,9 +171,7 @@ def test_several_iterations_are_nearer_to_the_best_approximation() -> None:
     errors = []
     for iterations in (1, 2, 8):
         kind = PowerSGD(rank=3, iterations=iterations)
-        (run,) = run_engines(
-            1, infos({"w": matrix.shape}), kind, lambda r, s: {"w": matrix}, before=force(kind)
-        )
+        (run,) = run_engines(1, infos({"w": matrix.shape}), kind, lambda r, s: {"w": matrix}, before=force(kind))
         errors.append(np.linalg.norm(run.results[0]["w"] - matrix))
     assert errors[0] > errors[1] > errors[2] > np.linalg.norm(np.linalg.svd(matrix, compute_uv=False)[3:])
 

@@ -156,9 +156,7 @@ def choose_on(backend: str, method: Sparsifier, x: np.ndarray, k: int) -> np.nda
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize(("method", "oracle"), ORACLES, ids=[str(method) for method, _ in ORACLES])
-def test_paper(
-    method: Sparsifier, oracle: Callable[[np.ndarray, int], set[int]], kind: str, backend: str
-) -> None:
+def test_paper(method: Sparsifier, oracle: Callable[[np.ndarray, int], set[int]], kind: str, backend: str) -> None:
     x = SHAPES[kind](np.random.default_rng(3), 8000)
     k = elements_kept(method.ratio, len(x))
     chosen = choose_on(backend, method, x, k)
@@ -251,9 +249,7 @@ def test_nothing_waits_for_an_accelerator(spec: str) -> None:
     memory = compressor.default_memory
     gradient = torch.empty(300, 1000, device="meta")
     factor = memory.gradient_factor(xp, [gradient, gradient], 2)
-    x, kept = memory.compensate(
-        xp, gradient if factor is None else gradient * factor, memory.prepare(xp, gradient, ())
-    )
+    x, kept = memory.compensate(xp, gradient if factor is None else gradient * factor, memory.prepare(xp, gradient, ()))
     exchange = compressor.aggregate(xp, x, (), Context("w", 0, 0, 0, 2))
     request = exchange.send(None)
     with pytest.raises(StopIteration) as end:

@@ -115,9 +115,7 @@ def test_where_gradients_cancel_each_other_only_the_sketch_sees_it() -> None:
     opposite = np.array([8.0, 0.0, 0.0, 0.0], np.float32).reshape(4, 1) * np.ones((4, 8), np.float32)
     sent = {}
     for method in (TopKC(ratio=0.25, chunk=8), ARCTopK(ratio=0.25, sketch=2)):
-        runs = run_engines(
-            2, infos({"w": (4, 8)}), method, lambda rank, step: {"w": same + (-1) ** rank * opposite}
-        )
+        runs = run_engines(2, infos({"w": (4, 8)}), method, lambda rank, step: {"w": same + (-1) ** rank * opposite})
         sent[method.name] = as_numpy(runs[0].results[0]["w"])
     np.testing.assert_array_equal(sent["topkc"], np.zeros((4, 8)))
     np.testing.assert_array_equal(sent["arctopk"], same)

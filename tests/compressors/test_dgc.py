@@ -143,6 +143,7 @@ def test_nothing_is_lost(backend: str) -> None:
 
 def test_memory_of_each_tensor() -> None:
     """Momentum is for all tensors or for none, whatever the routing; and only as a default."""
+
     def engine(compressor: Any, memory: Any = None) -> Engine:
         tensors = [TensorInfo("a", (40, 50)), TensorInfo("b", (50, 50)), TensorInfo("c", (5,))]
         return run_ranks(1, lambda communicator: Engine(communicator, tensors, compressor, memory))[0]

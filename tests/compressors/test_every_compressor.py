@@ -131,9 +131,7 @@ def test_zero_and_constant_gradients(spec: str, backend: str, dtype: str) -> Non
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns of what is meant to happen here
-@pytest.mark.parametrize(
-    ("spec", "bad", "backend"), in_turns(itertools.product(EVERY, (np.inf, -np.inf, np.nan)))
-)
+@pytest.mark.parametrize(("spec", "bad", "backend"), in_turns(itertools.product(EVERY, (np.inf, -np.inf, np.nan))))
 def test_a_non_finite_gradient_reaches_all_ranks_and_leaves_no_trace(spec: str, bad: float, backend: str) -> None:
     poisoned = normal(1)
     poisoned[3, 5] = bad

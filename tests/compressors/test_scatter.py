@@ -78,9 +78,7 @@ def gradients(ranks: int, shape: tuple[int, ...], seed: int = 0) -> list[np.ndar
 
 
 @pytest.mark.parametrize("spec", METHODS)
-@given(
-    st.integers(2, 5), st.sampled_from([(1,), (7,), (64,), (13, 11), (3, 5, 40)]), st.integers(0, 99), st.data()
-)
+@given(st.integers(2, 5), st.sampled_from([(1,), (7,), (64,), (13, 11), (3, 5, 40)]), st.integers(0, 99), st.data())
 def test_it_is_what_was_stated(spec: str, ranks: int, shape: tuple[int, ...], seed: int, data: st.DataObject) -> None:
     backend = data.draw(st.sampled_from(["numpy", "torch"]))
     xs = gradients(ranks, shape, seed)
@@ -144,9 +142,7 @@ def test_a_bucket_is_cut_as_a_whole(spec: str, memory: Memory, ranks: int) -> No
     runs = run_ranks(ranks, work)
     kept = [{name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()} for _ in range(ranks)]
     for step in range(steps):
-        xs = [
-            {name: x + kept[rank][name] for name, x in gradients_of(rank, step).items()} for rank in range(ranks)
-        ]
+        xs = [{name: x + kept[rank][name] for name, x in gradients_of(rank, step).items()} for rank in range(ranks)]
         results, left = stated_of_bucket(scattering(spec), xs, step)
         for rank, run in enumerate(runs):
             got, own = run[step]

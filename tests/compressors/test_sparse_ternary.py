@@ -43,9 +43,7 @@ def test_results_are_those_of_the_paper(backend: str, dtype: str, size: int) -> 
     def gradients(rank: int, step: int) -> dict[str, Any]:
         return {"w": make(backend, np.random.default_rng([rank, step]).standard_normal((15, 20)), dtype)}
 
-    runs = run_engines(
-        size, infos({"w": (15, 20)}, dtype), SparseTernary(0.1), gradients, steps=2, memory=NoMemory
-    )
+    runs = run_engines(size, infos({"w": (15, 20)}, dtype), SparseTernary(0.1), gradients, steps=2, memory=NoMemory)
     assert_same_on_all_ranks(runs)
     for step in range(2):
         expected = np.mean([ternary(as_numpy(gradients(rank, step)["w"]), 30) for rank in range(size)], 0)

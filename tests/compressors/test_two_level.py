@@ -133,9 +133,7 @@ def test_a_bucket_is_dealt_out_as_one_vector(spec: str, nodes: int, ranks_per_no
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("spec", [*METHODS, "powersgd:rank=2"])
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (1, 3)])
-def test_gradients_of_16_bits_are_exchanged_in_float32(
-    spec: str, nodes: int, ranks_per_node: int, dtype: str
-) -> None:
+def test_gradients_of_16_bits_are_exchanged_in_float32(spec: str, nodes: int, ranks_per_node: int, dtype: str) -> None:
     """Results are rounded, and every rank adds what that takes off to its next gradient. As many bytes travel."""
     pytest.importorskip("ml_dtypes")
 
@@ -157,9 +155,7 @@ def test_gradients_of_16_bits_are_exchanged_in_float32(
             rounded = {name: x.astype(results[name].dtype) for name, x in right.items()}
             taken_off = {name: x - rounded[name].astype(np.float32) for name, x in right.items()}
             names = [name for name, method in narrow.plan.items() if isinstance(method, TwoLevel)]  # not dense ones
-            found.append(
-                tuple(np.concatenate([of[name].reshape(-1) for name in names]) for of in (results, rounded))
-            )
+            found.append(tuple(np.concatenate([of[name].reshape(-1) for name in names]) for of in (results, rounded)))
             assert narrow.ledger.last is not None
             assert wide.ledger.last is not None
             sent = [[engine.ledger.last.tensors[name].bytes_sent for name in names] for engine in (narrow, wide)]

@@ -291,9 +291,7 @@ def test_residuals_follow_tensors_into_buckets_and_out(
         }
 
     def work(communicator: Any) -> None:
-        engine = Engine(
-            communicator, infos(SHAPES), parse_compressor("none"), ErrorFeedback(), min_numel=0, min_ndim=0
-        )
+        engine = Engine(communicator, infos(SHAPES), parse_compressor("none"), ErrorFeedback(), min_numel=0, min_ndim=0)
         watch = Watch(engine)
         kept = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
         for step, plan in enumerate(plans):

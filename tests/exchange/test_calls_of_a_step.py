@@ -26,6 +26,7 @@ def calls_of(spec: str, count: int, monkeypatch: pytest.MonkeyPatch) -> list[str
     random = np.random.default_rng(0)
     gradients = {one.name: random.standard_normal(one.shape, np.float32) for one in tensors}
     called: list[str] = []
+
     def call(self: Bucket, name: str, *arguments: Any) -> bool:
         called.append(name)
         return _CALL(self, name, *arguments)

@@ -171,10 +171,14 @@ def test_what_was_sent_dense_is_dropped_before_the_next_step_if_it_counts(monkey
 
 
 @pytest.mark.parametrize("sources", [False, True])
-@pytest.mark.parametrize("spec", [
-    "fp16", "topk:ratio=0.1",
-    *(pytest.param(one, marks=pytest.mark.thorough) for one in SPECS if one not in ("none", "fp16")),
-])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "fp16",
+        "topk:ratio=0.1",
+        *(pytest.param(one, marks=pytest.mark.thorough) for one in SPECS if one not in ("none", "fp16")),
+    ],
+)
 def test_a_watched_step_tells_the_device_the_same_for_any_number_of_tensors(
     spec: str, sources: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

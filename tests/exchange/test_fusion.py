@@ -162,6 +162,7 @@ def parts(draw: st.DrawFn) -> np.ndarray:
 )
 def test_gathered_parts_come_back_as_they_were(gathers: list[list[np.ndarray]], size: int, backend: str) -> None:
     """Every rank sends the same shapes; rank r sends the elements rolled by r places."""
+
     def of(rank: int) -> list[list[np.ndarray]]:
         return [[np.roll(part, rank) for part in gather] for gather in gathers]
 
@@ -197,6 +198,7 @@ def test_gathered_parts_come_back_as_they_were(gathers: list[list[np.ndarray]], 
 )
 def test_every_rank_gets_the_parts_that_are_for_it(sendings: list[list[np.ndarray]], size: int, backend: str) -> None:
     """What rank r sends to rank t is the elements rolled by r + 10 t places."""
+
     def work(communicator: Any) -> list:
         rolled = [
             [np.stack([np.roll(part, communicator.rank + 10 * to) for to in range(size)]) for part in parts]

@@ -388,7 +388,7 @@ def test_gradients_of_a_step_that_was_not_made_are_forgotten() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"overlap": "yes"}, 'overlap=\'yes\' is not allowed; give True, False or "auto"'),
+        ({"overlap": "yes"}, "overlap='yes' is not allowed; give True, False or \"auto\""),
         ({"overlap": 1}, 'overlap=1 is not allowed; give True, False or "auto"'),
         ({"bucket_bytes": 0}, "bucket_bytes=0 is not allowed; give a whole number of at least 1, or None"),
         ({"gathered_bytes": 0}, "gathered_bytes=0 is not allowed; give a whole number of at least 1, or None"),
@@ -401,9 +401,7 @@ def test_an_overlap_that_cannot_be_is_refused(options: dict[str, Any], said: str
 
 
 @pytest.mark.parametrize(("chosen", "starts"), [(BYTES, True), (10**9, False), (2**40, False)])
-def test_rank_0_may_choose_how_much_a_bucket_holds(
-    chosen: int, starts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_0_may_choose_how_much_a_bucket_holds(chosen: int, starts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others learn it with the order, and if nothing is to start early."""
     monkeypatch.setattr(overlap, "LEAST_BYTES", 1_000)
 

@@ -226,4 +226,3 @@ def test_a_loss_scale_multiplies_what_is_kept(dtype: str) -> None:
         one.engine.scale_residuals(3.0)
     for one, old in zip(every_residual(found), before, strict=True):
         np.testing.assert_array_equal(one, rounded(old * np.float32(3), dtype))
-

@@ -49,7 +49,5 @@ _DOCUMENTED = "Nothing happens, because hvdcomp measures durations only with clo
 
 FAULTS = [
     Fault("the clock of rank 1 jumps", GROUP, _DOCUMENTED, _WITHIN, _accordion, ("gloo", "ddp"), short=True),
-    Fault(
-        "the clock of rank 0 jumps while a policy times steps", GROUP, _DOCUMENTED, _WITHIN, _timing, ("mpi", "ddp")
-    ),
+    Fault("the clock of rank 0 jumps while a policy times steps", GROUP, _DOCUMENTED, _WITHIN, _timing, ("mpi", "ddp")),
 ]

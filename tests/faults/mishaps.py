@@ -168,9 +168,7 @@ def without_checkpoints(place: Place) -> None:
     def main(words: list[str], *arguments: Any) -> Any:
         pairs = ("--checkpoint-folder", "--checkpoint-every")
         kept = [
-            word
-            for before, word in zip(["", *words], words, strict=False)
-            if word not in pairs and before not in pairs
+            word for before, word in zip(["", *words], words, strict=False) if word not in pairs and before not in pairs
         ]
         return real(kept, *arguments)
 

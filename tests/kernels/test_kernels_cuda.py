@@ -48,7 +48,6 @@ def test_fields_of_the_table_have_the_names_of_the_segment() -> None:
     assert not unions
 
 
-
 def off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HVDCOMP_KERNELS", "off")
     kernels.reset()

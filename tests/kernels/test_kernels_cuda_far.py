@@ -60,9 +60,7 @@ def far_apart() -> Iterator[Any]:
         yield torch.from_numpy(np.memmap(file, np.uint8, "r+"))[2**31 :]
 
 
-@pytest.mark.parametrize(
-    "spec", [pytest.param(one, marks=[pytest.mark.thorough] * ("topk" in one)) for one in DECODED]
-)
+@pytest.mark.parametrize("spec", [pytest.param(one, marks=[pytest.mark.thorough] * ("topk" in one)) for one in DECODED])
 def test_payloads_of_more_than_two_gigabytes(spec: str, far_apart: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = {"matrix": (70, 1000) if spec.startswith("topk") else (3, 40)}  # whose places count from blocks on
     call = DeviceKernels.call

@@ -53,9 +53,7 @@ class Rank:
             "result": [np.full_like(one, np.nan) for one in gradients],
         }
         if self.bucket.keeps:
-            self.arrays["kept"] = [
-                (one * (random.random(one.shape) < 0.3)).astype(np.float32) / 4 for one in gradients
-            ]
+            self.arrays["kept"] = [(one * (random.random(one.shape) < 0.3)).astype(np.float32) / 4 for one in gradients]
             self.arrays["x"] = [np.full_like(one, np.nan) for one in gradients]
         if memory.is_momentum:
             self.arrays["velocity"] = [one[::-1] * np.float32(0.5) for one in gradients]

@@ -726,12 +726,11 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
     message = raised(hvdcomp.ConfigurationError, lambda: hvdcomp.ddp.register(distributed, "topk:ratio=0.05"))
     assert "from_spec" in message
     message = raised(
-        hvdcomp.ConfigurationError, lambda: hvdcomp.ddp.register(distributed, made(), distributed)  # as the optimizer
+        hvdcomp.ConfigurationError,
+        lambda: hvdcomp.ddp.register(distributed, made(), distributed),  # as the optimizer
     )
     assert "DistributedDataParallel as optimizer, which is not an optimizer" in message, message
-    message = raised(
-        hvdcomp.ConfigurationError, lambda: hvdcomp.ddp.register(distributed, made(), grad_scaler=1024.0)
-    )
+    message = raised(hvdcomp.ConfigurationError, lambda: hvdcomp.ddp.register(distributed, made(), grad_scaler=1024.0))
     assert "grad_scaler=1024.0 is not a loss scaler" in message, message
     message = raised(hvdcomp.ConfigurationError, lambda: used.compress(torch.ones(2)))
     assert "without hvd.DistributedOptimizer" in message
@@ -802,9 +801,7 @@ def case_what_is_unfrozen_or_added_later_is_refused() -> None:
         distributed, optimizer, _ = frozen_at_first(how)
         train(distributed, optimizer, steps=2)
         distributed.module[0].requires_grad_(True)
-        message = raised(
-            hvdcomp.ConfigurationError, lambda model=distributed, by=optimizer: train(model, by, steps=1)
-        )
+        message = raised(hvdcomp.ConfigurationError, lambda model=distributed, by=optimizer: train(model, by, steps=1))
         words = ("0.weight, 0.bias", "would become different", "find_unused_parameters")
         assert all(word in message for word in words), message
 
@@ -1019,9 +1016,7 @@ def case_local_steps_end_with_equal_weights() -> None:
     for how in ("efsignsgd", "none"):
         model = large_model()
         distributed = DistributedDataParallel(model, bucket_cap_mb=1.5)
-        optimizer = CompressedAdam(
-            model.parameters(), 1e-5, freeze_after=4, warm_up="int8", local_steps=4
-        )
+        optimizer = CompressedAdam(model.parameters(), 1e-5, freeze_after=4, warm_up="int8", local_steps=4)
         ours = hvdcomp.Compression.from_spec(how)
         hvdcomp.ddp.register(distributed, ours, optimizer)
         train(distributed, optimizer, steps=10)

@@ -33,9 +33,7 @@ SHARDS, HSDP = "shards", "HSDP"
 """Whether the model's own mesh has the shards only, or the replicas too."""
 
 
-def made(
-    wrap: Wrap = LocalSteps.compressed, way: str = SHARDS, **options: Any
-) -> tuple[Any, LocalSteps, DeviceMesh]:
+def made(wrap: Wrap = LocalSteps.compressed, way: str = SHARDS, **options: Any) -> tuple[Any, LocalSteps, DeviceMesh]:
     mesh = mesh_of_ranks()
     model = sharded(mesh["shard"] if way == SHARDS else mesh)
     replicas = {"mesh": mesh["replicate"]} if way == SHARDS else {"model": model}

@@ -295,8 +295,6 @@ def case_settings_of_overlap_are_compared() -> None:
     model = small_model()
     how = compression("topk:ratio=0.05", model, bucket_bytes=BYTES + hvd.rank())
     optimizer = optimizer_of(model, how)
-    message = raised(
-        hvdcomp.RankMismatchError, lambda: plain_loss(model, *batch(own_generator()), 0).backward()
-    )
+    message = raised(hvdcomp.RankMismatchError, lambda: plain_loss(model, *batch(own_generator()), 0).backward())
     assert "bucket_bytes" in message
     del optimizer

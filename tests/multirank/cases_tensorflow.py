@@ -346,9 +346,7 @@ def case_the_optimizer_of_tensorflow_1() -> None:
 
     @tf.function
     def step(inputs: tf.Tensor, classes: tf.Tensor) -> None:
-        pairs = optimizer.compute_gradients(
-            lambda: loss_of(model(inputs), classes), var_list=model.variables_in_order
-        )
+        pairs = optimizer.compute_gradients(lambda: loss_of(model(inputs), classes), var_list=model.variables_in_order)
         optimizer.apply_gradients(pairs)
 
     start, generator = weights(model.variables_in_order), own_generator()

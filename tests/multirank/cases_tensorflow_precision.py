@@ -73,9 +73,7 @@ class LossScaled(TapeTraining):
     """A tape in a LossScaleOptimizer, whose loss scale grows every third finite step."""
 
     def __init__(self, how: str, graph: bool = True, scale: float = 1024.0, growth: int = 3) -> None:
-        scaler = tf_keras.mixed_precision.LossScaleOptimizer(
-            sgd(), initial_scale=scale, dynamic_growth_steps=growth
-        )
+        scaler = tf_keras.mixed_precision.LossScaleOptimizer(sgd(), initial_scale=scale, dynamic_growth_steps=growth)
         self.found_inf = tf.Variable(1.0, trainable=False)
         super().__init__(how, graph=graph, optimizer=scaler, grad_scaler=scaler)
 

@@ -71,4 +71,3 @@ def case_another_process_set_is_refused_on_every_rank() -> None:
     training = TapeTraining("topk:ratio=0.1", tape={"process_set": INSIDE})
     assert "process_set=" in raised(ConfigurationError, training.step)
     hvd.remove_process_set(other)
-

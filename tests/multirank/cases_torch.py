@@ -587,9 +587,7 @@ def compressed_adam(
     """Horovod's optimizer around ours."""
     own = {"freeze_after": freeze_after, "local_steps": local_steps, "refreshes_per_gap": refreshes_per_gap}
     optimizer = CompressedAdam(model.parameters(), 1e-3, (0.9, 0.95), warm_up="int8", **own)
-    return hvd.DistributedOptimizer(
-        optimizer, named_parameters=model.named_parameters(), compression=how, **options
-    )
+    return hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=how, **options)
 
 
 @thorough

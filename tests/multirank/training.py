@@ -33,9 +33,7 @@ def distribute(
 ) -> torch.optim.Optimizer:
     """Horovod's optimizer around SGD with momentum."""
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=momentum)
-    return hvd.DistributedOptimizer(
-        optimizer, named_parameters=model.named_parameters(), compression=how, **options
-    )
+    return hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=how, **options)
 
 
 def train(

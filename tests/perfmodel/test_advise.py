@@ -57,7 +57,6 @@ def named(*specs: str) -> list[str]:
 PUBLISHED = [*PRESET, *named(*(spec for spec, time in KNOWN.items() if not time.estimated))]
 
 
-
 def run(*arguments: str | Path, width: int = 80) -> Result:
     return CliRunner().invoke(main, ["advise", *map(str, arguments)], env={"COLUMNS": str(width)})
 
@@ -297,7 +296,7 @@ def test_scatter_is_a_choice_with_a_time_of_its_own() -> None:
     assert advice.methods["natural"].step_s == pytest.approx(gather, rel=1e-5)
     assert advice.methods[SCATTER].step_s == pytest.approx(scatter, rel=1e-3)
     assert advice.winner == SCATTER
-    (low, high), = advice.methods[SCATTER].wins
+    ((low, high),) = advice.methods[SCATTER].wins
     assert low is None
     # 100 + 1400 / x = 100 + 20 + 5.6 + 393.75 / x
     assert high is not None
@@ -626,10 +625,7 @@ def test_a_model_without_encode_times_gets_those_of_the_nearest_model_beside_it(
 
 @pytest.mark.parametrize(
     "preset",
-    [
-        pytest.param(preset, marks=() if preset in ("h100x8", OF_2021) else pytest.mark.thorough)
-        for preset in presets()
-    ],
+    [pytest.param(preset, marks=() if preset in ("h100x8", OF_2021) else pytest.mark.thorough) for preset in presets()],
 )
 def test_all_presets_know_the_methods_and_models_of_today(preset: str) -> None:
     known = load(preset)

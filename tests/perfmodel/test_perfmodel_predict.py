@@ -84,9 +84,7 @@ def test_power_sgd(p_bytes: float, q_bytes: float, backward: float, encode: floa
 
 
 @given(size=bytes_, backward=seconds, encode=seconds, decode=seconds, each=st.floats(0, 1e-3), p=ranks)
-def test_what_is_gathered(
-    size: float, backward: float, encode: float, decode: float, each: float, p: int
-) -> None:
+def test_what_is_gathered(size: float, backward: float, encode: float, decode: float, each: float, p: int) -> None:
     """Appendix B, with the time that decoding each rank's part adds."""
     exchange = compressed(Collective("allgather", size))
     times = EncodeTime(encode, decode, each)

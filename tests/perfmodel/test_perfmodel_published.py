@@ -183,7 +183,6 @@ def test_small_batches_need_four_times_only_if_the_last_bucket_is_small() -> Non
     assert 4 < everything / backward < 5.5
 
 
-
 def test_small_batches_and_faster_computers_favour_compression(resnet50: Adviser) -> None:
     """Section 3.3 and figure 20: PowerSGD rank 4 wins where the backward pass is too short to hide behind."""
 

@@ -202,7 +202,11 @@ def test_lag(policy: Policy) -> None:
         (
             MultiLevel(10.0, 20.0, "candidate", "elements", "raw"),
             {
-                "kind": "multilevel", "minimum": 10.0, "candidate": 20.0, "send": "candidate", "factor": "elements",
+                "kind": "multilevel",
+                "minimum": 10.0,
+                "candidate": 20.0,
+                "send": "candidate",
+                "factor": "elements",
                 "gain": "raw",
             },
         ),

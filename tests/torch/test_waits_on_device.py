@@ -149,9 +149,7 @@ def with_horovod(spec: str, overlap: bool, waits: bool, monkeypatch: pytest.Monk
         for module, number in ((optimizers, "size"), (mpi_ops, "size"), (hvd, "size"), (hvd, "local_size")):
             patch.setattr(module, number, lambda: RANKS)
         patch.setattr(hvd, "cross_rank", lambda: 0)
-        optimizer = hvd.DistributedOptimizer(
-            sgd, model.named_parameters(), compression=compression, process_set=ranks
-        )
+        optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), compression=compression, process_set=ranks)
         steps(model, optimizer, handles.forget)
     return handles
 

@@ -111,9 +111,7 @@ def chunks_choose(
     largest = tl.zeros((BLOCK,), tl.int32)
     for block in range(start, end, BLOCK):
         i = block + tl.arange(0, BLOCK)
-        x = make_x(
-            table, segments, segment, i, i < end, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, FROM
-        )
+        x = make_x(table, segments, segment, i, i < end, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, FROM)
         largest = tl.maximum(largest, magnitude(x))
     report(flag, largest)
     tl.debug_barrier()  # the next reads need values that other threads of this program have written

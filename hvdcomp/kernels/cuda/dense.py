@@ -76,9 +76,7 @@ def dense_decode(table, segments, tasks, flag, mean, PIECE: tl.constexpr, BLOCK:
 
 
 @triton.jit
-def dense_keep(
-    table, segments, tasks, flag, residuals, FROM: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr
-):
+def dense_keep(table, segments, tasks, flag, residuals, FROM: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr):
     """Sets x to `residuals`. If a source was compressed instead of x, adds the difference between x and the source.
     `residuals` has the layout of `wire` in `dense_encode`."""
     segment, start, end = piece(table, segments, tasks, PIECE)

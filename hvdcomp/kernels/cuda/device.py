@@ -41,7 +41,18 @@ _FLAGS = 64  # number of flags in one tensor; few steps need more
 _LAUNCHERS: dict[str, Callable[..., Any]] = {
     name: launcher
     for module in (
-        dense, casts, signs, quant, quant_more, rotated, sparse, sparse_decode, chunks, random, lowrank, together
+        dense,
+        casts,
+        signs,
+        quant,
+        quant_more,
+        rotated,
+        sparse,
+        sparse_decode,
+        chunks,
+        random,
+        lowrank,
+        together,
     )
     for name, launcher in module.KERNELS.items()
 }

@@ -165,9 +165,7 @@ class _Measuring:
         self._show = show
         self.readings: dict[str, Reading] = {}
 
-    def by_size(
-        self, kinds: Sequence[str], sizes: list[int], among: str = "all"
-    ) -> dict[str, dict[int, float]]:
+    def by_size(self, kinds: Sequence[str], sizes: list[int], among: str = "all") -> dict[str, dict[int, float]]:
         """Measures each kind of collective for each size. Returns, for each kind, the seconds for each size in bytes.
         After a size that takes too long, larger sizes are left out."""
 

@@ -32,9 +32,7 @@ class Training:
         after: a function that is called between the exchange and the optimizer's step.
     """
 
-    def __init__(
-        self, workload: Workload, distributed: Distributed, after: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, workload: Workload, distributed: Distributed, after: Callable[[], None] = lambda: None) -> None:
         self.workload = workload
         self._distributed = distributed
         self._after = after

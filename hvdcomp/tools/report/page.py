@@ -79,9 +79,7 @@ def _render(files: dict[str, bytes], section: Section, number: int) -> dict[str,
     }
 
 
-def _add_figures(
-    files: dict[str, bytes], stem: str, drawn: Iterable[tuple[str, str, Figure]]
-) -> list[dict[str, Any]]:
+def _add_figures(files: dict[str, bytes], stem: str, drawn: Iterable[tuple[str, str, Figure]]) -> list[dict[str, Any]]:
     figures = []
     for name, caption, figure in drawn:
         svg = _image(figure, "svg", transparent=True)

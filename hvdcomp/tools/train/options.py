@@ -408,8 +408,7 @@ class TrainingOptions:
             ),
             (
                 self.momentum == type(self).momentum or self.optimizer == "sgd",
-                f"--momentum {self.momentum} is SGD's momentum; leave --momentum out with --optimizer "
-                f"{self.optimizer}",
+                f"--momentum {self.momentum} is SGD's momentum; leave --momentum out with --optimizer {self.optimizer}",
             ),
             (
                 self.betas == type(self).betas or self.optimizer in ADAMS,

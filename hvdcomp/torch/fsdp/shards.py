@@ -185,9 +185,7 @@ class ShardsBinding:
                 "first step, or use MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)"
             )
 
-    def _mean(
-        self, flat: FlatGradient, names: list[str] | None, rows: torch.Tensor, dense_bytes: int
-    ) -> torch.Tensor:
+    def _mean(self, flat: FlatGradient, names: list[str] | None, rows: torch.Tensor, dense_bytes: int) -> torch.Tensor:
         """Computes this rank's row of the mean. The residual in `states` has all parameters of `flat.held`.
 
         Args:

@@ -131,8 +131,7 @@ def test_the_click_model_has_these_weights_under_horovod_too(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("steps", ["auto:start=2", "6 --fragments 2 --delay 2 --local-share 0.5"])
 def test_local_steps_of_any_length_end_with_the_same_weights(steps: str, tmp_path: Path) -> None:
-    """Evaluated are the outer weights, and the last exchange is one more; the bytes of all steps are those of the run.
-    """
+    """The outer weights are evaluated, the last exchange is one more, and bytes of all steps are those of the run."""
     options = [*_MLP, "--steps", "21", "--local-steps", *steps.split(), "--compression", "topk:ratio=0.1"]
     options += ["--validation-samples", "64", "--evaluate-every", "10", "--outer-momentum", "0.5"]
     found = _simulated(2, tmp_path, *options)

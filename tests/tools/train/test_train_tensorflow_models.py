@@ -65,9 +65,7 @@ def _twins(name: str, channels: int, size: int, classes: int) -> tuple[torch.nn.
         *_WITHOUT_IMAGES,
     ],
 )
-def test_models_are_the_same_function_of_the_same_parameters(
-    name: str, channels: int, size: int, classes: int
-) -> None:
+def test_models_are_the_same_function_of_the_same_parameters(name: str, channels: int, size: int, classes: int) -> None:
     ours, theirs = _twins(name, channels, size, classes)
     parameters = dict(ours.named_parameters())
     named = {torch_name(variable.name): variable for variable in theirs.trainable_variables}

@@ -334,9 +334,7 @@ def test_a_state_of_the_inner_optimizer_begins_anew() -> None:
 def test_weights_that_are_not_finite_stop_all_ranks_and_are_not_exchanged() -> None:
     def work(communicator: SimulatedCommunicator) -> tuple[str, bool, bool]:
         model = Model()
-        optimizer = LocalSteps(
-            adamw(model), EVERY, compression=Compression(TopK(ratio=0.1)), communicator=communicator
-        )
+        optimizer = LocalSteps(adamw(model), EVERY, compression=Compression(TopK(ratio=0.1)), communicator=communicator)
         advance(model, optimizer, communicator.rank, EVERY + 1)
         before = copy.deepcopy(optimizer.state_dict()["local_steps"])
         optimizer.zero_grad()
@@ -385,9 +383,7 @@ def test_presets_are_as_published() -> None:
     def work(communicator: SimulatedCommunicator) -> list[Any]:
         first = LocalSteps.diloco(sgd(Model()), communicator=communicator)
         model = Model()
-        second = LocalSteps.sparseloco(
-            sgd(model), named_parameters=model.named_parameters(), communicator=communicator
-        )
+        second = LocalSteps.sparseloco(sgd(model), named_parameters=model.named_parameters(), communicator=communicator)
         advance(model, second, 0, 30)
         told = [[one.every, *(one.outer.param_groups[0][name] for name in ("lr", "momentum", "nesterov"))]
                 for one in (first, second)]  # fmt: skip

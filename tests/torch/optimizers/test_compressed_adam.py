@@ -542,9 +542,7 @@ def test_a_policy_sets_levels_after_the_warm_up() -> None:
         return Compression(TopK(0.05), policy=Accordion(low=0.2, high=0.05, interval=1), steps_per_epoch=2)
 
     dense = 4 * (np.prod(SHAPE) + 7)
-    sent = [
-        train(compression, adam, steps=steps)[0][2].ledger.totals.bytes_sent for steps in (FREEZE_AFTER, STEPS)
-    ]
+    sent = [train(compression, adam, steps=steps)[0][2].ledger.totals.bytes_sent for steps in (FREEZE_AFTER, STEPS)]
     assert FREEZE_AFTER * dense <= sent[0] < FREEZE_AFTER * dense * 1.01
     assert 0.05 * dense < (sent[1] - sent[0]) / (STEPS - FREEZE_AFTER) < 0.5 * dense
     weights = [one[0]["matrix"] for one in train(compression, adam)]
