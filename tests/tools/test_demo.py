@@ -122,9 +122,9 @@ def test_it_runs_on_real_ranks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "runs/demo/report.json").read_text())
     assert "dense training ended at" in done.stdout
-    assert "powersgd:rank=2" in json.dumps(report)
+    assert "eden:bits=1" in json.dumps(report)
     assert (tmp_path / "runs/demo/report.html").exists()
-    # The second of the trainings in a process is as if it were the only one.
+    # The third of the trainings in a process is as if it were the only one.
     alone = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "hvdcomp"]
     alone += ["train", "--model", "cnn", "--data", "digits", "--batch-size", "16", "--epochs", "5", "--seed", "1"]
     alone += ["--compression", "topk:ratio=0.01", "--output", "alone"]
