@@ -27,7 +27,7 @@ model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # wraps the model in DistributedDataParallel
-compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))
+compression = hvdcomp.Compression(hvdcomp.Int4())
 hvdcomp.accelerate.register(accelerator, model, compression, optimizer)
 
 epochs_done = max((int(saved.name.split("-")[1]) for saved in folder.glob("epoch-*")), default=0)

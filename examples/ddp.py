@@ -21,7 +21,7 @@ images, digits = (torch.from_numpy(array[rank::size]) for array in load_digits(r
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))
+compression = hvdcomp.Compression(hvdcomp.Int4())
 parts = {"model": model, "optimizer": optimizer, "compression": compression}
 
 saved = torch.tensor(max((int(file.stem.split("-")[1]) for file in folder.glob(f"rank{rank}-*.pt")), default=0))

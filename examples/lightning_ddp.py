@@ -29,7 +29,7 @@ if __name__ == "__main__":
     lightning.seed_everything(0)
     images, digits = map(torch.from_numpy, load_digits(return_X_y=True))
     data = torch.utils.data.TensorDataset(images.float() / 16, digits)
-    model, compression = Digits(), hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))
+    model, compression = Digits(), hvdcomp.Compression(hvdcomp.Int4())
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=2,

@@ -27,7 +27,7 @@ model = tf_keras.Sequential(
 )
 optimizer = tf_keras.optimizers.SGD(0.1)
 optimizer.build(model.trainable_variables)
-compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01), variables=model.trainable_variables)
+compression = hvdcomp.Compression(hvdcomp.Int4(), variables=model.trainable_variables)
 
 manager = tf.train.CheckpointManager(
     tf.train.Checkpoint(model=model, optimizer=optimizer, compression=CompressionState(compression)),

@@ -25,7 +25,7 @@ if __name__ == "__main__":
     images, digits = map(torch.from_numpy, load_digits(return_X_y=True))
     data = [{"images": image.float() / 16, "labels": digit} for image, digit in zip(images, digits, strict=True)]
     torch.manual_seed(0)
-    model, compression = Digits(), hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))
+    model, compression = Digits(), hvdcomp.Compression(hvdcomp.Int4())
     arguments = TrainingArguments(
         str(folder),
         num_train_epochs=epochs,

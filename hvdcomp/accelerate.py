@@ -34,7 +34,7 @@ def register(
     """Sets up the exchange of compressed gradients for a model that accelerate has prepared.
 
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))
+        compression = hvdcomp.Compression(hvdcomp.Int4())
         hvdcomp.accelerate.register(accelerator, model, compression, optimizer)
 
     Call this function on every rank, right after `prepare`. `accelerator.save_state` then saves the state of each rank

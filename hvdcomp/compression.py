@@ -31,7 +31,7 @@ class Compression:
     """Compresses the gradients of one training run. Pass it as `compression=` to `hvd.DistributedOptimizer`, or pass it
     to `hvdcomp.ddp.register` or `hvdcomp.fsdp.register`.
 
-        compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))
+        compression = hvdcomp.Compression(hvdcomp.Int4())
         optimizer = hvd.DistributedOptimizer(
             optimizer, named_parameters=model.named_parameters(), compression=compression
         )

@@ -21,7 +21,7 @@ def register(
     """Sets up the exchange of compressed gradients for a model that is wrapped in DistributedDataParallel.
 
         model = torch.nn.parallel.DistributedDataParallel(model)
-        hvdcomp.ddp.register(model, hvdcomp.Compression(hvdcomp.TopK(ratio=0.01)))
+        hvdcomp.ddp.register(model, hvdcomp.Compression(hvdcomp.Int4()))
 
     Call this function on every rank, before the first backward pass. The rest of the training loop stays the same. The
     attributes and methods of `Compression` (`ledger`, `set_level`, `state_dict`, ...) work as with Horovod. Tensors are

@@ -39,7 +39,7 @@ def register(
 
         mesh = init_device_mesh("cuda", (nodes, 8), mesh_dim_names=("replicate", "shard"))
         fully_shard(model, mesh=mesh)
-        hvdcomp.fsdp.register(model, hvdcomp.Compression(hvdcomp.TopK(ratio=0.01)))
+        hvdcomp.fsdp.register(model, hvdcomp.Compression(hvdcomp.Int4()))
 
     From then on, FSDP leaves this exchange to hvdcomp. PyTorch's `replicate` creates replicas of one rank each.
 
@@ -53,7 +53,7 @@ def register(
     within each replica:
 
         quantized = hvdcomp.Compression(hvdcomp.Int8())
-        hvdcomp.fsdp.register(model, hvdcomp.Compression(hvdcomp.TopK(ratio=0.01)), shards=quantized)
+        hvdcomp.fsdp.register(model, hvdcomp.Compression(hvdcomp.Int4()), shards=quantized)
 
     Call this function on every rank, after all calls of `fully_shard`, before the first backward pass. docs/fsdp.md
     describes all cases. If there are replicas, shards are exchanged during the backward pass. If there is a policy,

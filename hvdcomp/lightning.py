@@ -26,7 +26,7 @@ __all__ = ["CompressedFabricStrategy", "CompressedStrategy"]
 class CompressedStrategy(DDPStrategy):
     """A DistributedDataParallel strategy that makes a Lightning Trainer exchange compressed gradients.
 
-        compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))
+        compression = hvdcomp.Compression(hvdcomp.Int4())
         trainer = lightning.Trainer(strategy=hvdcomp.lightning.CompressedStrategy(compression), ...)
 
     The rest of the training code stays the same. Next to each checkpoint that contains an optimizer, each rank saves
@@ -87,7 +87,7 @@ class CompressedStrategy(DDPStrategy):
 class CompressedFabricStrategy(FabricDDPStrategy):
     """A DistributedDataParallel strategy that makes Fabric exchange compressed gradients.
 
-        compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))
+        compression = hvdcomp.Compression(hvdcomp.Int4())
         fabric = lightning.Fabric(strategy=hvdcomp.lightning.CompressedFabricStrategy(compression), ...)
 
     The rest of the program stays the same. If `fabric.save` saves an optimizer, each rank also saves its state to

@@ -27,7 +27,7 @@ class CompressionCallback(TrainerCallback):
     """A callback that makes a Trainer exchange compressed gradients, and save the state of each rank in its
     checkpoints.
 
-        compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))
+        compression = hvdcomp.Compression(hvdcomp.Int4())
         trainer = Trainer(model, arguments, callbacks=[hvdcomp.transformers.CompressionCallback(compression)], ...)
 
     The rest of the training code stays the same. Start two or more ranks, with torchrun or accelerate launch. Each rank

@@ -80,7 +80,7 @@ def test_it_trains_once(tmp_path: Path) -> None:
     steps, losses, factors = zip(*train(tmp_path), strict=True)
     assert steps == tuple(range(10, 101, 10))
     assert losses[-1] < 1
-    assert factors[-1] > 10
+    assert factors[-1] > 6
     again = run_ranks(2, "torchrun", [str(EXAMPLES / "ddp.py"), str(tmp_path)], timeout=120).stdout
     assert f"the training in {tmp_path} is complete. To train again, pass another folder or delete this one." in again
 

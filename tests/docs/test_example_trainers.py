@@ -74,6 +74,6 @@ def test_it_compresses_and_goes_on_bit_for_bit(python: Path, example: str, tmp_p
     assert [end["steps"] for end in (*whole, *resumed)] == [45] * 4
     assert first["steps"] == 30
     for end in (*whole, *resumed):
-        assert end["factor"] > 30
+        assert end["factor"] > 6
         assert all(torch.equal(weight, whole[0]["weights"][name]) for name, weight in end["weights"].items())
     assert not all(torch.equal(weight, whole[0]["weights"][name]) for name, weight in first["weights"].items())

@@ -25,7 +25,7 @@ hvd.init()
 torch.manual_seed(1)
 device = torch.device("cuda", hvd.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
 model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10)).to(device)
-compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))
+compression = hvdcomp.Compression(hvdcomp.Int4())
 optimizer = hvd.DistributedOptimizer(
     torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
     named_parameters=model.named_parameters(),
