@@ -116,6 +116,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "local-steps=1 chunkedtopk:chunk=32,k=1,values=sign": {
         **PRESET_OF_STEPS, "local_steps": 1, "compression": "chunkedtopk:chunk=32,k=1,values=sign",
     },
+    "local-steps=1 efsignsgd": {**PRESET_OF_STEPS, "local_steps": 1, "compression": "efsignsgd"},
 }  # fmt: skip
 """Methods in which ranks take steps with their own gradients, and exchange the changes of their weights. They are
 sorted from the fewest bytes to the most."""

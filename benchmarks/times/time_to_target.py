@@ -63,7 +63,7 @@ TASKS = {
     # The policy `auto` proposes compressors itself.
     "mnist1d": Task("accuracy=0.9", ("eden:bits=1", "topk:ratio=0.01"), {"auto:loss=0.02": DENSE}),
     "sorting": Task("accuracy=0.75", ("int4", "eden")),
-    "sorting-muon": Task("accuracy=0.75", ("int4", "local-steps=4 efsignsgd")),
+    "sorting-muon": Task("accuracy=0.75", ("int4", "local-steps=1 efsignsgd", "local-steps=4 efsignsgd")),
 }
 CALIBRATED = ("fp16", "terngrad", "int4", "int8", "natural", "efsignsgd", "powersgd:rank=4", "topk:ratio=0.01")
 NETWORK = "benchmarks.times.time_to_target:network"
