@@ -122,7 +122,7 @@ STEPS: dict[str, dict[str, Any]] = {
 sorted from the fewest bytes to the most."""
 
 RAISED = tuple(name for name, changes in STEPS.items() if changes["outer_momentum"] == 0)
-"""The names in `STEPS` whose best learning rates are two to four times the best rate of dense training
+"""The names in `STEPS` whose best learning rates may be higher than the best rate of dense training
 (docs/compressed-steps.md)."""
 
 NAMED = {**FROZEN, **STEPS, **{name: {"compression": spec} for name, spec in BUDGETS.items()}}

@@ -278,11 +278,12 @@ def test_a_dry_run_prints_the_next_trainings_and_the_hours(records: Records) -> 
     words = ["--dry-run", "--runs", str(records.runs), "--workload", "sorting-muon", "--only", "local-steps"]
     done = CliRunner().invoke(main, words)
     assert done.exit_code == 0, done.output
-    assert done.output.count("hvdcomp train ") == 45, "three rows at three rates, with five seeds"
-    signs = [line for line in done.output.splitlines() if "--compression efsignsgd" in line]
+    assert done.output.count("hvdcomp train ") == 60, "four rows at three rates, with five seeds"
+    in_lines = done.output.splitlines()
+    signs = [line for line in in_lines if "--compression efsignsgd" in line and "--local-steps 4" in line]
     assert [line.partition("--lr ")[2].split()[0] for line in signs] == ["0.008"] * 5 + ["0.016"] * 5 + ["0.032"] * 5
-    assert all("--evaluate-every 300" in line and "--local-steps 4" in line for line in signs)
-    assert "1. what README's table needs: 3 rows, about 90 trainings, 0.2 to 0.2 hours of a core" in done.output
+    assert all("--evaluate-every 300" in line for line in signs)
+    assert "1. what README's table needs: 4 rows, about 120 trainings, 0.3 to 0.3 hours of a core" in done.output
     assert "All 6 stages together take" in done.output
 
 
