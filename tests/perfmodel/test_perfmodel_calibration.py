@@ -185,7 +185,7 @@ WRONG: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (put(*MINE, "encode", value={"signsgd": {}}), "models.mine.encode.signsgd.encode_s is missing"),
     (put(*MINE, "encode", value={"signsgd": {"encode_s": -1}}), "models.mine.encode.signsgd.encode_s is -1"),
     (put(*MINE, "encode", value={"signsgd": {"encode_s": 1, "estimated": 1}}), "1 must be true or false"),
-    (put(*MINE, "optimizer", value="adam"), "'adam' is not known; use one of: SGD, Adam, CompressedAdam, other"),
+    (put(*MINE, "optimizer", value="adam"), "'adam' is not known; use one of: SGD, Adam, CompressedAdam, Muon, other"),
     (put(*MINE, "estimated", value=[1]), "models.mine.estimated[0]: 1 must be text"),
 ]
 

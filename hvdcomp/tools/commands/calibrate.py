@@ -38,6 +38,7 @@ _WELL_KNOWN = (
     "mstopk:ratio=0.01",
     "dgc:ratio=0.01",
     "randomk:ratio=0.01",
+    "efsignsgd",  # of compressed steps
     "efsignsgd:exchange=scatter",
     "signsgd",
     "qsgd:bits=4",
