@@ -158,8 +158,8 @@ def test_the_parts_together_are_all_tests_and_make_test_leaves_out_what_is_marke
         assert selected(everything, marks) == 1, marks
         assert selected(quick, marks) == (not marks & {"cluster", "thorough"}), marks
     for calls in (quick, everything):
-        assert calls[:3] == ["ruff check .", "mypy", "lint-imports --no-cache --no-logo"]
-        assert all("--durations=40" in call for call in calls[3:])
+        assert calls[:4] == ["ruff check .", "ruff format --check .", "mypy", "lint-imports --no-cache --no-logo"]
+        assert all("--durations=40" in call for call in calls[4:])
 
 
 def test_the_mark_by_which_files_are_found_that_start_ranks_stands_in_files_of_tests_only() -> None:
@@ -172,7 +172,7 @@ def test_the_mark_by_which_files_are_found_that_start_ranks_stands_in_files_of_t
 def test_a_part_that_fails_is_said_and_keeps_no_other_from_running(suite: Suite) -> None:
     code, output, calls = suite.run("all", fail="*not?alone*")
     assert code == 1
-    assert len(calls) == 6
+    assert len(calls) == 7
     assert re.search(r"in-process +FAILED +0 min 0\d s", output)
     assert re.search(r"clusters +passed +0 min 0\d s", output)
     assert re.search(r"In all, with set-up: 1 min 4\d s", suite.run("quick", STARTED=str(int(time.time()) - 100))[1])
