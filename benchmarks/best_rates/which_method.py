@@ -216,15 +216,11 @@ def _records_of(workload: str, runs: Path) -> list[dict[str, Any]]:
         return []
     labels = [record["label"] for record in kept_records(runs).values() if record["workload"] == workload]
     methods = sorted({label.rpartition(" lr=")[0] for label in labels} - {DENSE, *BUDGETS, *STEPS})
-    outcomes = outcomes_of(workload, runs, HELD_OUT, methods)
     by_optimizer: dict[str, dict[str, float | None]] = {}
-    for method in methods:
-        name = NAMED.get(method, options)["optimizer"]
-        if not outcomes[method].lacks and _spec_of(method) != DENSE:
-            mean = _mean_lost(outcomes[method], outcomes[DENSE])
-            if _is_used(mean, method, workload, runs):
-                by_optimizer.setdefault(_KINDS[name], {})[_spec_of(method)] = mean
-    metric = "accuracy" if is_accuracy(workload) else "loss"
+    for method, lost in _evident_losses(workload, methods, runs).items():
+        if _spec_of(method) != DENSE:
+            by_optimizer.setdefault(_KINDS[NAMED.get(method, options)["optimizer"]], {})[_spec_of(method)] = lost
+    metric = _metric_of(workload)
     return [
         {"optimizer": optimizer, "training": workload, "metric": metric, "lost": lost}
         for optimizer, lost in by_optimizer.items()
@@ -234,27 +230,34 @@ def _records_of(workload: str, runs: Path) -> list[dict[str, Any]]:
 def _records_of_steps(workload: str, runs: Path) -> list[dict[str, Any]]:
     """The records of a workload with `hvdcomp.torch.LocalSteps.compressed`, one for each number of steps between two
     exchanges."""
-    presets = {name: changes for name, changes in STEPS.items() if PRESET_OF_STEPS.items() <= changes.items()}
-    if not presets.keys() & set(methods_of(workload)):
-        return []
-    outcomes = outcomes_of(workload, runs, HELD_OUT, list(presets))
+    of_workload = set(methods_of(workload))
+    presets = [
+        name for name, changes in STEPS.items() if name in of_workload and PRESET_OF_STEPS.items() <= changes.items()
+    ]
     by_length: dict[int, dict[str, float | None]] = {}
-    for method, changes in presets.items():
-        if not outcomes[method].lacks:
-            mean = _mean_lost(outcomes[method], outcomes[DENSE])
-            if _is_used(mean, method, workload, runs):
-                by_length.setdefault(changes["local_steps"], {})[changes["compression"]] = mean
-    common = {
-        "optimizer": _KINDS[TRAINED[workload]["optimizer"]],
-        "training": workload,
-        "metric": "accuracy" if is_accuracy(workload) else "loss",
+    for method, lost in _evident_losses(workload, presets, runs).items():
+        by_length.setdefault(STEPS[method]["local_steps"], {})[STEPS[method]["compression"]] = lost
+    optimizer, metric = _KINDS[TRAINED[workload]["optimizer"]], _metric_of(workload)
+    return [
+        {"optimizer": optimizer, "training": workload, "metric": metric, "every": every, "lost": lost}
+        for every, lost in by_length.items()
+    ]
+
+
+def _metric_of(workload: str) -> str:
+    return "accuracy" if is_accuracy(workload) else "loss"
+
+
+def _evident_losses(workload: str, methods: Sequence[str], runs: Path) -> dict[str, float | None]:
+    """For each method whose row becomes evidence, by name, its mean loss of quality (`_mean_lost`)."""
+    outcomes = outcomes_of(workload, runs, HELD_OUT, methods)
+    complete = [method for method in methods if not outcomes[method].lacks]
+    losses = {method: _mean_lost(outcomes[method], outcomes[DENSE]) for method in complete}
+    return {
+        method: lost
+        for method, lost in losses.items()
+        if lost is None or lost > max(BOUNDS) / 100 or _is_complete(method, workload, runs)
     }
-    return [{**common, "every": every, "lost": lost} for every, lost in by_length.items()]
-
-
-def _is_used(mean: float | None, method: str, workload: str, runs: Path) -> bool:
-    """Whether the mean loss of quality of a complete row becomes evidence."""
-    return mean is None or mean > max(BOUNDS) / 100 or _is_complete(method, workload, runs)
 
 
 def _is_complete(method: str, workload: str, runs: Path) -> bool:

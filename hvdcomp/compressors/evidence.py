@@ -79,16 +79,14 @@ warn about the methods that lost most."""
 def evidence() -> tuple[Evidence, ...]:
     """The results of all training runs. If a method was not trained on a task at its best learning rate, its results at
     one learning rate are used."""
-    at_best = [replace(one, at_best_rates=True) for one in map(_parse, _read("evidence.json")["trainings"])]
+    at_best = _at_best_rates("trainings")
     return (*at_best, *without_replaced([*map(_parse, _read("evidence_one_rate.json")), _WITH_MUON], at_best))
 
 
 @cache
 def evidence_of_steps() -> tuple[Evidence, ...]:
     """The results of all training runs with compressed steps, each at its own best learning rate."""
-    return tuple(
-        replace(_parse(one), at_best_rates=True, every=one["every"]) for one in _read("evidence.json")["steps"]
-    )
+    return tuple(_at_best_rates("steps"))
 
 
 def without_replaced(at_one_rate: Sequence[Evidence], at_best_rates: Sequence[Evidence]) -> list[Evidence]:
@@ -129,7 +127,11 @@ def _read(name: str) -> Any:
 
 def _parse(record: Mapping[str, Any]) -> Evidence:
     lost = {spec: DIVERGED if lost is None else lost for spec, lost in record["lost"].items()}
-    return Evidence(record["optimizer"], record["training"], record["metric"], lost)
+    return Evidence(record["optimizer"], record["training"], record["metric"], lost, every=record.get("every"))
+
+
+def _at_best_rates(part: str) -> list[Evidence]:
+    return [replace(one, at_best_rates=True) for one in map(_parse, _read("evidence.json")[part])]
 
 
 def lost_with(compressor: Compressor, optimizer: str | None) -> float | None:
@@ -151,10 +153,15 @@ def lost_with(compressor: Compressor, optimizer: str | None) -> float | None:
     return None if worst is None else worst.lost[str(within(compressor))]
 
 
-def worst_with(compressor: Compressor, optimizer: str) -> Evidence | None:
-    """The training run in which a method lost most quality with an optimizer; None if nothing was measured."""
-    spec = str(within(compressor))
-    found = [training for training in evidence() if training.optimizer == optimizer and spec in training.lost]
+def worst_with(compressor: Compressor, optimizer: str, every: int | None = None) -> Evidence | None:
+    """The training run in which a method lost most quality with an optimizer; None if nothing was measured.
+
+    Args:
+        compressor: the method.
+        optimizer, every: as in `Evidence`.
+    """
+    spec, trainings = str(within(compressor)), evidence() if every is None else evidence_of_steps()
+    found = [one for one in trainings if (one.optimizer, one.every) == (optimizer, every) and spec in one.lost]
     return max(found, key=lambda training: training.lost[spec], default=None)
 
 
@@ -165,21 +172,12 @@ def measured_specs() -> tuple[str, ...]:
 
 def in_words(compressor: Compressor) -> str:
     """A sentence that states how much quality a method lost in measurements."""
-    optimizers = (*OPTIMIZERS, "CompressedAdam", MUON)  # the results for all other optimizers are in docs/optimizers.md
-    worst = [found for name in optimizers if (found := worst_with(compressor, name)) is not None]
-    if not worst:
+    losses = _worst_in_words(compressor)
+    if not losses:
         return f"hvdcomp's own training runs did not measure how much accuracy is lost with {compressor}."
-    phrases = []
-    for at_best_rates, source in _SOURCES.items():
-        losses = [
-            f"with {found.optimizer} {_in_percent(found.lost[str(within(compressor))])}"
-            for found in worst
-            if found.at_best_rates == at_best_rates
-        ]
-        phrases += [f"{', '.join(losses)} ({source})"] if losses else []
     return (
         f"The most quality that {compressor} lost in hvdcomp's own small training runs, compared with uncompressed "
-        f"gradients (in percent of the loss, or in points of accuracy): {'; '.join(phrases)}."
+        f"gradients (in percent of the loss, or in points of accuracy): {losses}."
     )
 
 
@@ -190,23 +188,32 @@ def steps_in_words(compressor: Compressor, every: int) -> str:
         compressor: the compressor of the changes of weights.
         every: number of steps between two exchanges.
     """
-    spec = str(within(compressor))
-    worst: dict[str, float] = {}
-    for training in evidence_of_steps():
-        if training.every == every and spec in training.lost:
-            optimizer = training.optimizer
-            worst[optimizer] = max(training.lost[spec], worst.get(optimizer, -math.inf))
-    if not worst:
+    spec, losses = within(compressor), _worst_in_words(compressor, every)
+    if not losses:
         return (
             f"hvdcomp's own training runs did not measure how much quality compressed steps with {spec} and "
             f"every={every} lose."
         )
-    phrases = [f"with {optimizer} {_in_percent(lost)}" for optimizer, lost in worst.items()]
     return (
         f"The most quality that compressed steps with {spec} lost in hvdcomp's own small training runs, with "
         f"every={every}, compared with uncompressed gradients and the same optimizer (in percent of the loss, or in "
-        f"points of accuracy): {', '.join(phrases)} ({_SOURCES[True]})."
+        f"points of accuracy): {losses}."
     )
+
+
+def _worst_in_words(compressor: Compressor, every: int | None = None) -> str:
+    """The largest loss of quality with each optimizer, and the page that contains it; "" if nothing was measured."""
+    optimizers = (*OPTIMIZERS, "CompressedAdam", MUON)  # the results for all other optimizers are in docs/optimizers.md
+    worst = [found for name in optimizers if (found := worst_with(compressor, name, every)) is not None]
+    phrases = []
+    for at_best_rates, source in _SOURCES.items():
+        losses = [
+            f"with {found.optimizer} {_in_percent(found.lost[str(within(compressor))])}"
+            for found in worst
+            if found.at_best_rates == at_best_rates
+        ]
+        phrases += [f"{', '.join(losses)} ({source})"] if losses else []
+    return "; ".join(phrases)
 
 
 _SOURCES = {

@@ -38,7 +38,7 @@ _WELL_KNOWN = (
     "mstopk:ratio=0.01",
     "dgc:ratio=0.01",
     "randomk:ratio=0.01",
-    "efsignsgd",  # of compressed steps
+    "efsignsgd",  # what compressed steps send
     "efsignsgd:exchange=scatter",
     "signsgd",
     "qsgd:bits=4",

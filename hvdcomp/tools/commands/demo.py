@@ -20,7 +20,7 @@ from hvdcomp.tools.launch.job import HOROVOD_ON_GPUS
 # The method that README recommends for SGD, and a method that sends even fewer bytes.
 _METHODS = ("eden:bits=1", "topk:ratio=0.01")
 _COMPRESSIONS = {"torch": ("none", *_METHODS), "horovod": ("none", "fp16", *_METHODS)}
-_IN_TENSORFLOW = "eden:bits=1"
+_IN_TENSORFLOW = _METHODS[0]
 _TRAINING = {"model": "cnn", "data": "digits", "batch_size": 16, "epochs": 5, "seed": 1}
 _TIMING = ("--model", "cnn@digits", "--batch-size", "16", "--no-auto", "--quiet")
 _RATE = "100mbit"
