@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 from benchmarks.pages import formerly
+from benchmarks.reproduce.compared import QUICK_SEEDS, SEEDS
 from benchmarks.reproduce.outcome import (
     AS_PUBLISHED,
     IN_PART,
@@ -21,6 +22,7 @@ from benchmarks.reproduce.outcome import (
 )
 from benchmarks.reproduce.published import PAPERS, Artifact, artifacts
 from hvdcomp.files import commits_in_words, provenance_last
+from hvdcomp.tools.train.spread import seeds_needed
 
 NOT_RUN = "not run yet"
 BAR = "\\|"  # within a cell of a table
@@ -111,7 +113,7 @@ def page(outcomes: Mapping[str, Outcome]) -> str:
     deciding = [row for verdict in _INTRODUCED for name in groups[verdict] for row in _deciding(outcomes[name])]
     pairs = dict.fromkeys(tuple(row.trainings) for row in deciding if row.trainings)
     numbers = {pair: at for at, pair in enumerate(pairs, 1)}
-    quick = sum(str(outcome.about.get("command", "")).endswith("--quick") for outcome in outcomes.values())
+    quick = sum(map(_is_quick, outcomes.values()))
     found = {commit for outcome in outcomes.values() for commit in outcome.about.get("commit", "").split(", ")} - {""}
     commits = [_COMMITS.format(commits=commits_in_words(found))] if found else []
     lines = [_HEAD, *([_QUICK.format(quick=quick)] if quick else []), *_counts(groups, outcomes), ""]
@@ -154,25 +156,34 @@ def rows_as_csv(outcomes: Mapping[str, Outcome]) -> str:
 
 def _beside_controls(outcomes: Mapping[str, Outcome]) -> list[str]:
     """The section that compares policies with their controls. Each comparison appears only once."""
-    rows = [row for outcome in outcomes.values() for row in outcome.rows if row.control and row.half is not None]
     # A policy and its control may have different names in different figures, so the key contains no name.
-    found: dict[tuple[str, str], Row] = {}
-    for row in rows:
-        found.setdefault((row.control, with_half(row)), row)
+    found: dict[tuple[str, str], tuple[Row, int]] = {}
+    for outcome in outcomes.values():
+        for row in outcome.rows:
+            if row.control and row.half is not None:
+                found.setdefault((row.control, with_half(row)), (row, QUICK_SEEDS if _is_quick(outcome) else SEEDS))
     if not found:
         return []
-    signs = [_sign(row) for row in found.values() if abs(_percent(row) - 100) <= _MOST_BESIDE]
+    signs = [_sign(row) for row, _ in found.values() if abs(_percent(row) - 100) <= _MOST_BESIDE]
     counts = f"better than the control in {signs.count(1)} of {len(signs)} comparisons, and worse in {signs.count(-1)}"
-    head = ["| policy - control | control | control's floats | difference |", "|---|---|--:|--:|"]
+    head = ["| policy - control | control | control's floats | difference | seeds for ± 1 |", "|---|---|--:|--:|--:|"]
     lines = [
-        _line(row.what.rpartition(": ")[2], row.control, f"{_percent(row)}%", with_half(row)) for row in found.values()
+        _line(_compared(row), row.control, f"{_percent(row)}%", with_half(row), _seeds_for_one(row, seeds))
+        for row, seeds in found.values()
     ]
     said = (
         "We compared policies with controls. For these counts, we use only controls that send the same number of "
         f"floats as the policy (within {_MOST_BESIDE} %). The policy is {counts}. In the other comparisons, the "
-        "confidence interval of the difference contains 0."
+        "confidence interval of the difference contains 0. The last column shows how many seeds an interval of at most "
+        "± 1 point or ± 1 % needs, if the results of further seeds differ as much as the results of these seeds. With "
+        "that many seeds, a true difference of 1 point or 1 % would be shown in about half of all cases, and a true "
+        "difference of 2 points or 2 % in almost all cases."
     )
     return ["## Policies compared with their controls", "", said, "", *_marked("controls", [*head, *lines])]
+
+
+def _is_quick(outcome: Outcome) -> bool:
+    return str(outcome.about.get("command", "")).endswith("--quick")
 
 
 def _marked(name: str, table: Sequence[str]) -> list[str]:
@@ -184,6 +195,17 @@ def _percent(row: Row) -> int:
     """The floats of the control, in percent of the floats of the policy."""
     assert row.share is not None
     return round(100 * row.share)
+
+
+def _compared(row: Row) -> str:
+    """The names of the policy and of its control."""
+    return row.what.rpartition(": ")[2]
+
+
+def _seeds_for_one(row: Row, seeds: int) -> str:
+    """The number of seeds that an interval of at most ± 1 point or ± 1 % needs; at least the number of seeds so far."""
+    assert row.half is not None
+    return str(max(seeds, seeds_needed(row.half, seeds, 1)))
 
 
 def _sign(row: Row) -> int:

@@ -442,8 +442,9 @@ def test_the_page_has_each_control_once() -> None:
     ]
     text = page({name: Outcome(name=name, rows=rows) for name in ("gravac-fig7", "gravac-fig8")})
     assert "better than the control in 1 of 3 comparisons, and worse in 1." in text
-    assert text.count("| A - fixed (%) | `topk:ratio=0.1` | 99% | 2 ± 1 |") == 1
-    assert text.count("| D - fixed (points) | `topk:ratio=0.1` | 84% | 9 ± 1 |") == 1
+    assert text.count("| A - fixed (%) | `topk:ratio=0.1` | 99% | 2 ± 1 | 5 |") == 1
+    assert "| C - fixed (points) | `topk:ratio=0.1` | 99% | 2 ± 3 | 25 |" in text
+    assert text.count("| D - fixed (points) | `topk:ratio=0.1` | 84% | 9 ± 1 | 5 |") == 1
     assert "Policies compared" not in page({"gravac-fig7": Outcome(name="gravac-fig7", rows=[Row(what="a", ours=1)])})
 
 

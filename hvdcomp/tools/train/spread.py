@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -32,5 +33,25 @@ def estimate(values: Sequence[float]) -> Estimate | None:
         return None
     if len(values) == 1:
         return Estimate(values[0], None)
-    t = _T_QUANTILES[min(len(values) - 1, len(_T_QUANTILES)) - 1]
-    return Estimate(statistics.fmean(values), t * statistics.stdev(values) / math.sqrt(len(values)))
+    return Estimate(statistics.fmean(values), _standard_errors(len(values)) * statistics.stdev(values))
+
+
+def seeds_needed(half: float, seeds: int, wanted: float) -> int:
+    """The number of seeds with which half the width of the 95 % confidence interval is expected to be at most `wanted`.
+
+    Args:
+        half: half the width of the interval with `seeds` seeds.
+        seeds: number of seeds, at least 2.
+        wanted: a positive number, in the unit of `half`.
+
+    Example:
+        >>> seeds_needed(half=2.0, seeds=5, wanted=1.0)
+        13
+    """
+    deviation = half / _standard_errors(seeds)
+    return next(number for number in itertools.count(2) if _standard_errors(number) * deviation <= wanted)
+
+
+def _standard_errors(number: int) -> float:
+    """Half the width of the confidence interval of the mean of some values, if their standard deviation is 1."""
+    return _T_QUANTILES[min(number - 1, len(_T_QUANTILES)) - 1] / math.sqrt(number)

@@ -25,7 +25,7 @@ from hvdcomp.tools.report.headline import headline
 from hvdcomp.tools.report.runs import RunError, find_runs
 from hvdcomp.tools.report.series import series_cells
 from hvdcomp.tools.report.table import Section, make_sections
-from hvdcomp.tools.train.spread import estimate
+from hvdcomp.tools.train.spread import estimate, seeds_needed
 from tests.tools.report.test_report import report, write_run
 
 BATCH = {"batch_size": 32}
@@ -93,6 +93,19 @@ def test_the_interval_is_students() -> None:
         assert known.half == pytest.approx((high - low) / 2, rel=3e-4)  # the table has three decimals
     beyond = np.random.default_rng(0).normal(size=100)
     assert estimate(beyond.tolist()).half == pytest.approx(2.045 * stats.sem(beyond))
+
+
+@pytest.mark.parametrize("wanted", [0.2, 0.5, 1.0, 5.0])
+def test_the_seeds_that_an_interval_needs(wanted: float) -> None:
+    stats = pytest.importorskip("scipy.stats")
+
+    def half_of(number: int) -> float:
+        """Half the interval of values with the standard deviation 1."""
+        return float(stats.t.ppf(0.975, min(number, 30) - 1) / np.sqrt(number))
+
+    needed = seeds_needed(half_of(5), 5, wanted)
+    assert half_of(needed) <= wanted * 1.001
+    assert needed == 2 or half_of(needed - 1) > wanted * 0.999
 
 
 def test_a_series_is_shown_by_mean_and_interval(tmp_path: Path) -> None:
