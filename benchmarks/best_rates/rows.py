@@ -133,6 +133,10 @@ CANDIDATES = {
 }
 """For each optimizer, the compressors that README's table may name, from the fewest bytes to the most."""
 
+SCATTERED = {"sgd": ("eden:bits=1,exchange=scatter",), "adamw": ("int4:exchange=scatter",), "muon": ()}
+"""For each optimizer, methods of README that its programs use with `exchange="auto"`. From four ranks on, `auto` means
+"scatter", which rounds each element twice. Here each method has the name with which `exchange="scatter"` is trained."""
+
 METHODS_OF_OTHERS = ("topk:ratio=0.01", "eden:bits=1", "eden", "int4")
 """The compressors that are trained with other optimizers, from the fewest bytes to the most."""
 
@@ -190,7 +194,7 @@ def methods_of(workload: str) -> list[str]:
     else:
         specs = [DENSE, *(one for spec in PAIRS for one in (spec, *rivals_of(workload, spec)))]
     named = {"adamw": FROZEN, "muon": STEPS}.get(optimizer, {})
-    specs += [*CANDIDATES[optimizer], *named]
+    specs += [*CANDIDATES[optimizer], *SCATTERED[optimizer], *named]
     if options["data"] in QUICK_RANKS and optimizer != "muon":
         specs += BUDGETS
     return list(dict.fromkeys(specs))

@@ -14,6 +14,7 @@ import click
 from benchmarks.steps.compare import Row, compare
 from benchmarks.steps.places import place_of
 from hvdcomp.compressors import OPTIMIZERS, Compressor, lost_with
+from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.files import csv_of, parse_json
 from hvdcomp.perfmodel import STOCK_SPECS, CalibrationError, Criteria, propose
@@ -43,7 +44,7 @@ def choices_of(run: dict[str, Any], losses: Sequence[float], optimizer: str | No
     """
     rows = compare(run)
     fastest = min(rows, key=lambda row: row.measured_ms)
-    lost = 0.0 if fastest.spec in STOCK_SPECS.values() else lost_with(parse_compressor(fastest.spec), optimizer)
+    lost = 0.0 if fastest.spec in STOCK_SPECS.values() else lost_with(parse_compressor(_spec_of(fastest)), optimizer)
     place = place_of(run)
     for loss in losses:
         offered = _offered(rows, Criteria(loss, optimizer))
@@ -66,13 +67,21 @@ def choices_of(run: dict[str, Any], losses: Sequence[float], optimizer: str | No
 def _offered(rows: Sequence[Row], criteria: Criteria) -> list[Row]:
     """The rows of the candidates of `auto` that were measured. Mixtures of methods were not measured."""
     free = [row for row in rows if row.spec in STOCK_SPECS.values()]
-    seconds = {row.spec: row.predicted_ms / 1000 for row in sorted(rows, key=lambda row: -row.predicted_ms)}
+    seconds = {_spec_of(row): row.predicted_ms / 1000 for row in sorted(rows, key=lambda row: -row.predicted_ms)}
 
     def seconds_of(compressor: Compressor) -> float | None:
         return seconds.get(str(compressor))
 
     proposals = propose(criteria, [], seconds_of, min(seconds[row.spec] for row in free))
-    return [*free, *(row for row in rows if row.spec in proposals.specs)]
+    return [*free, *(row for row in rows if _spec_of(row) in proposals.specs)]
+
+
+def _spec_of(row: Row) -> str:
+    """The spec of a row's compressor. If its exchange is "auto", the spec names the exchange that the ranks used."""
+    compressor = parse_compressor(row.spec)
+    if isinstance(compressor, Gathering) and compressor.exchange == "auto":
+        compressor = compressor.with_exchange(row.way)
+    return str(compressor)
 
 
 @click.command()

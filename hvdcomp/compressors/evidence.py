@@ -23,9 +23,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdcomp.compressors.base import Compressor
+from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.two_level import within
 
 DIVERGED = math.inf
@@ -139,7 +140,8 @@ def lost_with(compressor: Compressor, optimizer: str | None) -> float | None:
 
     For a two-level method, the results of its inner method are used, because the inner method compresses the mean of a
     node in the same way as the gradient of a rank. Results that were measured with another exchange are not used for a
-    method with exchange "scatter", because "scatter" rounds each element twice.
+    method with exchange "scatter", because "scatter" rounds each element twice. With exchange "auto", the number of
+    ranks decides between "gather" and "scatter", so the worse of the two results is used.
 
     Args:
         compressor: the method.
@@ -150,19 +152,48 @@ def lost_with(compressor: Compressor, optimizer: str | None) -> float | None:
         known = [lost for lost in losses if lost is not None]
         return max(known) if len(known) == len(OPTIMIZERS) else None
     worst = worst_with(compressor, optimizer)
-    return None if worst is None else worst.lost[str(within(compressor))]
+    return None if worst is None else worst.lost
 
 
-def worst_with(compressor: Compressor, optimizer: str, every: int | None = None) -> Evidence | None:
-    """The training run in which a method lost most quality with an optimizer; None if nothing was measured.
+class Worst(NamedTuple):
+    """The training run in which a method lost most quality.
+
+    Attributes:
+        lost: the loss of quality, as in `Evidence`.
+        spec: the spec with which the method was trained.
+        training: the training run.
+    """
+
+    lost: float
+    spec: str
+    training: Evidence
+
+
+def worst_with(compressor: Compressor, optimizer: str, every: int | None = None) -> Worst | None:
+    """The training run in which a method lost most quality with an optimizer; None if nothing was measured, or if only
+    one of the two exchanges of a method with exchange "auto" was measured.
 
     Args:
         compressor: the method.
         optimizer, every: as in `Evidence`.
     """
-    spec, trainings = str(within(compressor)), evidence() if every is None else evidence_of_steps()
-    found = [one for one in trainings if (one.optimizer, one.every) == (optimizer, every) and spec in one.lost]
-    return max(found, key=lambda training: training.lost[spec], default=None)
+    every_training = evidence() if every is None else evidence_of_steps()
+    trainings = [one for one in every_training if (one.optimizer, one.every) == (optimizer, every)]
+    found = []
+    for spec in _specs_in_trainings(within(compressor)):
+        of_spec = [Worst(one.lost[spec], spec, one) for one in trainings if spec in one.lost]
+        if not of_spec:
+            return None
+        found += of_spec
+    return max(found, key=lambda worst: worst.lost)
+
+
+def _specs_in_trainings(compressor: Compressor) -> tuple[str, ...]:
+    """The specs with which a method was trained. The training runs name the exchange, so there are two if the method
+    has exchange "auto"."""
+    if isinstance(compressor, Gathering) and compressor.exchange == "auto":
+        return tuple(str(compressor.with_exchange(way)) for way in ("gather", "scatter"))
+    return (str(compressor),)
 
 
 def measured_specs() -> tuple[str, ...]:
@@ -208,9 +239,9 @@ def _worst_in_words(compressor: Compressor, every: int | None = None) -> str:
     phrases = []
     for at_best_rates, source in _SOURCES.items():
         losses = [
-            f"with {found.optimizer} {_in_percent(found.lost[str(within(compressor))])}"
+            f"with {found.training.optimizer} {_in_percent(found.lost)}"
             for found in worst
-            if found.at_best_rates == at_best_rates
+            if found.training.at_best_rates == at_best_rates
         ]
         phrases += [f"{', '.join(losses)} ({source})"] if losses else []
     return "; ".join(phrases)

@@ -40,8 +40,8 @@ class Measured(NamedTuple):
 
 def measured_with(compressor: Compressor, optimizer: str) -> Measured | None:
     """The measurement of a method with an optimizer; None if this method was not measured with this optimizer."""
-    worst, spec = worst_with(compressor, optimizer), str(within(compressor))
-    return None if worst is None else Measured(spec, worst.lost[spec], worst.metric, worst.training)
+    worst = worst_with(compressor, optimizer)
+    return None if worst is None else Measured(worst.spec, worst.lost, worst.training.metric, worst.training.training)
 
 
 def is_measured(compressor: Compressor, optimizer: str) -> bool:

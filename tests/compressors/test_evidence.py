@@ -208,3 +208,21 @@ def test_a_sentence_on_a_method() -> None:
     assert "with SGD training diverged (all at one learning rate, docs" in in_words(parse_compressor("qsgd:bits=2"))
     assert "quality that two_level(int4) lost" in in_words(parse_compressor("two_level(int4)"))
     assert "did not measure how much accuracy is lost with fp8" in in_words(parse_compressor("fp8"))
+
+
+def test_an_exchange_that_the_number_of_ranks_decides_is_judged_by_the_worse_of_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lstm = Evidence("SGD", "lstm", "loss", {"int4": 0.02, "int4:exchange=scatter": 0.01})
+    mnist1d = Evidence("SGD", "mnist1d", "loss", {"int4:exchange=scatter": 0.03, "int8": 0})
+    monkeypatch.setattr(evidence, "evidence", lambda: [lstm, mnist1d])
+
+    def lost(spec: str) -> float | None:
+        return lost_with(parse_compressor(spec), "SGD")
+
+    assert (lost("int4"), lost("int4:exchange=scatter"), lost("int4:exchange=auto")) == (0.02, 0.03, 0.03)
+    assert lost("two_level(int4:exchange=auto)") == 0.03
+    assert (lost("int8"), lost("int8:exchange=auto")) == (0, None), "nothing is known of int8 with scatter"
+    assert "int4:exchange=auto lost in hvdcomp's own small training runs" in in_words(
+        parse_compressor("int4:exchange=auto")
+    )

@@ -4,6 +4,7 @@ measured."""
 from __future__ import annotations
 
 import csv
+import itertools
 import os
 import re
 import subprocess
@@ -50,6 +51,23 @@ def test_no_page_installs_hvdcomp_from_an_index(page: Path) -> None:
 def test_the_table_of_methods_is_made_from_the_trainings_at_best_rates() -> None:
     """If not: `python -m benchmarks.best_rates.which_method`."""
     assert which_method.table_of(which_method.RUNS).strip() == TABLE
+
+
+SPEEDS = TEXT.partition("## How much faster")[2].partition("\n## ")[0]
+MEASURED_MODELS = {"mlp": "mlp (fully connected)", "resnet18": "ResNet-18", "resnet20": "ResNet-20"}
+RATES = {"100mbit": "100 Mb/s", "1gbit": "1 Gb/s"}
+
+
+def test_the_speedups_are_those_of_the_measured_steps() -> None:
+    with (ROOT / "docs" / "steps-measured.csv").open(encoding="utf-8", newline="") as file:
+        ms = {(row["model"], row["rate"], row["method"]): float(row["measured_ms"]) for row in csv.DictReader(file)}
+    for (model, name), (rate, words) in itertools.product(MEASURED_MODELS.items(), RATES.items()):
+        speedups = [
+            f"{ms[model, rate, base] / ms[model, rate, method]:.1f}"
+            for method in ("eden:bits=1,exchange=auto", "int4:exchange=auto")
+            for base in ("none", "hvd.fp16")
+        ]
+        assert f"| {name} | {words} | {' | '.join(speedups)} |" in SPEEDS
 
 
 def test_rows_at_one_learning_rate_pair_bytes_and_quality_of_the_same_trainings() -> None:

@@ -281,12 +281,10 @@ def test_what_it_would_have_chosen_where_steps_were_measured() -> None:
     assert done.exit_code == 0, done.output
     assert done.stdout == (DOCS / "auto-proposals.csv").read_text()
     rows = list(csv.DictReader(done.stdout.splitlines()))
-    far = [row for row in rows if float(row["behind_percent"]) > 5]
-    assert len(far) == 6  # the fastest lost more than is allowed
-    assert {(row["loss"], row["chosen"], row["fastest"], row["fastest_lost_percent"]) for row in far} == {
-        ("0.02", "terngrad", "topk:ratio=0.01", "10.8"),
-        ("0.02", "terngrad", "powersgd:rank=4", "6.2"),
-    }
+    assert all(row["behind_percent"] == "0.0" for row in rows if row["loss"] == "0.2")
+    others = {(row["chosen"], row["fastest"], row["fastest_lost_percent"]) for row in rows if row["loss"] == "0.02"}
+    assert others == {("eden:bits=1,exchange=auto", "topk:ratio=0.01", "10.8")}, "the fastest lost more than is allowed"
+    assert max(float(row["behind_percent"]) for row in rows) < 35
     assert all(row["chosen"] == row["fastest_allowed"] for row in rows)
 
 

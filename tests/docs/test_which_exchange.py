@@ -1,0 +1,36 @@
+"""The table of the quality with gather and with scatter is that of the kept trainings."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.best_rates.outcomes import Row, outcomes_of
+from benchmarks.best_rates.rows import DENSE, SCATTERED, is_accuracy
+from benchmarks.best_rates.search import HELD_OUT
+from benchmarks.pages import MEASURED, mean_and_interval
+from hvdcomp.compressors.gathering import Gathering
+from hvdcomp.compressors.parsing import parse_compressor
+from tests.loaded import ROOT
+
+TABLE = [line for line in (ROOT / "docs" / "which-exchange.md").read_text().splitlines() if line.startswith("|")]
+TASKS = {"heavy-tails": "adamw", "sorting": "adamw", "shapes": "sgd", "mnist1d": "sgd", "lstm": "sgd"}
+
+
+@pytest.mark.parametrize("workload", TASKS)
+def test_the_quality_with_scatter_is_that_of_the_trainings(workload: str) -> None:
+    (scattered,) = SCATTERED[TASKS[workload]]
+    compressor = parse_compressor(scattered)
+    assert isinstance(compressor, Gathering)
+    gathered = str(compressor.with_exchange("gather"))
+    outcomes = outcomes_of(workload, MEASURED / "best-rates", HELD_OUT, [gathered, scattered])
+    dense, gather, scatter = (outcomes[spec].complete for spec in (DENSE, gathered, scattered))
+    words = [_in_words(gather, dense), _in_words(scatter, dense), _in_words(scatter, gather)]
+    (line,) = (line for line in TABLE if f"(`{workload}`)" in line)
+    assert [cell.strip() for cell in line.split("|")[3:-1]] == [str(len(dense.qualities)), *words]
+
+
+def _in_words(row: Row, other: Row) -> str:
+    mean, half = mean_and_interval(row.lost_beside(other))
+    if is_accuracy(row.workload):
+        return f"accuracy {abs(mean):.1f} ± {half:.1f} points {'lower' if mean >= 0 else 'higher'}"
+    return f"loss {abs(mean):.1f} ± {half:.1f} % {'higher' if mean >= 0 else 'lower'}"
