@@ -14,7 +14,6 @@ import click
 from benchmarks.steps.compare import Row, compare
 from benchmarks.steps.places import place_of
 from hvdcomp.compressors import OPTIMIZERS, Compressor, lost_with
-from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.files import csv_of, parse_json
 from hvdcomp.perfmodel import STOCK_SPECS, CalibrationError, Criteria, propose
@@ -78,10 +77,7 @@ def _offered(rows: Sequence[Row], criteria: Criteria) -> list[Row]:
 
 def _spec_of(row: Row) -> str:
     """The spec of a row's compressor. If its exchange is "auto", the spec names the exchange that the ranks used."""
-    compressor = parse_compressor(row.spec)
-    if isinstance(compressor, Gathering) and compressor.exchange == "auto":
-        compressor = compressor.with_exchange(row.way)
-    return str(compressor)
+    return row.spec.replace("exchange=auto", f"exchange={row.way}") if row.way in ("gather", "scatter") else row.spec
 
 
 @click.command()
