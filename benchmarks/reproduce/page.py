@@ -175,9 +175,9 @@ def _beside_controls(outcomes: Mapping[str, Outcome]) -> list[str]:
         "We compared policies with controls. For these counts, we use only controls that send the same number of "
         f"floats as the policy (within {_MOST_BESIDE} %). The policy is {counts}. In the other comparisons, the "
         "confidence interval of the difference contains 0. The last column shows how many seeds an interval of at most "
-        "± 1 point or ± 1 % needs, if the results of further seeds differ as much as the results of these seeds. With "
-        "that many seeds, a true difference of 1 point or 1 % would be shown in about half of all cases, and a true "
-        "difference of 2 points or 2 % in almost all cases."
+        "± 1 point or ± 1 % needs, if the results of further seeds vary like these results. With that many seeds, a "
+        "true difference of 1 point or 1 % would be shown in about half of all cases, and a true difference of 2 "
+        "points or 2 % in almost all cases."
     )
     return ["## Policies compared with their controls", "", said, "", *_marked("controls", [*head, *lines])]
 

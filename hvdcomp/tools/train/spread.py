@@ -33,7 +33,8 @@ def estimate(values: Sequence[float]) -> Estimate | None:
         return None
     if len(values) == 1:
         return Estimate(values[0], None)
-    return Estimate(statistics.fmean(values), _standard_errors(len(values)) * statistics.stdev(values))
+    t = _t_quantile(len(values))
+    return Estimate(statistics.fmean(values), t * statistics.stdev(values) / math.sqrt(len(values)))
 
 
 def seeds_needed(half: float, seeds: int, wanted: float) -> int:
@@ -48,10 +49,12 @@ def seeds_needed(half: float, seeds: int, wanted: float) -> int:
         >>> seeds_needed(half=2.0, seeds=5, wanted=1.0)
         13
     """
-    deviation = half / _standard_errors(seeds)
-    return next(number for number in itertools.count(2) if _standard_errors(number) * deviation <= wanted)
+    deviation = half * math.sqrt(seeds) / _t_quantile(seeds)
+    return next(
+        number for number in itertools.count(2) if _t_quantile(number) * deviation <= wanted * math.sqrt(number)
+    )
 
 
-def _standard_errors(number: int) -> float:
-    """Half the width of the confidence interval of the mean of some values, if their standard deviation is 1."""
-    return _T_QUANTILES[min(number - 1, len(_T_QUANTILES)) - 1] / math.sqrt(number)
+def _t_quantile(number: int) -> float:
+    """The quantile for the confidence interval of the mean of a number of values."""
+    return _T_QUANTILES[min(number - 1, len(_T_QUANTILES)) - 1]
