@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.best_rates.outcomes import Row, outcomes_of
+from benchmarks.best_rates.outcomes import Row, outcomes_of, row_of
 from benchmarks.best_rates.rows import DENSE, SCATTERED, is_accuracy
 from benchmarks.best_rates.search import HELD_OUT
 from benchmarks.pages import MEASURED, mean_and_interval
@@ -12,7 +12,8 @@ from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.parsing import parse_compressor
 from tests.loaded import ROOT
 
-TABLE = [line for line in (ROOT / "docs" / "which-exchange.md").read_text().splitlines() if line.startswith("|")]
+PAGE = (ROOT / "docs" / "which-exchange.md").read_text()
+TABLE = [line for line in PAGE.splitlines() if line.startswith("|")]
 TASKS = {"heavy-tails": "adamw", "sorting": "adamw", "shapes": "sgd", "mnist1d": "sgd", "lstm": "sgd"}
 
 
@@ -26,7 +27,21 @@ def test_the_quality_with_scatter_is_that_of_the_trainings(workload: str) -> Non
     dense, gather, scatter = (outcomes[spec].complete for spec in (DENSE, gathered, scattered))
     words = [_in_words(gather, dense), _in_words(scatter, dense), _in_words(scatter, gather)]
     (line,) = (line for line in TABLE if f"(`{workload}`)" in line)
-    assert [cell.strip() for cell in line.split("|")[3:-1]] == [str(len(dense.qualities)), *words]
+    assert [cell.strip() for cell in line.split("|")[3:-1]] == [
+        str(len(dense.qualities)),
+        f"{scatter.factor:.1f}",
+        *words,
+    ]
+
+
+def test_the_quality_of_the_gpt_at_the_rate_of_dense_training_is_that_of_the_trainings() -> None:
+    (scattered,) = SCATTERED["adamw"]
+    dense = outcomes_of("gpt", MEASURED / "best-rates", HELD_OUT, [])[DENSE].complete
+    at_its_rate = row_of("gpt", scattered, dense.doublings, MEASURED / "best-rates", HELD_OUT)
+    assert at_its_rate is not None
+    mean, half = mean_and_interval(at_its_rate.lost_beside(dense))
+    words = f"its loss was {mean:.1f} ± {half:.1f} % higher than without compression (five seeds)"
+    assert words in " ".join(PAGE.split())
 
 
 def _in_words(row: Row, other: Row) -> str:
