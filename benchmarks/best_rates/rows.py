@@ -134,8 +134,8 @@ CANDIDATES = {
 """For each optimizer, the compressors that README's table may name, from the fewest bytes to the most."""
 
 SCATTERED = {"sgd": ("eden:bits=1,exchange=scatter",), "adamw": ("int4:exchange=scatter",), "muon": ()}
-"""For each optimizer, methods of README that its programs use with `exchange="auto"`. From four ranks on, `auto` means
-"scatter", which rounds each element twice. Here each method has the name with which `exchange="scatter"` is trained."""
+"""For each optimizer, the methods that README's programs use with `exchange="auto"`. With four or more ranks, "auto"
+means "scatter", which rounds each element twice. So these methods are trained with "scatter", too."""
 
 METHODS_OF_OTHERS = ("topk:ratio=0.01", "eden:bits=1", "eden", "int4")
 """The compressors that are trained with other optimizers, from the fewest bytes to the most."""

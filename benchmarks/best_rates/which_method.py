@@ -165,10 +165,15 @@ def _quality(standing: Standing, bound: float) -> str:
     parts = []
     for workload, (mean, half) in standing.lost.items():
         task = _TASKS[workload.removesuffix("-muon")]
-        quality, unit_of_task = ("accuracy", " points") if is_accuracy(workload) else ("loss", " %")
-        worse, better = ("lower", "higher") if is_accuracy(workload) else ("higher", "lower")
-        parts.append(f"{task}: {quality} {abs(mean):.1f} ± {half:.1f}{unit_of_task} {worse if mean >= 0 else better}")
+        parts.append(f"{task}: {lost_in_words(workload, mean, half)}")
     return f"at most {bound:g} {unit} on each task ({'; '.join(parts)})"
+
+
+def lost_in_words(workload: str, mean: float, half: float) -> str:
+    """A loss of quality with its confidence interval, such as "loss 0.3 ± 0.5 % higher"."""
+    quality, unit = ("accuracy", "points") if is_accuracy(workload) else ("loss", "%")
+    worse, better = ("lower", "higher") if is_accuracy(workload) else ("higher", "lower")
+    return f"{quality} {abs(mean):.1f} ± {half:.1f} {unit} {worse if mean >= 0 else better}"
 
 
 def with_table(text: str, table: str) -> str:

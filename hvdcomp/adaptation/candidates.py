@@ -18,13 +18,13 @@ from hvdcomp.adaptation.plans import Plans, levelled_tensors
 from hvdcomp.adaptation.step_model import StepModel, errors_of
 from hvdcomp.compressors import Compressor, needs_nodes
 from hvdcomp.compressors.choice import Plan
-from hvdcomp.compressors.gathering import Gathering
+from hvdcomp.compressors.gathering import WAYS, Gathering
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import warn_alone
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.perfmodel import UNCOMPRESSED, Criteria, EncodeTime, propose
 from hvdcomp.perfmodel.advice import BUCKET_SIZES
-from hvdcomp.perfmodel.ways import WAYS, encode_time_of, in_each_way
+from hvdcomp.perfmodel.ways import encode_time_of, in_each_way
 from hvdcomp.policies.auto import DENSE_CANDIDATE
 from hvdcomp.policies.request import Candidate, Candidates
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from hvdcomp.bindings.training import Training
 from hvdcomp.compressors import Compressor
-from hvdcomp.compressors.evidence import FIRST, MUON, is_at_best_rates
-from hvdcomp.compressors.harm import Measured, harm_with, is_measured, measured_with
+from hvdcomp.compressors.evidence import FIRST, MUON, Measured, is_at_best_rates, worst_with
+from hvdcomp.compressors.harm import harm_with, is_measured
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import ConfigurationError, warn_alone
 from hvdcomp.exchange.engine import Engine
@@ -238,7 +238,7 @@ def _in_words(learns: str, harmful: Mapping[str, Mapping[Compressor, Measured]])
     way_out = next(iter(FIRST.get(first, ())), _HARMS_LEAST)
     results = []
     for kind, found in harmful.items():
-        beside = measured_with(parse_compressor(way_out), kind)
+        beside = worst_with(parse_compressor(way_out), kind)
         rows = [measured.in_words() for measured in dict.fromkeys((*found.values(), *filter(None, [beside])))]
         results.append(f"with {kind}, {', '.join(rows)}")
     frozen = FIRST["CompressedAdam"] if first == "Adam" else ()

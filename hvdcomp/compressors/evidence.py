@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdcomp.compressors.base import Compressor
-from hvdcomp.compressors.gathering import Gathering
+from hvdcomp.compressors.gathering import WAYS, Gathering
 from hvdcomp.compressors.two_level import within
 
 DIVERGED = math.inf
@@ -155,23 +155,32 @@ def lost_with(compressor: Compressor, optimizer: str | None) -> float | None:
     return None if worst is None else worst.lost
 
 
-class Worst(NamedTuple):
-    """The training run in which a method lost most quality.
+class Measured(NamedTuple):
+    """How much quality a method lost with one setting, in the training run in which this setting lost most quality. The
+    attributes have the same meaning as in `Evidence`."""
 
-    Attributes:
-        lost: the loss of quality, as in `Evidence`.
-        spec: the spec with which the method was trained.
-        training: the training run.
-    """
-
-    lost: float
     spec: str
-    training: Evidence
+    lost: float
+    optimizer: str
+    training: str
+    metric: str
+    at_best_rates: bool
+
+    def in_words(self) -> str:
+        """A text that states how much quality the setting lost, compared with uncompressed gradients."""
+        place = f"with {self.spec} in {self.training}"
+        if self.lost == DIVERGED:
+            return f"training diverged {place}"
+        amount = f"{abs(100 * self.lost):.0f}"
+        is_better = self.lost < 0 and amount != "0"
+        if self.metric == "accuracy":
+            return f"the accuracy was {amount} points {'higher' if is_better else 'lower'} {place}"
+        return f"the loss was {amount} % {'lower' if is_better else 'higher'} {place}"
 
 
-def worst_with(compressor: Compressor, optimizer: str, every: int | None = None) -> Worst | None:
-    """The training run in which a method lost most quality with an optimizer; None if nothing was measured, or if only
-    one of the two exchanges of a method with exchange "auto" was measured.
+def worst_with(compressor: Compressor, optimizer: str, every: int | None = None) -> Measured | None:
+    """The result of a method in the training run in which it lost most quality with an optimizer; None if nothing was
+    measured, or if only one of the two exchanges of a method with exchange "auto" was measured.
 
     Args:
         compressor: the method.
@@ -181,18 +190,22 @@ def worst_with(compressor: Compressor, optimizer: str, every: int | None = None)
     trainings = [one for one in every_training if (one.optimizer, one.every) == (optimizer, every)]
     found = []
     for spec in _specs_in_trainings(within(compressor)):
-        of_spec = [Worst(one.lost[spec], spec, one) for one in trainings if spec in one.lost]
+        of_spec = [
+            Measured(spec, one.lost[spec], one.optimizer, one.training, one.metric, one.at_best_rates)
+            for one in trainings
+            if spec in one.lost
+        ]
         if not of_spec:
             return None
         found += of_spec
-    return max(found, key=lambda worst: worst.lost)
+    return max(found, key=lambda measured: measured.lost)
 
 
 def _specs_in_trainings(compressor: Compressor) -> tuple[str, ...]:
     """The specs with which a method was trained. The training runs name the exchange, so there are two if the method
     has exchange "auto"."""
     if isinstance(compressor, Gathering) and compressor.exchange == "auto":
-        return tuple(str(compressor.with_exchange(way)) for way in ("gather", "scatter"))
+        return tuple(str(compressor.with_exchange(way)) for way in WAYS)
     return (str(compressor),)
 
 
@@ -239,9 +252,9 @@ def _worst_in_words(compressor: Compressor, every: int | None = None) -> str:
     phrases = []
     for at_best_rates, source in _SOURCES.items():
         losses = [
-            f"with {found.training.optimizer} {_in_percent(found.lost)}"
+            f"with {found.optimizer} {_in_percent(found.lost)}"
             for found in worst
-            if found.training.at_best_rates == at_best_rates
+            if found.at_best_rates == at_best_rates
         ]
         phrases += [f"{', '.join(losses)} ({source})"] if losses else []
     return "; ".join(phrases)

@@ -34,6 +34,9 @@ LEAST_RANKS = 4
 gathering. With four ranks, scattering sends half the bytes of gathering. With two ranks, both would send the same
 number of bytes. With three ranks, scattering would send two thirds of the bytes of gathering."""
 
+WAYS = ("gather", "scatter")
+"""The two exchanges that `exchange="auto"` chooses from."""
+
 EXCHANGE = Rule(
     lambda value: value in ("gather", "scatter", "auto"), '"gather", "scatter" or "auto" (scatter from four ranks)'
 )

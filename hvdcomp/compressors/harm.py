@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
 
 from hvdcomp.compressors import Compressor
-from hvdcomp.compressors.evidence import DIVERGED, measured_specs, worst_with
+from hvdcomp.compressors.evidence import Measured, measured_specs, worst_with
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.two_level import within
 from hvdcomp.specs.levels import Level
@@ -15,33 +14,6 @@ from hvdcomp.specs.levels import Level
 HARMFUL = 0.05
 """An optimizer counts as learning badly with a method if the loss of quality, as in `Evidence`, is at least this
 large."""
-
-
-class Measured(NamedTuple):
-    """The measurement of one setting of a method, in the training run in which this setting lost most quality. The
-    attributes have the same meaning as in `Evidence`."""
-
-    spec: str
-    lost: float
-    metric: str
-    training: str
-
-    def in_words(self) -> str:
-        """A text that states how much quality the setting lost, compared with uncompressed gradients."""
-        place = f"with {self.spec} in {self.training}"
-        if self.lost == DIVERGED:
-            return f"training diverged {place}"
-        amount = f"{abs(100 * self.lost):.0f}"
-        is_better = self.lost < 0 and amount != "0"
-        if self.metric == "accuracy":
-            return f"the accuracy was {amount} points {'higher' if is_better else 'lower'} {place}"
-        return f"the loss was {amount} % {'lower' if is_better else 'higher'} {place}"
-
-
-def measured_with(compressor: Compressor, optimizer: str) -> Measured | None:
-    """The measurement of a method with an optimizer; None if this method was not measured with this optimizer."""
-    worst = worst_with(compressor, optimizer)
-    return None if worst is None else Measured(worst.spec, worst.lost, worst.training.metric, worst.training.training)
 
 
 def is_measured(compressor: Compressor, optimizer: str) -> bool:
@@ -76,7 +48,7 @@ def harm_with(compressor: Compressor, optimizer: str, keeps: bool) -> Measured |
 def _settings(method: str, optimizer: str) -> tuple[Measured, ...]:
     """A method's measured settings."""
     specs = [spec for spec in measured_specs() if spec.partition(":")[0] == method]
-    found = (measured_with(parse_compressor(spec), optimizer) for spec in specs)
+    found = (worst_with(parse_compressor(spec), optimizer) for spec in specs)
     return tuple(measured for measured in found if measured is not None)
 
 

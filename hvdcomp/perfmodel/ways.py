@@ -11,15 +11,13 @@ import numpy as np
 
 from hvdcomp.arrays.types import dtype_bytes
 from hvdcomp.compressors import Compressor, TensorInfo
-from hvdcomp.compressors.gathering import Gathering
+from hvdcomp.compressors.gathering import WAYS, Gathering
 from hvdcomp.compressors.node_shares import largest_share
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.two_level import TwoLevel, within
 from hvdcomp.errors import SpecError
 from hvdcomp.perfmodel.compute import EncodeTime
 from hvdcomp.perfmodel.predict import UNCOMPRESSED
-
-WAYS = ("gather", "scatter")
 
 
 def in_each_way(compressor: Compressor) -> tuple[Compressor, ...]:

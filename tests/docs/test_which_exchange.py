@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.best_rates.outcomes import Row, outcomes_of, row_of
-from benchmarks.best_rates.rows import DENSE, SCATTERED, is_accuracy
+from benchmarks.best_rates.rows import DENSE, SCATTERED
 from benchmarks.best_rates.search import HELD_OUT
+from benchmarks.best_rates.which_method import lost_in_words
 from benchmarks.pages import MEASURED, mean_and_interval
 from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.parsing import parse_compressor
@@ -45,7 +46,4 @@ def test_the_quality_of_the_gpt_at_the_rate_of_dense_training_is_that_of_the_tra
 
 
 def _in_words(row: Row, other: Row) -> str:
-    mean, half = mean_and_interval(row.lost_beside(other))
-    if is_accuracy(row.workload):
-        return f"accuracy {abs(mean):.1f} ± {half:.1f} points {'lower' if mean >= 0 else 'higher'}"
-    return f"loss {abs(mean):.1f} ± {half:.1f} % {'higher' if mean >= 0 else 'lower'}"
+    return lost_in_words(row.workload, *mean_and_interval(row.lost_beside(other)))
