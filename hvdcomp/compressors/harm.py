@@ -24,10 +24,11 @@ def is_measured(compressor: Compressor, optimizer: str) -> bool:
 def harm_with(compressor: Compressor, optimizer: str, keeps: bool) -> Measured | None:
     """The measurement that shows that an optimizer learns badly with a method; None if there is no such measurement.
 
-    If this setting of the method was not measured, it is judged by the measured settings of the same method. Milder
-    compression should lose no more quality than stronger compression. So the setting counts as harmful if all measured
-    settings that compress at most as strongly as this setting lost at least `HARMFUL`. If all measured settings
-    compress more strongly, each of them must have lost at least twice `HARMFUL`.
+    A method with exchange "auto" is judged by the worse of the results with "gather" and "scatter", if both were
+    measured. If this setting of the method was not measured, it is judged by the measured settings of the same method.
+    Milder compression should lose no more quality than stronger compression. So the setting counts as harmful if all
+    measured settings that compress at most as strongly as this setting lost at least `HARMFUL`. If all measured
+    settings compress more strongly, each of them must have lost at least twice `HARMFUL`.
 
     Args:
         compressor: the method.
@@ -37,7 +38,8 @@ def harm_with(compressor: Compressor, optimizer: str, keeps: bool) -> Measured |
     """
     own = within(compressor)
     settings = [measured for measured in _settings(own.name, optimizer) if _uses_memory(measured.spec) == keeps]
-    settings = [measured for measured in settings if measured.spec == str(own)] or settings
+    if (exact := worst_with(own, optimizer)) in settings:
+        settings = [exact]
     no_harder = [measured for measured in settings if _is_no_harder(parse_compressor(measured.spec).level, own)]
     mildest = min(no_harder or settings, key=lambda measured: measured.lost, default=None)
     least = HARMFUL if no_harder else 2 * HARMFUL

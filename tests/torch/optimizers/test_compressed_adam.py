@@ -6,7 +6,7 @@ import copy
 import functools
 import linecache
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,6 +25,7 @@ from hvdcomp import (  # noqa: E402
     ConfigurationError,
     EFSignSGD,
     ErrorFeedback,
+    Int4,
     Int8,
     NoCompression,
     NoMemory,
@@ -612,23 +613,39 @@ def test_what_an_optimizer_is_known_to_learn_badly_with_is_warned_of(
         assert linecache.getline(one.filename, one.lineno).strip() == "exchange()", "the line of the program"
 
 
+@pytest.fixture
+def measures(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Mapping[str, float]], None]]:
+    """A function that replaces all results of training runs by the losses of methods with Adam in one training."""
+
+    def replaces(lost: Mapping[str, float]) -> None:
+        monkeypatch.setattr(evidence, "evidence", lambda: (evidence.Evidence("Adam", "gpt", "loss", lost),))
+        harm._settings.cache_clear()
+
+    yield replaces
+    monkeypatch.undo()
+    harm._settings.cache_clear()
+
+
 @pytest.mark.parametrize(("of_one_bit", "warns"), [(None, False), (0.049, False), (0.051, True)])
 def test_a_method_is_judged_once_its_trainings_are_measured(
-    of_one_bit: float | None, warns: bool, monkeypatch: pytest.MonkeyPatch
+    of_one_bit: float | None, warns: bool, measures: Callable[[Mapping[str, float]], None]
 ) -> None:
-    of_eden = {} if of_one_bit is None else {"eden": 0.002, "eden:bits=1": of_one_bit}
-    measured = evidence.Evidence("Adam", "gpt", "loss", {"int4": 0.003, **of_eden})
-    monkeypatch.setattr(evidence, "evidence", lambda: (measured,))
-    harm._settings.cache_clear()
-    try:
-        caught = warnings_of(torch.optim.AdamW, EDEN(bits=1), steps=1)
-        assert len(caught) == warns
-        assert all("AdamW learns badly with eden:bits=1. " in str(one.message) for one in caught)
-        assert warnings_of(torch.optim.AdamW, EDEN(), steps=1) == []
-        assert warnings_of(torch.optim.AdamW, EDEN(bits=3), steps=1) == [], "a setting that was not measured"
-    finally:
-        monkeypatch.undo()
-        harm._settings.cache_clear()
+    measures({"int4": 0.003, **({} if of_one_bit is None else {"eden": 0.002, "eden:bits=1": of_one_bit})})
+    caught = warnings_of(torch.optim.AdamW, EDEN(bits=1), steps=1)
+    assert len(caught) == warns
+    assert all("AdamW learns badly with eden:bits=1. " in str(one.message) for one in caught)
+    assert warnings_of(torch.optim.AdamW, EDEN(), steps=1) == []
+    assert warnings_of(torch.optim.AdamW, EDEN(bits=3), steps=1) == [], "a setting that was not measured"
+
+
+@pytest.mark.parametrize(("gathered", "scattered"), [(0.003, 0.051), (0.051, 0.003)])
+def test_a_method_whose_exchange_is_chosen_is_judged_by_the_worse_exchange(
+    gathered: float, scattered: float, measures: Callable[[Mapping[str, float]], None]
+) -> None:
+    measures({"int4": gathered, "int4:exchange=scatter": scattered, "int4:block=64": 0.001})
+    assert len(warnings_of(torch.optim.AdamW, Int4(exchange="auto"), steps=1)) == 1
+    assert len(warnings_of(torch.optim.AdamW, Int4(), steps=1)) == (gathered > scattered)
+    assert len(warnings_of(torch.optim.AdamW, Int4(exchange="scatter"), steps=1)) == (gathered < scattered)
 
 
 @pytest.mark.usefixtures("at_one_rate")
