@@ -22,7 +22,7 @@ from benchmarks.best_rates.rows import (
     rivals_of,
 )
 from benchmarks.best_rates.rule import BOUNDS
-from benchmarks.best_rates.search import FARTHEST, HELD_OUT, MORE_SEEDS, SEARCH_SEEDS
+from benchmarks.best_rates.search import FARTHEST, HELD_OUT, MORE_SEEDS, SEARCH_SEEDS, TIE
 from benchmarks.pages import MEASURED, filled, findings_of, formerly, verdict, with_interval
 from benchmarks.trainings import RECORDS, ROOT, kept_records
 from hvdcomp.files import commits_in_words, csv_of, provenance_last, replace_files
@@ -249,7 +249,8 @@ def _for_reviewers(records: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -
         f"{FARTHEST} factors of two away from the workload's first rate. Levels, warm-ups, schedules and optimizers "
         "were not tuned for any row.",
         "**Where the best rate comes from**: from the validation data at the end of training. The best rate is the one "
-        f"with the best mean over the seeds of the search. {_search_seeds()}",
+        f"with the best mean over the seeds of the search. Rates whose means differ from the best mean by at most "
+        f"{TIE:g} % or points count as equally good, and the lowest of them is used. {_search_seeds()}",
         f"**What was held out**: the seeds {_in_words(seeds)}. Some workloads have more seeds, from {HELD_OUT[0]} on "
         f"({_more_seeds()}). The held-out seeds were not used for any choice, and "
         "all results in the tables come from the held-out seeds. A seed determines the initial weights, the order of "

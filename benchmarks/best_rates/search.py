@@ -33,6 +33,9 @@ seeds."""
 MORE_SEEDS = {"heavy-tails": 30, "heavy-tails-muon": 30, "shapes": 30, "sorting": 10, "sorting-muon": 10}
 """Numbers of held-out seeds of quick workloads. With only five seeds, these workloads cannot show a loss of quality of
 a few percent or points, because the results differ too much between seeds."""
+TIE = 0.1
+"""If the mean quality at another rate is worse than at the best rate by at most this much, in percent of the loss or in
+points of accuracy, both rates count as equally good. A few seeds cannot show such a small difference."""
 FARTHEST = 8
 """Largest number of doublings or halvings of the workload's own learning rate. A search tries no rate beyond this
 limit, even if it has not found a best rate between two worse rates."""
@@ -57,9 +60,10 @@ class Grid:
         lost: for each rate, by its doublings, how much worse the mean quality over the seeds of the search was than at
             the best rate: in percent of the loss, or in points of accuracy. Infinite if a training run diverged. A rate
             is missing if it was not trained with all these seeds.
-        best: doublings of the best learning rate.
-        next: the training runs that the search needs next; empty if the best rate is between two other rates that were
-            trained.
+        best: doublings of the best learning rate. If several rates are equally good (`TIE`), this is the lowest of
+            them, because training runs at a higher rate are more likely to end badly.
+        next: the training runs that the search needs next; empty if the best rates are between two other rates that
+            were trained.
         trained: number of training runs of the search so far.
     """
 
@@ -70,8 +74,10 @@ class Grid:
 
     @property
     def is_inside(self) -> bool:
-        """Whether no training run at the best rate diverged, and the best rate is between two worse rates."""
-        return math.isfinite(self.lost.get(self.best, math.inf)) and {self.best - 1, self.best + 1} <= self.lost.keys()
+        """Whether no training run at the best rate diverged, and the rates that are equally good are between two worse
+        rates."""
+        equal = _equally_good(self.lost)
+        return bool(equal) and {min(equal) - 1, max(equal) + 1} <= self.lost.keys()
 
 
 def grid_of(workload: str, spec: str, runs: Path, start: int) -> Grid:
@@ -108,8 +114,13 @@ def grid_of(workload: str, spec: str, runs: Path, start: int) -> Grid:
         at: math.inf if math.isnan(quality) else lost_beside(workload, quality, best_quality)
         for at, quality in trained.items()
     }
-    best = min(lost, key=lambda at: lost[at])
-    return Grid(lost, best, untrained(best - 1, best + 1), count)
+    equal = _equally_good(lost)
+    return Grid(lost, min(equal), untrained(min(equal) - 1, max(equal) + 1), count)
+
+
+def _equally_good(lost: Mapping[int, float]) -> list[int]:
+    """The rates that are as good as the best rate, as in `Grid.lost`."""
+    return [at for at, worse in lost.items() if worse <= TIE]
 
 
 _DENSE_STARTS = {"gpt": 2, "gpt-muon": 3}

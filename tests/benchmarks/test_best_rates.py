@@ -139,6 +139,15 @@ def test_the_search_of_a_noisy_workload_goes_by_the_mean_over_its_seeds(tmp_path
     assert len(order) == 15
 
 
+@pytest.mark.parametrize(("lost", "best"), [(0.09, 0), (0.11, 1)])
+def test_of_equally_good_rates_the_lowest_is_used(tmp_path: Path, lost: float, best: int) -> None:
+    losses = {0: 2.0 * (1 + lost / 100), 1: 2.0}
+    assert not search.search("heavy-tails", [], tmp_path, _trainer(lambda run: losses.get(run.doublings, 3.0), []))
+    grid = search.grid_of("heavy-tails", "none", tmp_path, 0)
+    assert (grid.best, grid.next, grid.is_inside) == (best, (), True)
+    assert set(grid.lost) == {-1, 0, 1, 2}, "both are between two worse rates"
+
+
 def test_the_search_ends_where_every_rate_diverges(tmp_path: Path) -> None:
     order: list[Any] = []
     loss: Loss = lambda run: None if run.spec == "eden" or run.doublings > -2 else 2.0  # noqa: E731
