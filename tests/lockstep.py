@@ -28,11 +28,23 @@ class Exchanged(NamedTuple):
         return [bits(array) for request in self.requests[rank] for array in request.arrays]
 
 
-def run_lockstep(compressor: Compressor, xs: Sequence[Any], step: int = 0, seed: int = 0, name: str = "w") -> Exchanged:
-    """One step of a compressor without state on `len(xs)` ranks; sums of integers must fit their type."""
+def run_lockstep(
+    compressor: Compressor,
+    xs: Sequence[Any],
+    step: int = 0,
+    seed: int = 0,
+    name: str = "w",
+    states: Sequence[tuple[Any, ...]] | None = None,
+) -> Exchanged:
+    """One step of a compressor on `len(xs)` ranks; sums of integers must fit their type. states: the state of each
+    rank after the step before; None for a first step."""
     xp = arrays_for(xs[0])
     contexts = [Context(name, step, seed, rank, len(xs)) for rank in range(len(xs))]
-    generators = [compressor.aggregate(xp, x, (), context) for x, context in zip(xs, contexts, strict=True)]
+    states = [()] * len(xs) if states is None else states
+    generators = [
+        compressor.aggregate(xp, x, compressor.prepare(xp, x, state, context), context)
+        for x, state, context in zip(xs, states, contexts, strict=True)
+    ]
     requests: list[list[Request]] = [[] for _ in xs]
     outcomes: list[Outcome] = []
     answers: list[Any] = [None] * len(xs)

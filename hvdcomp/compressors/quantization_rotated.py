@@ -8,6 +8,7 @@ for every gradient and known in advance, and no error feedback is needed.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -18,12 +19,12 @@ from hvdcomp.arrays.types import Array, ArrayFunctions, number_of_elements
 from hvdcomp.compressors.base import most_level_for
 from hvdcomp.compressors.bucket import Bucket
 from hvdcomp.compressors.gathering import Gathering
-from hvdcomp.compressors.packing import pack, packed_bytes, pad, unpack
-from hvdcomp.compressors.protocol import Context
+from hvdcomp.compressors.packing import outcome_like, pack, packed_bytes, pad, unpack
+from hvdcomp.compressors.protocol import Aggregation, Context
 from hvdcomp.compressors.randomness import random_words, shared_key
 from hvdcomp.errors import SpecError
 from hvdcomp.kernels.limits import SMALLEST_SCALE
-from hvdcomp.specs.described import Rule, between, is_whole, or_none
+from hvdcomp.specs.described import Rule, Truth, between, is_whole, or_none
 from hvdcomp.specs.levels import Level
 
 LEVELS = {
@@ -37,6 +38,15 @@ LEVELS = {
 ERRORS = {1: 0.571, 2: 0.133, 3: 0.036, 4: 0.0095}
 """The expectation of |x - C(x)|^2 / |x|^2, by bits, for normal x. For any other x with many elements, the expectation
 is close to this value."""
+
+KEEPS = 0.9
+"""With `scaled`: the factor by which the mean square of each element is multiplied in each step. In the first step, all
+scales are 1, so the result has the same error for all elements. The scales have to forget this step soon."""
+
+LEAST_SCALE = 2.0**-7
+"""With `scaled`: the smallest scale of an element, divided by the largest scale of the tensor."""
+
+_LARGEST = 1e15  # with `scaled`, larger means count as this number, so that their squares are finite
 
 _BITS = between(1, 4)
 _BLOCK = Rule(lambda value: is_whole(value, 1) and value in (512, 1024), "512 or 1024")
@@ -59,6 +69,13 @@ class EDEN(Gathering):
         back: bits per element, 1 to 4, for the means that exchange "scatter" compresses again. Default: `bits` + 1, but
             at most 4. The error of the means is not averaged over ranks. Therefore an additional bit for the means
             reduces the error of the result more than an additional bit for the chunks.
+        scaled: whether to divide each element by its own scale before the rotation, and to multiply the result by it.
+            The scale is a power of two near the root of a running mean of the element's squares. The running mean
+            follows the mean over the ranks, so all ranks have the same scales. Without scales, the rotation gives all
+            elements of a block the same error. Adam divides by the size of each element, so this error is large for
+            elements that are usually small. With scales, the error of an element is in proportion to its usual size.
+            Scales need 4 bytes per element on each rank. There are no compiled kernels for them yet, so compression
+            takes several times as long.
 
     Example:
         >>> EDEN(bits=2).payload_bytes((1024, 1024))
@@ -68,9 +85,10 @@ class EDEN(Gathering):
     bits: Annotated[int, _BITS] = 2
     block: Annotated[int, _BLOCK] = 1024
     back: Annotated[int | None, or_none(_BITS)] = None
+    scaled: Truth = False
 
     name: ClassVar[str] = "eden"
-    examples: ClassVar[tuple[str, ...]] = ("eden", "eden:bits=1", "eden:block=512")
+    examples: ClassVar[tuple[str, ...]] = ("eden", "eden:bits=1", "eden:block=512", "eden:bits=1,scaled=True")
     level_name: ClassVar[str | None] = "bits"
     sends: ClassVar[str] = "a few bits per element, and a scale per block"
     reference: ClassVar[str] = "Vargaftik et al. 2022, arXiv:2108.08842; Vargaftik et al. 2021, arXiv:2105.08339"
@@ -98,9 +116,42 @@ class EDEN(Gathering):
         return dataclasses.replace(self, exchange=exchange, back=None if exchange == "gather" else self.back)
 
     @property
-    def known_error(self) -> float:  # type: ignore[override]
-        """The known error of the method: the entry of `ERRORS` for this number of bits."""
-        return ERRORS[self.bits]
+    def known_error(self) -> float | None:  # type: ignore[override]
+        """The known error of the method: the entry of `ERRORS` for this number of bits. None with `scaled`, because the
+        error then depends on how well the scales fit."""
+        return None if self.scaled else ERRORS[self.bits]
+
+    @property
+    def keeps_state(self) -> bool:  # type: ignore[override]
+        """Whether there are scales to keep."""
+        return self.scaled
+
+    @property
+    def has_bucket_form(self) -> bool:
+        """False with `scaled`: kernels do not know the scales."""
+        return super().has_bucket_form and not self.scaled
+
+    def prepare(self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context) -> tuple[Array, ...]:
+        """With `scaled`, the state is the running mean of squares of each element (elements,), at first zeros."""
+        if not self.scaled:
+            return ()
+        count = number_of_elements(tuple(x.shape))
+        if state and tuple(state[0].shape) == (count,):
+            return state
+        return (xp.astype(xp.zeros((count,), like=x), "float32"),)
+
+    def aggregate(self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+        """Like `Gathering.aggregate`. With `scaled`, the elements are divided by their scales, and the scales follow
+        the mean over the ranks."""
+        if not self.scaled:
+            return (yield from super().aggregate(xp, x, state, context))
+        (squares,) = state
+        scales = xp.reshape(_scales(xp, squares), x.shape)
+        outcome = yield from super().aggregate(xp, xp.astype(x, "float32") / scales, (), context)
+        mean = outcome.mean * scales
+        limited = xp.flatten(mean).clip(-_LARGEST, _LARGEST)
+        squares = squares * KEEPS + limited * limited * (1 - KEEPS)
+        return outcome_like(xp, x, mean, outcome.sent * scales)._replace(state=(squares,))
 
     def encode(self, xp: ArrayFunctions, x: Array, context: Context) -> tuple[Array, Array]:
         """Computes the packed levels and the scales.
@@ -165,6 +216,18 @@ class EDEN(Gathering):
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
         super().level_for(compression_factor, shape)
         return most_level_for(self, compression_factor, shape, range(1, 5))
+
+
+def _scales(xp: ArrayFunctions, squares: Array) -> Array:
+    """The scale of each element (elements,) from the running means of squares: 1 for the largest, and powers of two for
+    all others.
+
+    All ranks must have the same scales, bit for bit, also on different processors. A root may be rounded differently,
+    but exponents are exact. Because the scales are powers of two, multiplying by them is exact, too.
+    """
+    exponents = xp.bitcast(squares, "int32") >> 23  # squares have no sign
+    below = (exponents.max() - exponents + 1) >> 1
+    return xp.bitcast((127 - below.clip(0, -round(math.log2(LEAST_SCALE)))) << 23, "float32")
 
 
 def _dots(xp: ArrayFunctions, x: Array, y: Array) -> Array:

@@ -100,6 +100,11 @@ class TwoLevel(Compressor):
         for leaf in self.compressor.leaves():
             if isinstance(leaf, TwoLevel):
                 raise SpecError(f"two_level: {leaf} inside two_level is not allowed, because there are only two levels")
+            if leaf.keeps_state and not leaf.of_matrices:
+                raise SpecError(
+                    f"two_level: {leaf} is not allowed, because it keeps a number for each element from step to step, "
+                    "but two_level cuts tensors into shards. Leave out scaled=True, or use the method without two_level"
+                )
             if leaf.default_memory.is_momentum:
                 raise SpecError(
                     f"two_level: {leaf} is not allowed, because it corrects the momentum of each rank's own gradient, "

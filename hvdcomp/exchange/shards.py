@@ -40,8 +40,9 @@ State = tuple[AnyArray, ...]
 
 
 def averages_vectors(method: Compressor) -> bool:
-    """Whether a `ShardReducer` can use a method. The method must be lossless or quantize vectors."""
-    return method.lossless or (isinstance(method, Gathering) and not method.of_matrices)
+    """Whether a `ShardReducer` can use a method. The method must be lossless, or quantize vectors without keeping a
+    state."""
+    return method.lossless or (isinstance(method, Gathering) and not (method.of_matrices or method.keeps_state))
 
 
 class ShardReducer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from hvdcomp.compressors.randomness import random_words, shared_key
 from hvdcomp.compressors.scattering import payloads_of_chunks
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.ledger import StepCost
+from hvdcomp.exchange.shards import averages_vectors
 from hvdcomp.perfmodel.compute import EncodeTime
 from hvdcomp.perfmodel.ways import encode_time_of, in_each_way
 from tests.compressors.test_scatter import stated_of_bucket
@@ -314,3 +316,91 @@ def test_a_sharded_training_has_no_means_that_travel_back(in_kernels: bool, monk
         for (rows, _, ledger), (of_other, _, other_ledger) in zip(plain, other, strict=True):
             np.testing.assert_array_equal(rows, of_other)
             assert ledger.totals.bytes_sent == other_ledger.totals.bytes_sent
+
+
+# With scales.
+
+
+def stated_with_scales(method: EDEN, gradients: np.ndarray) -> list[np.ndarray]:
+    """The mean over the ranks in each step, in float64, of gradients (steps, ranks, elements)."""
+    squares, means = np.zeros(gradients.shape[2]), []
+    for step, given in enumerate(gradients):
+        exponents = np.floor(np.log2(np.maximum(squares, 1e-30)))
+        scales = 2.0 ** -np.minimum(np.ceil((exponents.max() - exponents) / 2), 7)
+        context = Context("w", step, 0, 0, len(given))
+        mean = scales * np.mean([stated(method, x / scales, context) for x in given.astype(np.float64)], 0)
+        squares = 0.9 * squares + 0.1 * mean**2
+        means.append(mean)
+    return means
+
+
+def with_scales(method: EDEN, gradients: np.ndarray, backend: str = "numpy") -> list[np.ndarray]:
+    states: list[Any] | None = None
+    means = []
+    for step, given in enumerate(gradients):
+        exchanged = run_lockstep(method, [make(backend, x) for x in given], step, states=states)
+        assert len({as_numpy(outcome.mean).tobytes() for outcome in exchanged.outcomes}) == 1
+        states = [outcome.state for outcome in exchanged.outcomes]
+        assert len({b"".join(as_numpy(array).tobytes() for array in state) for state in states}) == 1
+        means.append(as_numpy(exchanged.outcomes[0].mean))
+    return means
+
+
+def of_unequal_sizes(steps: int, ranks: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Gradients whose elements have very different sizes, and these sizes."""
+    rng = np.random.default_rng(size)
+    sizes = np.exp(3 * rng.standard_normal(size)).clip(0.1, 10)
+    return (sizes * rng.standard_normal((steps, ranks, size))).astype(np.float32), sizes
+
+
+@pytest.mark.parametrize("size", [31, 1024, 1500])
+@pytest.mark.parametrize("spec", ["eden:bits=1,scaled=True", "eden:bits=2,block=512,scaled=True"])
+def test_scales_follow_the_means(spec: str, size: int) -> None:
+    method = parse_compressor(spec)
+    assert isinstance(method, EDEN)
+    gradients, sizes = of_unequal_sizes(5, 3, size)
+    expected = stated_with_scales(method, gradients)
+    for backend in INSTALLED:
+        for mean, of_step in zip(with_scales(method, gradients, backend), expected, strict=True):
+            np.testing.assert_allclose(mean / sizes, of_step / sizes, rtol=1e-3, atol=1e-4)
+
+
+def test_the_error_of_an_element_is_in_proportion_to_its_size() -> None:
+    """Without scales, small elements have errors many times their size. With scales, the errors shrink from step to
+    step."""
+    gradients, sizes = of_unequal_sizes(60, 2, 4096)
+    small = sizes < 0.2
+
+    def error(method: EDEN) -> float:
+        last = [
+            (mean - given.mean(0))[small] / sizes[small]
+            for mean, given in zip(with_scales(method, gradients)[40:], gradients[40:], strict=True)
+        ]
+        return float(np.sqrt(np.mean(np.square(last))))
+
+    assert error(EDEN()) > 10
+    assert error(EDEN(scaled=True)) < 0.6
+
+
+@pytest.mark.parametrize("times", [1e-30, 1e25])
+def test_scales_of_very_small_and_very_large_gradients(times: float) -> None:
+    """Their squares are zero or infinite in float32."""
+    gradients, _ = of_unequal_sizes(4, 2, 2048)
+    for mean, given in zip(with_scales(EDEN(scaled=True), gradients * np.float32(times)), gradients, strict=True):
+        error = mean.astype(np.float64) / times - given.mean(0)
+        assert np.sum(error**2) < 0.5 * np.sum(given.mean(0) ** 2)
+
+
+def test_kernels_leave_methods_with_scales_to_the_array_form() -> None:
+    x = np.random.default_rng(0).standard_normal(4096).astype(np.float32)
+    engine = Engine(LoopbackCommunicator(), infos({"w": (4096,)}), EDEN(scaled=True), min_ndim=0, min_numel=0)
+    for _ in range(2):
+        engine.begin()
+        engine.step({"w": x})
+    assert not engine.buckets.with_kernels
+
+
+def test_where_scales_do_not_work_it_is_said() -> None:
+    with pytest.raises(SpecError, match="two_level cuts tensors into shards"):
+        parse_compressor("two_level(eden:scaled=True)")
+    assert not averages_vectors(EDEN(scaled=True))

@@ -391,8 +391,8 @@ def _check(setup: Setup) -> None:
     if not averages_vectors(method):
         raise ConfigurationError(
             f"{method} does not work in FSDP's reduce-scatter, because FSDP passes flat gradients of whole modules to "
-            "hvdcomp. Use int8, int4, fp8, bf16 or another quantizer for all modules. Within a node, gradients are "
-            "always exchanged uncompressed"
+            "hvdcomp. Use int8, int4, fp8, bf16, eden (without scaled=True) or another quantizer for all modules. "
+            "Within a node, gradients are always exchanged uncompressed"
         )
     if memory is not None and (memory.is_momentum or memory.needs_all_gradients):
         raise ConfigurationError(
