@@ -116,10 +116,10 @@ class EDEN(Gathering):
         return dataclasses.replace(self, exchange=exchange, back=None if exchange == "gather" else self.back)
 
     @property
-    def known_error(self) -> float | None:  # type: ignore[override]
-        """The known error of the method: the entry of `ERRORS` for this number of bits. None with `scaled`, because the
-        error then depends on how well the scales fit."""
-        return None if self.scaled else ERRORS[self.bits]
+    def known_error(self) -> float:  # type: ignore[override]
+        """The known error of the method: the entry of `ERRORS` for this number of bits. With `scaled`, it is only a rough
+        estimate, because the error then also depends on how well the scales fit."""
+        return ERRORS[self.bits]
 
     @property
     def keeps_state(self) -> bool:  # type: ignore[override]
