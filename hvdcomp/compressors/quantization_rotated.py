@@ -117,8 +117,8 @@ class EDEN(Gathering):
 
     @property
     def known_error(self) -> float:  # type: ignore[override]
-        """The known error of the method: the entry of `ERRORS` for this number of bits. With `scaled`, it is only a rough
-        estimate, because the error then also depends on how well the scales fit."""
+        """The known error of the method: the entry of `ERRORS` for this number of bits. With `scaled`, it is only a
+        rough estimate, because the error then also depends on how well the scales fit."""
         return ERRORS[self.bits]
 
     @property
