@@ -102,10 +102,9 @@ class Standing:
     def is_within(self, bound: float) -> bool:
         return not self.open and not self._exceeds(bound)
 
-    @property
-    def is_open(self) -> bool:
+    def may_be_within(self, bound: float) -> bool:
         """Whether it is still undecided if the method is within a bound, because rows are missing."""
-        return bool(self.open) and not self._exceeds(max(BOUNDS))
+        return bool(self.open) and not self._exceeds(bound)
 
 
 def standings_of(situation: Situation, runs: Path) -> list[Standing]:
@@ -141,7 +140,10 @@ def chosen(standings: Sequence[Standing]) -> dict[float, Standing]:
 
 
 def undecided(standings: Sequence[Standing]) -> list[Standing]:
-    """The methods whose missing rows may change the choice, because they send fewer bytes than the first method within
-    the first bound."""
-    first = next((at for at, standing in enumerate(standings) if standing.is_within(BOUNDS[0])), len(standings))
-    return [standing for standing in standings[:first] if standing.is_open]
+    """The methods whose missing rows may change the choice: for one of the bounds, such a method sends fewer bytes than
+    every method within the bound, and may itself be within the bound."""
+    found = []
+    for bound in BOUNDS:
+        first = next((at for at, standing in enumerate(standings) if standing.is_within(bound)), len(standings))
+        found += [standing for standing in standings[:first] if standing.may_be_within(bound)]
+    return [standing for standing in standings if standing in found]

@@ -122,6 +122,17 @@ def test_one_task_or_one_training_that_diverges_is_enough_to_be_out(records: Rec
     assert rule.chosen(standings) == {}
 
 
+def test_a_method_that_cannot_change_the_choice_does_not_delay_it(records: Records) -> None:
+    """Here, `terngrad` sends more bytes than the method within 3 %, and cannot be within 1 %."""
+    _with_dense(records, {"eden:bits=1": 2.0, "eden": 5.0, "eden:bits=3": 5.0, "int4": 5.0, "int8": 5.0})
+    (situation,) = (one for one in rule.SITUATIONS if one.optimizer == "Adam")
+    for lost, undecided in ((0.5, ["terngrad"]), (2.0, [])):
+        records.add("heavy-tails", "terngrad", lost)
+        standings = rule.standings_of(situation, records.runs)
+        assert [standing.method for standing in rule.undecided(standings)] == undecided
+        assert rule.chosen(standings)[3.0].method == "eden:bits=1"
+
+
 def test_rows_at_one_rate_stay_until_the_rule_chooses(records: Records) -> None:
     _with_dense(records, {"terngrad": 0.0}, ("heavy-tails", "sorting"))
     records.add("gpt", "terngrad", 0.0)
