@@ -103,7 +103,7 @@ class TwoLevel(Compressor):
             if leaf.keeps_state and not leaf.of_matrices:
                 raise SpecError(
                     f"two_level: {leaf} is not allowed, because it keeps a number for each element from step to step, "
-                    "but two_level cuts tensors into shards. Use a method that keeps nothing, or use this method without "
+                    "but two_level cuts tensors into shards. Use a method that keeps nothing, or this method without "
                     "two_level"
                 )
             if leaf.default_memory.is_momentum:
