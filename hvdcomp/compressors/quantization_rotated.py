@@ -8,7 +8,6 @@ for every gradient and known in advance, and no error feedback is needed.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -43,8 +42,9 @@ KEEPS = 0.9
 """With `scaled`: the factor by which the mean square of each element is multiplied in each step. In the first step, all
 scales are 1, so the result has the same error for all elements. The scales have to forget this step soon."""
 
-LEAST_SCALE = 2.0**-7
-"""With `scaled`: the smallest scale of an element, divided by the largest scale of the tensor."""
+MOST_HALVINGS = 7
+"""With `scaled`: the largest scale of a tensor is 1, and the smallest possible scale is 1, halved this number of
+times."""
 
 _LARGEST = 1e15  # with `scaled`, larger means count as this number, so that their squares are finite
 
@@ -75,7 +75,7 @@ class EDEN(Gathering):
             elements of a block the same error. Adam divides by the size of each element, so this error is large for
             elements that are usually small. With scales, the error of an element is in proportion to its usual size.
             Scales need 4 bytes per element on each rank. There are no compiled kernels for them yet, so compression
-            takes several times as long.
+            is many times slower.
 
     Example:
         >>> EDEN(bits=2).payload_bytes((1024, 1024))
@@ -227,7 +227,7 @@ def _scales(xp: ArrayFunctions, squares: Array) -> Array:
     """
     exponents = xp.bitcast(squares, "int32") >> 23  # squares have no sign
     below = (exponents.max() - exponents + 1) >> 1
-    return xp.bitcast((127 - below.clip(0, -round(math.log2(LEAST_SCALE)))) << 23, "float32")
+    return xp.bitcast((127 - below.clip(0, MOST_HALVINGS)) << 23, "float32")
 
 
 def _dots(xp: ArrayFunctions, x: Array, y: Array) -> Array:

@@ -11,12 +11,8 @@ from tests.harness import as_numpy, infos, run_engines
 
 SPECS = [spec for kind in COMPRESSORS.values() for spec in kind.examples]
 ONE_BIT = {"efsignsgd", "onebit", "qsgd:bits=1,bucket=64", "chunkedtopk:chunk=8,k=1,values=sign"}
-ROTATED = {
-    "eden",
-    "eden:bits=1",
-    "eden:block=512",
-    "eden:bits=1,scaled=True",
-}  # the error of a block is spread over all of it
+# The error of a block is spread over all of it.
+ROTATED = {"eden", "eden:bits=1", "eden:block=512", "eden:bits=1,scaled=True"}
 FEW_MAGNITUDES = {"stc:ratio=0.01", "chunkedtopk"}  # of the elements sent, with zeros among them if there are too few
 
 
