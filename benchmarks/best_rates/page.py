@@ -252,8 +252,10 @@ def _for_reviewers(records: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -
         f"with the best mean over the seeds of the search. Rates whose means differ from the best mean by at most "
         f"{TIE:g} % or points count as equally good, and the lowest of them is used. {_search_seeds()}",
         f"**What was held out**: the seeds {_in_words(seeds)}. Some workloads have more seeds, from {HELD_OUT[0]} on "
-        f"({_more_seeds()}). The held-out seeds were not used for any choice, and "
-        "all results in the tables come from the held-out seeds. A seed determines the initial weights, the order of "
+        f"({_more_seeds()}). The held-out seeds were not used for any choice, with one exception: the rule for equally "
+        "good rates was added after the held-out seeds of `int4:exchange=scatter` on `gpt` were trained. The rule "
+        "changed the best rate of this row and of four others. All "
+        "results in the tables come from the held-out seeds. A seed determines the initial weights, the order of "
         "the batches and the random numbers of the compressor. The data are the same for all seeds. The results come "
         "from the same validation data as the best rate. The test data were not used.",
         f"**How many training runs**: {len(records)} runs, in {hours:.1f} core hours. The search for learning rates "
