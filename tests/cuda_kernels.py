@@ -53,7 +53,7 @@ COMPILED = (
     "arctopk:ratio=0.2,sketch=32", "chunkedtopk:chunk=65536,k=3000,values=fp16", "efsignsgd:exchange=scatter",
     "fp16:exchange=scatter,rounding=stochastic", "bf16:exchange=scatter,rounding=stochastic",
     "qsgd:bits=1", "qsgd:bits=7", "terngrad:clip=0", "two_level(int4)", "eden:bits=1", "eden:bits=3,block=512",
-    "randomk:ratio=0.01,unbiased=True", "randomk:ratio=0.01,values=fp16",
+    "eden:bits=2,scaled=True", "randomk:ratio=0.01,unbiased=True", "randomk:ratio=0.01,values=fp16",
 )  # fmt: skip
 
 MEMORIES = (

@@ -16,13 +16,13 @@ import numpy as np
 
 from hvdcomp.arrays.types import Array, ArrayFunctions, number_of_elements
 from hvdcomp.compressors.base import most_level_for
-from hvdcomp.compressors.bucket import Bucket
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, address_of
 from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.packing import outcome_like, pack, packed_bytes, pad, unpack
 from hvdcomp.compressors.protocol import Aggregation, Context
 from hvdcomp.compressors.randomness import random_words, shared_key
 from hvdcomp.errors import SpecError
-from hvdcomp.kernels.limits import SMALLEST_SCALE
+from hvdcomp.kernels.limits import LARGEST_SQUARED, MOST_HALVINGS, SMALLEST_SCALE, SQUARES_ADDED, SQUARES_KEPT
 from hvdcomp.specs.described import Rule, Truth, between, is_whole, or_none
 from hvdcomp.specs.levels import Level
 
@@ -37,16 +37,6 @@ LEVELS = {
 ERRORS = {1: 0.571, 2: 0.133, 3: 0.036, 4: 0.0095}
 """The expectation of |x - C(x)|^2 / |x|^2, by bits, for normal x. For any other x with many elements, the expectation
 is close to this value."""
-
-KEEPS = 0.9
-"""With `scaled`: the factor by which the mean square of each element is multiplied in each step. In the first step, all
-scales are 1, so the result has the same error for all elements. The scales have to forget this step soon."""
-
-MOST_HALVINGS = 7
-"""With `scaled`: the largest scale of a tensor is 1, and the smallest possible scale is 1, halved this number of
-times."""
-
-_LARGEST = 1e15  # with `scaled`, larger means count as this number, so that their squares are finite
 
 _BITS = between(1, 4)
 _BLOCK = Rule(lambda value: is_whole(value, 1) and value in (512, 1024), "512 or 1024")
@@ -74,8 +64,7 @@ class EDEN(Gathering):
             follows the mean over the ranks, so all ranks have the same scales. Without scales, the rotation gives all
             elements of a block the same error. Adam divides by the size of each element, so this error is large for
             elements that are usually small. With scales, the error of an element is in proportion to its usual size.
-            Scales need 4 bytes per element on each rank. There are no compiled kernels for them yet, so compression
-            is many times slower.
+            Scales need 8 bytes per element on each rank.
 
     Example:
         >>> EDEN(bits=2).payload_bytes((1024, 1024))
@@ -126,32 +115,27 @@ class EDEN(Gathering):
         """Whether there are scales to keep."""
         return self.scaled
 
-    @property
-    def has_bucket_form(self) -> bool:
-        """False with `scaled`: kernels do not know the scales."""
-        return super().has_bucket_form and not self.scaled
-
     def prepare(self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context) -> tuple[Array, ...]:
-        """With `scaled`, the state is the running mean of squares of each element (elements,), at first zeros."""
+        """With `scaled`, the state is the running mean of squares of each element (elements, 1), at first zeros."""
         if not self.scaled:
             return ()
-        count = number_of_elements(tuple(x.shape))
-        if state and tuple(state[0].shape) == (count,):
+        shape = number_of_elements(tuple(x.shape)), 1
+        if state and tuple(state[0].shape) == shape:
             return state
-        return (xp.astype(xp.zeros((count,), like=x), "float32"),)
+        return (xp.astype(xp.zeros(shape, like=x), "float32"),)
 
     def aggregate(self, xp: ArrayFunctions, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         """Like `Gathering.aggregate`. With `scaled`, the elements are divided by their scales, and the scales follow
         the mean over the ranks."""
         if not self.scaled:
             return (yield from super().aggregate(xp, x, state, context))
-        (squares,) = state
-        scales = xp.reshape(_scales(xp, squares), x.shape)
+        squares = xp.flatten(state[0])
+        scales = xp.reshape(_scales(xp, squares, self.block), x.shape)
         outcome = yield from super().aggregate(xp, xp.astype(x, "float32") / scales, (), context)
         mean = outcome.mean * scales
-        limited = xp.flatten(mean).clip(-_LARGEST, _LARGEST)
-        squares = squares * KEEPS + limited * limited * (1 - KEEPS)
-        return outcome_like(xp, x, mean, outcome.sent * scales)._replace(state=(squares,))
+        limited = xp.flatten(mean).clip(-LARGEST_SQUARED, LARGEST_SQUARED)
+        squares = squares * SQUARES_KEPT + limited * limited * SQUARES_ADDED
+        return outcome_like(xp, x, mean, outcome.sent * scales)._replace(state=(xp.reshape(squares, (-1, 1)),))
 
     def encode(self, xp: ArrayFunctions, x: Array, context: Context) -> tuple[Array, Array]:
         """Computes the packed levels and the scales.
@@ -201,6 +185,14 @@ class EDEN(Gathering):
         bits = (xp.reshape(words, (-1, 1)) >> xp.arange(32, like=words)) & 1
         return xp.flatten(xp.astype(1 - 2 * bits, "float32"))
 
+    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        _find_squares(bucket)
+        return super().aggregate_bucket(bucket)
+
+    def preview_bucket(self, bucket: Bucket) -> None:
+        _find_squares(bucket)
+        super().preview_bucket(bucket)
+
     def lay_out(self, bucket: Bucket) -> _RotatedLayout:
         return _RotatedLayout(bucket, self.block)
 
@@ -218,16 +210,27 @@ class EDEN(Gathering):
         return most_level_for(self, compression_factor, shape, range(1, 5))
 
 
-def _scales(xp: ArrayFunctions, squares: Array) -> Array:
-    """The scale of each element (elements,) from the running means of squares: 1 for the largest, and powers of two for
-    all others.
+def _find_squares(bucket: Bucket) -> None:
+    """Writes the addresses of the running means of squares to the table, if elements have scales."""
+    if bucket.states is None:
+        return
+    sizes = bucket.segments["size"]
+    offsets = 4 * (np.cumsum(sizes) - sizes)
+    for name, vectors in (("squares", bucket.states.kept), ("next_squares", bucket.states.next)):
+        bucket.segments[name] = address_of(vectors[0]) + offsets
+
+
+def _scales(xp: ArrayFunctions, squares: Array, block: int) -> Array:
+    """The scale of each element (elements,) from the running means of squares: 1 for the largest in each block, and
+    powers of two for all others.
 
     All ranks must have the same scales, bit for bit, also on different processors. A root may be rounded differently,
     but exponents are exact. Because the scales are powers of two, multiplying by them is exact, too.
     """
-    exponents = xp.bitcast(squares, "int32") >> 23  # squares have no sign
-    below = (exponents.max() - exponents + 1) >> 1
-    return xp.bitcast((127 - below.clip(0, MOST_HALVINGS)) << 23, "float32")
+    blocks = xp.reshape(pad(xp, squares, block), (-1, block))
+    exponents, largest = (xp.bitcast(x, "int32") >> 23 for x in (blocks, xp.row_largest(blocks)))  # there are no signs
+    below = (largest - exponents + 1) >> 1
+    return xp.flatten(xp.bitcast((127 - below.clip(0, MOST_HALVINGS)) << 23, "float32"))[: squares.shape[0]]
 
 
 def _dots(xp: ArrayFunctions, x: Array, y: Array) -> Array:

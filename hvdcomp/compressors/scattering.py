@@ -23,7 +23,8 @@ from hvdcomp.compressors.sizes import SentPayload
 from hvdcomp.kernels import cuda
 from hvdcomp.kernels.tables import PRODUCT
 
-_ADDRESSES = ("gradient", "result", "source", "kept", "x", "velocity", "next_velocity")
+_ADDRESSES = ("gradient", "result", "source", "kept", "x", "velocity", "next_velocity", "squares")
+_OF_RESULTS = ("result", "squares", "next_squares")
 _OF_MEANS = "#mean"  # makes the random numbers of means differ from those of chunks
 _OF_KEPT = ("above", "below", "rule", "kept_type")
 
@@ -170,11 +171,16 @@ class _Pieces:
         width = 2 if name == "kept" and whole.memory.rounds_to else 4
         return np.where(tensors == 0, tensors, tensors + np.uint64(width) * self._starts)
 
+    def find_results(self, whole: Bucket) -> None:
+        """Sets the addresses to which the means are decoded."""
+        for name in _OF_RESULTS:
+            self.bucket.segments[name] = self.addresses(whole, name)
+
     def decode_means(self, method: Codec, whole: Bucket, payloads: AnyArray) -> bool | AnyArray:
         """Decodes payloads of means, and writes the means to the results. `payloads` contains the payloads of all
         ranks. The bucket reads only the rows of its own pieces."""
         self.bucket.suffix = _OF_MEANS
-        self.bucket.segments["result"] = self.addresses(whole, "result")
+        self.find_results(whole)
         # `flatten` copies the rows only if payloads of other requests of the round are between them.
         return method.decode_bucket(self.bucket, whole.xp.flatten(payloads), 1, 0)
 
@@ -256,6 +262,8 @@ class _OwnChunk:
         received = xp.concatenate([payloads[:own], payloads[own + 1 :]])
         bucket.begin(whole.context)
         bucket.segments["result"] = address_of(self._mean) + self._offsets
+        bucket.segments["squares"] = self._codes.addresses(whole, "squares")
+        bucket.segments["next_squares"] = 0  # they follow the means that all ranks get
         found_inf = method.decode_bucket(bucket, received, ranks - 1, payloads.shape[1])
         self._mean *= (ranks - 1) / ranks
         self._x *= 1 / ranks
@@ -274,6 +282,7 @@ class _OwnChunk:
         means.segments["kept"] = 0
         means.segments["gradient"] = address_of(self._mean) + self._offsets
         means.segments["x"] = address_of(self._x) + self._offsets if means.keeps else 0
+        means.segments["squares"] = self._codes.addresses(whole, "squares")
         method.encode_bucket(means)
         take_off(means, zeros)
 
@@ -282,7 +291,7 @@ class _OwnChunk:
         if not self.elements:
             return False
         self._codes.bucket.suffix = _OF_MEANS
-        self._codes.bucket.segments["result"] = self._codes.addresses(whole, "result")
+        self._codes.find_results(whole)
         return method.decode_bucket(self._codes.bucket, payloads[whole.context.rank], 1, 0)
 
     def keep(self, whole: Bucket) -> None:

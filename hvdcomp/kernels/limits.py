@@ -13,6 +13,18 @@ SMALLEST_NORM = 2.0**-110
 """A column of PowerSGD whose norm is at most this number counts as zero, so that dividing by the norm does not overflow
 float32."""
 
+MOST_HALVINGS = 7
+"""The largest scale of an element in a block is 1, and the smallest possible scale is 1, halved this number of times
+(`EDEN` with `scaled`)."""
+
+SQUARES_KEPT, SQUARES_ADDED = 0.9, 0.1
+"""The factors of the running mean of squares and of a new square, in the next running mean (`EDEN` with `scaled`). In
+the first step, all scales are 1, so the result has the same error for all elements. The scales have to forget this step
+soon."""
+
+LARGEST_SQUARED = 1e15
+"""For running means of squares, larger numbers count as this number, so that their squares are finite."""
+
 LARGEST = {"float16": 65504.0, "bfloat16": (2 - 2.0**-7) * 2.0**127}
 """The largest finite number of each 16-bit type."""
 

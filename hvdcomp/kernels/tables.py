@@ -53,6 +53,8 @@ SEGMENT = _with_unions(
             ("narrow", "i8"),
             ("rounded", "u8"),
             ("kept_type", "i8"),
+            ("squares", "u8"),
+            ("next_squares", "u8"),
         ],
         align=True,
     )

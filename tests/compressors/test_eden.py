@@ -13,6 +13,7 @@ from hvdcomp import EDEN, ByName, SpecError, kernels
 from hvdcomp.arrays import numpy_arrays
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.communicators.loopback import LoopbackCommunicator
+from hvdcomp.compressors.memory import ErrorFeedback, Memory, NoMemory
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import Context, TensorInfo
 from hvdcomp.compressors.quantization_rotated import ERRORS, LEVELS
@@ -26,6 +27,7 @@ from hvdcomp.perfmodel.ways import encode_time_of, in_each_way
 from tests.compressors.test_scatter import stated_of_bucket
 from tests.exchange.test_shards import run as run_sharded
 from tests.harness import INSTALLED, CountingCommunicator, as_numpy, infos, make
+from tests.kernel_calls import instruction_set  # noqa: F401
 from tests.lockstep import run_lockstep
 
 
@@ -321,13 +323,18 @@ def test_a_sharded_training_has_no_means_that_travel_back(in_kernels: bool, monk
 # With scales.
 
 
+def scales_of(squares: np.ndarray, block: int) -> np.ndarray:
+    """1 for the largest running mean of squares in a block; for the others, powers of two near its root."""
+    exponents = np.frexp(np.maximum(squares, 2.0**-126))[1]
+    of_blocks = np.split(exponents, range(block, len(squares), block))
+    return np.concatenate([2.0 ** -np.minimum((part.max() - part + 1) // 2, 7) for part in of_blocks])
+
+
 def stated_with_scales(method: EDEN, gradients: np.ndarray) -> list[np.ndarray]:
     """The mean over the ranks in each step, in float64, of gradients (steps, ranks, elements)."""
     squares, means = np.zeros(gradients.shape[2]), []
     for step, given in enumerate(gradients):
-        exponents = np.floor(np.log2(np.maximum(squares, 1e-30)))
-        scales = 2.0 ** -np.minimum(np.ceil((exponents.max() - exponents) / 2), 7)
-        context = Context("w", step, 0, 0, len(given))
+        scales, context = scales_of(squares, method.block), Context("w", step, 0, 0, len(given))
         mean = scales * np.mean([stated(method, x / scales, context) for x in given.astype(np.float64)], 0)
         squares = 0.9 * squares + 0.1 * mean**2
         means.append(mean)
@@ -391,13 +398,61 @@ def test_scales_of_very_small_and_very_large_gradients(times: float) -> None:
         assert np.sum(error**2) < 0.5 * np.sum(given.mean(0) ** 2)
 
 
-def test_kernels_leave_methods_with_scales_to_the_array_form() -> None:
-    x = np.random.default_rng(0).standard_normal(4096).astype(np.float32)
-    engine = Engine(LoopbackCommunicator(), infos({"w": (4096,)}), EDEN(scaled=True), min_ndim=0, min_numel=0)
-    for _ in range(2):
-        engine.begin()
-        engine.step({"w": x})
-    assert not engine.buckets.with_kernels
+def of_cosines(rank: int, step: int, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """Gradients whose sizes differ by up to 400 times."""
+    rng = np.random.default_rng([rank, step])
+    sizes = {name: np.exp(3 * np.cos(np.arange(math.prod(shape)))) for name, shape in shapes.items()}
+    return {name: (rng.normal(size=shape) * sizes[name].reshape(shape)).astype("f") for name, shape in shapes.items()}
+
+
+@pytest.mark.skipif(not kernels.available(), reason="needs the compiled kernels")
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("memory", [NoMemory(), ErrorFeedback(0.9)], ids=["no memory", "residuals"])
+def test_with_scales_the_bucket_form_gives_the_same_bits(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = {"long": (5000,), "matrix": (33, 31), "short": (7,)}
+
+    def work(communicator: InProcessCommunicator) -> list[bytes]:
+        method = EDEN(bits=1, scaled=True)
+        engine = Engine(communicator, infos(shapes), method, memory, min_ndim=0, min_numel=0)
+        seen = []
+        for step in range(6):
+            given = of_cosines(communicator.rank, step, shapes)
+            if step == 3 and communicator.rank == 1:
+                given["matrix"][0, 0] = np.nan  # the step is skipped, so the scales stay as they were
+            engine.begin()
+            results = engine.step(given)
+            seen.append(b"".join(results[name].tobytes() for name in shapes))
+        assert bool(engine.buckets.with_kernels) == kernels.available()
+        return seen
+
+    in_kernels = run_ranks(3, work)
+    monkeypatch.setattr(kernels, "available", lambda: False)
+    for there, here in zip(in_kernels, run_ranks(3, work), strict=True):
+        assert there[:3] + there[4:] == here[:3] + here[4:]
+        assert len(set(there)) == 6
+
+
+@pytest.mark.skipif(not kernels.available(), reason="needs the compiled kernels")
+def test_in_a_bucket_that_is_cut_the_scales_follow_the_means_of_all_chunks() -> None:
+    method, shapes, steps = EDEN(bits=1, block=512, exchange="scatter", scaled=True), {"a": (96, 48), "b": (999,)}, 5
+
+    def work(communicator: InProcessCommunicator) -> list[dict[str, np.ndarray]]:
+        engine = Engine(communicator, infos(shapes), method, min_ndim=0, min_numel=0)
+        return [engine.step(of_cosines(communicator.rank, step, shapes)) for step in range(steps)]
+
+    squares = {name: np.zeros(math.prod(shape), np.float32) for name, shape in shapes.items()}
+    for step, found in enumerate(zip(*run_ranks(2, work), strict=True)):
+        scales = {name: scales_of(x, method.block).astype(np.float32) for name, x in squares.items()}
+        divided = [
+            {name: x.reshape(-1) / scales[name] for name, x in of_cosines(rank, step, shapes).items()}
+            for rank in range(2)
+        ]
+        means, _ = stated_of_bucket(dataclasses.replace(method, scaled=False), divided, step, shapes)
+        for name, x in means.items():
+            mean = x * scales[name]
+            squares[name] = squares[name] * np.float32(0.9) + mean * mean * np.float32(0.1)
+            for results in found:
+                np.testing.assert_array_equal(results[name].reshape(-1), mean)
 
 
 def test_where_scales_do_not_work_it_is_said() -> None:

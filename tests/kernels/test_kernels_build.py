@@ -137,6 +137,10 @@ def test_limits_are_those_of_the_headers(tmp_path: Path) -> None:
     of_headers = {
         "SMALLEST_SCALE": limits.SMALLEST_SCALE,
         "SMALLEST_NORM": limits.SMALLEST_NORM,
+        "MOST_HALVINGS": limits.MOST_HALVINGS,
+        "SQUARES_KEPT": limits.SQUARES_KEPT,
+        "SQUARES_ADDED": limits.SQUARES_ADDED,
+        "LARGEST_SQUARED": limits.LARGEST_SQUARED,
         "LARGEST_HALF": limits.LARGEST["float16"],
         "LARGEST_BFLOAT16": limits.LARGEST["bfloat16"],
     }

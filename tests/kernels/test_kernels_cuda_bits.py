@@ -61,6 +61,7 @@ EXACT = (
     "chunkedtopk:chunk=64,k=5,values=sign", "chunkedtopk:chunk=50,k=1",
     "chunkedtopk:chunk=1000,k=10,values=sign", "fp8", "fp8:block=100", "fp8:format=e5m2",
     "fp8:format=e5m2,rounding=stochastic", "eden", "eden:bits=1,block=512", "eden:bits=3", "eden:bits=4",
+    "eden:bits=1,scaled=True",
 )  # fmt: skip
 
 
@@ -177,6 +178,7 @@ CUT: Tensors = {"matrix": ((30, 13), "normal"), "one": ((), "normal"), "ties": (
     [
         ("fp16:exchange=scatter", 3), ("int8:exchange=scatter", 2), ("eden:bits=1,back=3,exchange=scatter", 2),
         ("eden:bits=1,back=3,exchange=scatter", 5),  # a rank owns no block
+        ("eden:bits=1,block=512,scaled=True,exchange=scatter", 2),
         *(
             pytest.param(f"{one}exchange=scatter", size, marks=pytest.mark.thorough)
             for one in (

@@ -5,18 +5,22 @@ The sums and differences of a rotation are computed in the same order as in this
 bits. The kernels do not use `tl.dot`, which gives zeros in float16 on devices of compute capability 7.0.
 """
 
+from hvdcomp.kernels import limits
 from hvdcomp.kernels.cuda.codes import SMALLEST_SCALE, packed_code
 from hvdcomp.kernels.cuda.language import tl, triton
 from hvdcomp.kernels.cuda.x import (
     CODES,
     COUNT,
     KEY,
+    NEXT_SQUARES,
     RESULT,
     SCALES,
     SOURCED,
+    SQUARES,
     X,
     entry,
     floats,
+    is_address,
     left_of,
     magnitude,
     make_x,
@@ -31,6 +35,11 @@ from hvdcomp.kernels.cuda.x import (
 
 _ROW = tl.constexpr(8)  # length of a row in the array `levels`; a row has the levels for one number of bits
 _BORDERS = tl.constexpr(40)  # index of the first border between two levels in the array `levels`
+_ONE = tl.constexpr(127)  # exponent bits of 1
+_MOST_HALVINGS = tl.constexpr(limits.MOST_HALVINGS)
+_KEPT = tl.constexpr(limits.SQUARES_KEPT)
+_ADDED = tl.constexpr(limits.SQUARES_ADDED)
+_LARGEST_SQUARED = tl.constexpr(limits.LARGEST_SQUARED)
 
 
 @triton.jit
@@ -60,6 +69,27 @@ def _flip(x, i, key):
     """Multiplies elements i of a tensor by their random signs."""
     sign = (word(i // 32, key) >> (i % 32).to(tl.uint32)) << 31
     return (x.to(tl.uint32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _halvings(squares):
+    """How often 1 is halved to get the scale of each element of a block. squares: the running means of squares."""
+    exponent = squares.to(tl.int32, bitcast=True) >> 23
+    return tl.minimum((tl.max(exponent, 0) - exponent + 1) >> 1, _MOST_HALVINGS)
+
+
+@triton.jit
+def _times_power(x, exponent):
+    """x times a power of two, which is exact unless the product is denormal."""
+    return x * ((exponent + _ONE) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _next_squares(squares, mean):
+    """The running means of squares after a step. A NaN stays NaN."""
+    low = tl.where(mean < -_LARGEST_SQUARED, -_LARGEST_SQUARED, mean)
+    limited = tl.where(low > _LARGEST_SQUARED, _LARGEST_SQUARED, low)
+    return squares * _KEPT + limited * limited * _ADDED
 
 
 @triton.jit
@@ -103,10 +133,11 @@ def _pack_plane(code, bits, shift, place, first, padded, payload, WIDTH: tl.cons
 def eden_encode(
     table, segments, tasks, flag, factor, decay, momentum, payload, levels,
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
-    PIECE: tl.constexpr, BLOCK: tl.constexpr, LOG: tl.constexpr,
+    PIECE: tl.constexpr, BLOCK: tl.constexpr, LOG: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Computes x, its codes and the scales of blocks. If KEEPS, subtracts the sent values from x.
 
+    SCALED: whether elements have scales of their own.
     levels: as in `hvdcomp/compressors/quantization_rotated.py`.
     """
     segment, start, end = piece(table, segments, tasks, PIECE)
@@ -121,10 +152,14 @@ def eden_encode(
         inside = i < end
         x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, FROM)
         largest = tl.maximum(largest, magnitude(x))
-        wide = x.to(tl.float64)
+        given = x
+        if SCALED:
+            halvings = _halvings(tl.load(floats(table, segments, segment, SQUARES) + i, mask=inside, other=0.0))
+            given = _times_power(x, halvings)
+        wide = given.to(tl.float64)
         squares = tl.sum(wide * wide, 0)
         norm = tl.sqrt(squares).to(tl.float32)
-        z = _rotate(_flip(x, i, key), LOG)
+        z = _rotate(_flip(given, i, key), LOG)
         absolute = magnitude(z).to(tl.float32, bitcast=True)
         code = (z < 0).to(tl.int32)
         level = absolute * 0 + tl.load(levels + bits * _ROW)
@@ -145,6 +180,8 @@ def eden_encode(
         shift, place = _pack_plane(code, bits, shift, place, block, padded, payload, 1, BLOCK)
         if KEEPS:
             sent = _flip(_rotate(_value(code, levels, bits, scale), LOG), i, key)
+            if SCALED:
+                sent = _times_power(sent, -halvings)
             kept = floats(table, segments, segment, X) + i
             if FROM == SOURCED:
                 x = tl.load(kept, mask=inside, other=0.0)
@@ -155,10 +192,11 @@ def eden_encode(
 @triton.jit
 def eden_decode(
     table, segments, tasks, flag, payloads, ranks, row: tl.int64, share, levels,
-    PIECE: tl.constexpr, BLOCK: tl.constexpr, LOG: tl.constexpr,
+    PIECE: tl.constexpr, BLOCK: tl.constexpr, LOG: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Computes the mean of the ranks' blocks, which are added in rank order. The inverse rotation is applied only once,
-    to the mean."""
+    to the mean. If SCALED, multiplies the mean by the scales of elements, and computes the next running means of
+    squares."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     bits = entry(table, segments, segment, COUNT).to(tl.int32)
     key = entry(table, segments, segment, KEY)
@@ -178,17 +216,27 @@ def eden_decode(
             total += _value(code, levels, bits, scale)
         total = _flip(_rotate(total * share, LOG), i, key)
         inside = i < end
+        if SCALED:
+            squares = tl.load(floats(table, segments, segment, SQUARES) + i, mask=inside, other=0.0)
+            total = _times_power(total, -_halvings(squares))
+            after = entry(table, segments, segment, NEXT_SQUARES)
+            changes = inside & is_address(after, i)
+            tl.store(pointer(after, tl.float32) + i, _next_squares(squares, total), mask=changes)
         largest = tl.maximum(largest, tl.where(inside, magnitude(total), 0))
         tl.store(result + i, total, mask=inside)
     report(flag, largest)
 
 
+def _constants(on, block):
+    return {"BLOCK": block, "LOG": block.bit_length() - 1, "SCALED": bool(on.segments["squares"][0])}
+
+
 def _encode(on, levels, block, payload):
-    on.pieces(eden_encode, payload, levels, x=True, BLOCK=block, LOG=block.bit_length() - 1)
+    on.pieces(eden_encode, payload, levels, x=True, **_constants(on, block))
 
 
 def _decode(on, levels, block, first, ranks, row):
-    on.pieces(eden_decode, first, ranks, row, 1 / ranks, levels, BLOCK=block, LOG=block.bit_length() - 1)
+    on.pieces(eden_decode, first, ranks, row, 1 / ranks, levels, **_constants(on, block))
 
 
 KERNELS = {"eden_encode": _encode, "eden_decode": _decode}

@@ -32,6 +32,8 @@ FIELDS = (
     "total",
     "narrowed",
     "rounded",
+    "squares",
+    "next_squares",
 )
 """The names of the rows of a table. Most rows are fields of `hvd_segment` in `src/bucket.h`; a union has the name of
 its first member. There are also the following rows:
@@ -64,6 +66,8 @@ TASKS = tl.constexpr(18)
 TOTAL = tl.constexpr(19)
 NARROWED = tl.constexpr(20)
 ROUNDED = tl.constexpr(21)
+SQUARES = tl.constexpr(22)
+NEXT_SQUARES = tl.constexpr(23)
 
 # Where the numbers to compress come from: a gradient of one of these element types, or a source (SOURCED).
 FLOAT = tl.constexpr(tables.NARROW["float32"])

@@ -45,6 +45,8 @@ typedef struct {
     int64_t narrow;     /* HVD_HALF or HVD_BFLOAT16, the type of 16-bit gradients, if `x` is not NULL; else 0 */
     uint16_t *rounded;  /* receives the residual, if it is kept rounded */
     int64_t kept_type;  /* HVD_HALF or HVD_BFLOAT16, the type of `kept` and `rounded`, if there is no `rule`; else 0 */
+    const float *squares; /* the running means of the elements' squares; NULL: the elements have no scales */
+    float *next_squares;  /* receives the next running means; NULL: decoding does not change them */
 } hvd_segment;
 
 /* A piece of a tensor. To sum over a tensor, kernels sum over each piece and add these sums in order, so that results

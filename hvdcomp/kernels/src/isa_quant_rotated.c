@@ -26,6 +26,7 @@ struct job {
 };
 
 #define LONGEST 1024 /* largest block */
+#define ONE 127      /* exponent bits of 1 */
 #define AT_ONCE 8    /* number of vectors that are rotated together */
 #define LEVELS 8     /* number of places for the levels of codes with one number of bits */
 
@@ -395,6 +396,39 @@ static void values(const struct job *job, float *sum, struct codes from, int64_t
     }
 }
 
+/* Computes the scales of a block's elements from the running means of their squares: 1 for the largest, and powers of
+ * two for the others, as in `_scales` in hvdcomp/compressors/quantization_rotated.py. */
+static void make_scales(const float *restrict squares, int64_t length, float *restrict scales) {
+    int32_t largest = 0;
+    for (int64_t i = 0; i < length; i++) {
+        const int32_t exponent = (int32_t)hvd_bits(squares[i]) >> 23;
+        largest = exponent > largest ? exponent : largest;
+    }
+    for (int64_t i = 0; i < length; i++) {
+        const int32_t below = (largest - ((int32_t)hvd_bits(squares[i]) >> 23) + 1) >> 1;
+        const int32_t halvings = below < HVD_MOST_HALVINGS ? below : HVD_MOST_HALVINGS;
+        scales[i] = hvd_of_bits((uint32_t)(ONE - halvings) << 23);
+    }
+}
+
+/* Divides elements by their scales. The inverse of a power of two is exact. */
+static void divide(const float *restrict x, int64_t length, const float *restrict scales, float *restrict out) {
+    for (int64_t i = 0; i < length; i++) out[i] = x[i] * hvd_of_bits(((uint32_t)(2 * ONE) << 23) - hvd_bits(scales[i]));
+}
+
+static void multiply(float *restrict x, int64_t length, const float *restrict scales) {
+    for (int64_t i = 0; i < length; i++) x[i] *= scales[i];
+}
+
+/* Computes the next running means of squares from the means over the ranks. A NaN stays NaN. */
+static void add_squares(const float *restrict means, int64_t length, const float *restrict squares, float *restrict next) {
+    for (int64_t i = 0; i < length; i++) {
+        const float low = means[i] < -HVD_LARGEST_SQUARED ? -HVD_LARGEST_SQUARED : means[i];
+        const float limited = low > HVD_LARGEST_SQUARED ? HVD_LARGEST_SQUARED : low;
+        next[i] = squares[i] * HVD_SQUARES_KEPT + limited * limited * HVD_SQUARES_ADDED;
+    }
+}
+
 /* The codes of a tensor in a payload. */
 static inline struct codes codes_of(const struct job *job, const hvd_segment *s, uint8_t *payload) {
     const int64_t blocks = (s->size + job->block - 1) / job->block;
@@ -413,7 +447,7 @@ static void encode_piece(void *context, int64_t number) {
     const hvd_segment *s = job->bucket->segments + task->segment;
     float *scales = (float *)(void *)(job->payload + s->scales);
     const struct codes codes = codes_of(job, s, job->payload);
-    float room[HVD_BLOCK], z[LONGEST], padded[LONGEST];
+    float room[HVD_BLOCK], z[LONGEST], padded[LONGEST], of_elements[LONGEST];
     uint32_t words[LONGEST / 32], largest = 0;
     for (int64_t start = task->start, end; start < task->start + task->length; start = end) {
         end = end_of(task, start);
@@ -421,8 +455,11 @@ static void encode_piece(void *context, int64_t number) {
         for (int64_t done = 0; done < end - start; done += block) {
             const int64_t length = hvd_shorter(block, end - start - done);
             const float *given = x + done;
-            if (length < block) {
-                memcpy(padded, given, (size_t)length * sizeof *padded);
+            if (s->squares) {
+                make_scales(s->squares + start + done, length, of_elements);
+                divide(given, length, of_elements, padded);
+            } else if (length < block) memcpy(padded, given, (size_t)length * sizeof *padded);
+            if (s->squares || length < block) {
                 memset(padded + length, 0, (size_t)(block - length) * sizeof *padded);
                 given = padded;
             }
@@ -434,6 +471,7 @@ static void encode_piece(void *context, int64_t number) {
             if (!job->bucket->keeps) continue;
             values(job, z, codes, start + done, scale, 0);
             rotate_and_flip(z, block, words);
+            if (s->squares) multiply(z, length, of_elements);
             for (int64_t i = 0; i < length; i++) s->x[start + done + i] = hvd_left(s->x[start + done + i], z[i]);
         }
     }
@@ -452,7 +490,7 @@ static void decode_piece(void *context, int64_t number) {
     const float share = (float)(1.0 / (double)job->ranks);
     hvd_task *task = job->bucket->tasks + number;
     const hvd_segment *s = job->bucket->segments + task->segment;
-    float sum[HVD_BLOCK];
+    float sum[HVD_BLOCK], of_elements[LONGEST];
     uint32_t words[LONGEST / 32], largest = 0;
     for (int64_t start = task->start, end; start < task->start + task->length; start = end) {
         end = end_of(task, start);
@@ -469,6 +507,11 @@ static void decode_piece(void *context, int64_t number) {
         for (int64_t done = 0; done < length; done += block) {
             draw_words(start + done, block, s->key, words);
             rotate_and_flip(sum + done, block, words);
+            if (!s->squares) continue;
+            const int64_t from = start + done, count = hvd_shorter(block, end - from);
+            make_scales(s->squares + from, count, of_elements);
+            multiply(sum + done, count, of_elements);
+            if (s->next_squares) add_squares(sum + done, count, s->squares + from, s->next_squares + from);
         }
         largest = hvd_largest_bits(sum, end - start, largest);
         largest = hvd_put(job->bucket, s, start, end - start, sum, job->large, largest);

@@ -16,6 +16,12 @@
 /* A scale up to this number counts as zero, as in hvdcomp/kernels/limits.py. */
 #define HVD_SMALLEST_SCALE 0x1p-96f
 
+/* Scales of elements, as in hvdcomp/kernels/limits.py. */
+#define HVD_MOST_HALVINGS 7
+#define HVD_SQUARES_KEPT 0.9f
+#define HVD_SQUARES_ADDED 0.1f
+#define HVD_LARGEST_SQUARED 1e15f
+
 /* `most` / scale, computed from the scale's reciprocal and rounded to a float; 0 if the scale is zero. The reciprocal
  * of a scale above 2**126 is denormal, and the processor may treat denormal numbers as zero. */
 static inline float hvd_factor(float scale, float most) {
