@@ -128,7 +128,16 @@ RAISED = tuple(name for name, changes in STEPS.items() if changes["outer_momentu
 NAMED = {**FROZEN, **STEPS, **{name: {"compression": spec} for name, spec in BUDGETS.items()}}
 CANDIDATES = {
     "sgd": ("topk:ratio=0.01", "eden:bits=1", "terngrad", "eden", "int4"),
-    "adamw": ("eden:bits=1", "terngrad", "eden", "eden:bits=3", "int4", "int8"),
+    "adamw": (
+        "eden:bits=1,scaled=True",
+        "eden:bits=1",
+        "terngrad",
+        "eden:scaled=True",
+        "eden",
+        "eden:bits=3",
+        "int4",
+        "int8",
+    ),
     "muon": ("eden:bits=1", "terngrad", "eden", "eden:bits=3", "int4"),
 }
 """For each optimizer, the compressors that README's table may name, from the fewest bytes to the most."""
