@@ -65,7 +65,7 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        return self.runs / self.workload / re.sub(r"[^\w.=]+", "-", self.label).strip("-") / f"seed{self.seed}"
+        return self.runs / self.workload / _as_file_name(self.label) / f"seed{self.seed}"
 
     def __str__(self) -> str:
         return f"{self.workload} {self.label} seed {self.seed}"
@@ -88,7 +88,9 @@ class Run:
     @property
     def summary(self) -> dict[str, Any] | None:
         """The summary of the run in the folder; None if the run is incomplete or has different options."""
-        summary = _json(self.folder / "summary.json")
+        # Plans ask this of thousands of runs, most of which have no folder. Making a `Path` takes as long as the rest.
+        file = os.path.join(self.runs, self.workload, _as_file_name(self.label), f"seed{self.seed}", "summary.json")
+        summary = _json(Path(file)) if os.path.exists(file) else None
         if not summary:
             return None
         options = json.loads(json.dumps(self.options))
@@ -153,19 +155,28 @@ class Run:
         return [parse_json(line) for line in (self.folder / name).read_text().splitlines()]
 
 
+@cache
+def _as_file_name(label: str) -> str:
+    return re.sub(r"[^\w.=]+", "-", label).strip("-")
+
+
 RECORDS = "trainings.csv"
 
 
 def kept_records(runs: Path) -> Mapping[tuple[str, str, int], dict[str, Any]]:
     """The stored records of all training runs in a folder, by workload, label and seed."""
-    file = runs / RECORDS
-    return _records(file, file.stat().st_mtime_ns) if file.exists() else {}
+    file = os.path.join(runs, RECORDS)
+    try:
+        changed = os.stat(file).st_mtime_ns
+    except FileNotFoundError:
+        return {}
+    return _records(file, changed)
 
 
 @cache
-def _records(file: Path, changed: int) -> Mapping[tuple[str, str, int], dict[str, Any]]:
+def _records(file: str, changed: int) -> Mapping[tuple[str, str, int], dict[str, Any]]:
     texts = ("workload", "label", "settings", "commit")
-    with file.open(newline="") as lines:
+    with open(file, newline="") as lines:
         rows: list[dict[str, Any]] = [
             {name: value if name in texts else json.loads(value or "null") for name, value in row.items()}
             for row in csv.DictReader(lines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from benchmarks.quality import convergence
@@ -167,6 +167,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 TRAINED = {**WORKLOADS, **WORKLOADS_OF_OTHERS, **VARIANTS}
 
 
+@cache
 def is_accuracy(workload: str) -> bool:
     return TrainingOptions(data=TRAINED[workload]["data"]).metric == "accuracy"
 
@@ -257,6 +258,10 @@ class RateRun(Run):
     def options(self) -> dict[str, Any]:
         return {**TRAINED[self.workload], "lr": self.rate, **changes_of(self.workload, self.spec), "seed": self.seed}
 
+    @property
+    def settings(self) -> str:
+        return _settings_of(self)
+
     def figures(self) -> dict[str, Any]:
         """The compression factor, the bytes that a rank sent, and the loss and accuracy on the validation data at the
         end; None if the training diverged."""
@@ -277,6 +282,11 @@ class RateRun(Run):
             return None
         value = record["accuracy" if is_accuracy(self.workload) else "loss"]
         return math.nan if value is None else value * (100 if is_accuracy(self.workload) else 1)
+
+
+@cache  # a plan asks for the same runs many times
+def _settings_of(run: RateRun) -> str:
+    return Run.settings.fget(run)  # type: ignore[attr-defined]
 
 
 def lost_beside(workload: str, quality: float, reference: float) -> float:

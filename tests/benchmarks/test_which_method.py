@@ -112,7 +112,8 @@ def test_the_upper_end_of_the_interval_decides(records: Records) -> None:
 
 def test_one_task_or_one_training_that_diverges_is_enough_to_be_out(records: Records) -> None:
     records.add("heavy-tails", "none", 0.0)
-    records.add("heavy-tails", "eden:bits=1", 3.1)
+    for method in ("eden:bits=1,scaled=True", "eden:bits=1", "eden:scaled=True"):
+        records.add("heavy-tails", method, 3.1)
     records.add("heavy-tails", "terngrad", lambda seed: math.nan if seed == 104 else 0.0)
     records.add("heavy-tails", "eden", 0.0)
     (situation,) = (one for one in rule.SITUATIONS if one.optimizer == "Adam")
@@ -124,7 +125,18 @@ def test_one_task_or_one_training_that_diverges_is_enough_to_be_out(records: Rec
 
 def test_a_method_that_cannot_change_the_choice_does_not_delay_it(records: Records) -> None:
     """Here, `terngrad` sends more bytes than the method within 3 %, and cannot be within 1 %."""
-    _with_dense(records, {"eden:bits=1": 2.0, "eden": 5.0, "eden:bits=3": 5.0, "int4": 5.0, "int8": 5.0})
+    _with_dense(
+        records,
+        {
+            "eden:bits=1,scaled=True": 5.0,
+            "eden:bits=1": 2.0,
+            "eden:scaled=True": 5.0,
+            "eden": 5.0,
+            "eden:bits=3": 5.0,
+            "int4": 5.0,
+            "int8": 5.0,
+        },
+    )
     (situation,) = (one for one in rule.SITUATIONS if one.optimizer == "Adam")
     for lost, undecided in ((0.5, ["terngrad"]), (2.0, [])):
         records.add("heavy-tails", "terngrad", lost)
@@ -225,6 +237,7 @@ def test_steps_as_the_preset_makes_them_are_evidence_of_steps_only(records: Reco
 
 def test_quick_tasks_of_readme_come_first_and_spare_the_slow_ones(records: Records) -> None:
     records.add("heavy-tails", "none", 0.0)
+    records.add("heavy-tails", "eden:bits=1,scaled=True", 9.0)
     records.add("heavy-tails", "eden:bits=1", 9.0)
     items = plan.items(records.runs)
     needed = [item for item in items if item.stage == 0]
@@ -232,7 +245,8 @@ def test_quick_tasks_of_readme_come_first_and_spare_the_slow_ones(records: Recor
     places = list(dict.fromkeys(item.workload for item in of_adam))
     assert places == list(ADAMW)
     assert [item.method for item in of_adam if item.workload == "gpt"] == [
-        "none", "terngrad", "eden", "eden:bits=3", "int4", "int8", "compressed-adam efsignsgd", "compressed-adam none",
+        "none", "terngrad", "eden:scaled=True", "eden", "eden:bits=3", "int4", "int8", "compressed-adam efsignsgd",
+        "compressed-adam none",
     ]  # fmt: skip
     assert plan.Item(1, plan.OWN, "gpt", "eden:bits=1") in items, "the page has it all the same"
     assert len({item.key for item in items}) == len(items)
