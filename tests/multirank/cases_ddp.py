@@ -999,16 +999,19 @@ def case_wrappers_change_neither_routing_nor_weights_nor_checkpoints() -> None:
 def case_muon_keeps_weights_identical() -> None:
     if not hasattr(torch.optim, "Muon"):
         raise SkipTest("this PyTorch has no Muon")
+    torch.manual_seed(7)
+    sizes = ((64, 96), (96, 64), (64, 48), (48, 40))
+    start = torch.nn.Sequential(*(layer for size in sizes for layer in (torch.nn.Linear(*size), torch.nn.ReLU())))
     for spec in ("none", "powersgd:rank=2"):
-        model = large_model()
-        distributed = DistributedDataParallel(model, bucket_cap_mb=1.5)
+        model = copy.deepcopy(start)  # small, because Muon is slow without bfloat16 instructions
+        distributed = DistributedDataParallel(model)
         optimizer = MuonWithAdamW(distributed, 1e-3)
         assert optimizer.param_groups[0]["param_names"] == ["0.weight", "2.weight", "4.weight"]
         ours = hvdcomp.Compression.from_spec(spec)
         hvdcomp.ddp.register(distributed, ours, optimizer)
         train(distributed, optimizer, steps=4)
         assert_same_everywhere(model)
-        assert not torch.equal(weights(model), weights(large_model()))
+        assert not torch.equal(weights(model), weights(start))
         assert ours.ledger.steps == 4
 
 
