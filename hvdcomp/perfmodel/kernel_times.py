@@ -94,7 +94,9 @@ def _element_s(moved: float, picoseconds: float, card: Card) -> float:
 # and the residual are read, and x is written. Without residuals it takes 4 bytes, and a momentum takes 8 more. The
 # payload is written once and read once, and the result takes 4 bytes. Quantizers read x a second time (4) once they
 # know the scales. EDEN does not: it has a scale for each block, and computes the codes of a block while the block is in
-# registers. PowerSGD multiplies x a second time (4), and its decoding reads and writes x (8).
+# registers. With a scale for each element, EDEN reads the running means of squares twice (8) and writes the next ones
+# (4). PyTorch then reads both and writes those that are kept (12), because a step that is skipped keeps the old ones.
+# PowerSGD multiplies x a second time (4), and its decoding reads and writes x (8).
 # Sparsifiers decode 1 % of the elements. For each decoded element, a sector of 32 bytes is read and written.
 _SCATTERED = 64 * 0.01
 
@@ -128,6 +130,10 @@ KERNELS = {
     "bf16": Kernels(7, 12, 0.4, 2.0, 0.3, ROOFLINE),
     "eden": Kernels(12, 8.5, 6.7, 0.25, 1.8, f"estimated: qsgd:bits=2, {_BY_CPU}presets-rotated.json)"),
     "eden:bits=1": Kernels(12, 8.25, 6.0, 0.125, 1.6, f"estimated: qsgd:bits=2, {_BY_CPU}presets-rotated.json)"),
+    "eden:scaled=True": Kernels(14, 32.5, 10.0, 0.25, 1.8, f"estimated: eden, {_BY_CPU}presets-scales.json)"),
+    "eden:bits=1,scaled=True": Kernels(
+        14, 32.25, 9.5, 0.125, 1.6, f"estimated: eden:bits=1, {_BY_CPU}presets-scales.json)"
+    ),
 }
 """The work of the kernels of each method, by spec."""
 

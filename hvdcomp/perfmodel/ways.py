@@ -46,7 +46,7 @@ def _is_decoded_by_ranks(compressor: Compressor) -> TypeGuard[Gathering]:
 def reduces_shards(compressor: Compressor) -> bool:
     """Whether a method other than a cast can be used in the reduce-scatter of a sharded model (`hvdcomp.fsdp`). Casts
     can always be used."""
-    return _is_decoded_by_ranks(compressor) and not compressor.of_matrices
+    return _is_decoded_by_ranks(compressor) and not (compressor.of_matrices or compressor.keeps_state)
 
 
 def in_two_levels(compressor: Compressor) -> Compressor | None:

@@ -634,10 +634,10 @@ def test_all_presets_know_the_methods_and_models_of_today(preset: str) -> None:
         if facts.sharded:
             continue
         adviser = Adviser(known, model)
-        gathered = ("bf16", "int8", "int4", "fp8", "eden", "eden:bits=1")
+        gathered = ("bf16", "int8", "int4", "fp8", "eden", "eden:bits=1", "eden:scaled=True", "eden:bits=1,scaled=True")
         scattered = [str(replace(parse_compressor(spec), exchange="scatter")) for spec in gathered[1:]]
         for spec in (*gathered, *scattered):
-            for one in (spec, f"two_level({spec})"):
+            for one in (spec, *[f"two_level({spec})"] * ("scaled" not in spec)):
                 assert (encode := adviser.encode[one]) is not None, one
                 measured = one in ("int8", "fp8") and facts.shapes in CARDS[known.card].measured
                 assert encode.estimated != (measured and preset != OF_2021), one
@@ -648,6 +648,7 @@ def test_ratios_of_a_cpu_give_what_is_not_published_of_a_gpu() -> None:
         "presets.json": {**dict.fromkeys(("int8", "int4", "fp8"), "qsgd:bits=2"), "bf16": "signsgd"},
         "presets-sparsifiers.json": {"topkc:ratio=0.01": "mstopk:ratio=0.01"},
         "presets-rotated.json": dict.fromkeys(("eden", "eden:bits=1"), "qsgd:bits=2"),
+        "presets-scales.json": {"eden:scaled=True": "eden", "eden:bits=1,scaled=True": "eden:bits=1"},
     }.items():
         stored = json.loads((DOCS / "encode" / name).read_text())
         cpu = {one["method"]: one["cpu_ms"] for one in stored["measurements"]}

@@ -74,6 +74,7 @@ def test_what_was_measured_nowhere_is_estimated_by_ratios_of_a_cpu() -> None:
         "presets.json": {"int4": "int8"},
         "presets-sparsifiers.json": {"topkc:ratio=0.01": "mstopk:ratio=0.01"},
         "presets-rotated.json": dict.fromkeys(("eden", "eden:bits=1"), "qsgd:bits=2"),
+        "presets-scales.json": {"eden:scaled=True": "eden", "eden:bits=1,scaled=True": "eden:bits=1"},
     }.items():
         cpu = {one["method"]: one["cpu_ms"] for one in json.loads((ENCODE / name).read_text())["measurements"]}
         for spec, other in beside.items():
@@ -109,9 +110,10 @@ def test_the_host_takes_no_less_for_a_part_of_the_model() -> None:
 
 @pytest.mark.parametrize("spec", KERNELS)
 def test_bytes_count_what_a_method_keeps(spec: str) -> None:
-    """At least gradients and results; and x and the residual if it keeps one."""
-    memory = parse_compressor(spec).default_memory.name
-    least = {"none": 8, "error_feedback": 16, "momentum_correction": 24}[memory]
+    """At least gradients and results; x and the residual if it keeps one; and numbers of each element."""
+    method = parse_compressor(spec)
+    least = {"none": 8, "error_feedback": 16, "momentum_correction": 24}[method.default_memory.name]
+    least += 24 * (method.keeps_state and not method.of_matrices)
     assert least <= KERNELS[spec].bytes < least + 13
 
 
