@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import typing
 from collections.abc import Mapping
@@ -18,6 +19,15 @@ Kind = TypeVar("Kind", bound=Described)
 _QUOTED_OR_ONE = re.compile(r'"(?:[^"\\]|\\.)*"|.', re.DOTALL)
 _NAME_AND_SIGN = re.compile(r"(?:hvdcomp\.)?(\w*)\s*(.?)", re.DOTALL)
 _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+_type_hints = functools.cache(typing.get_type_hints)
+
+
+def type_hints(kind: Any) -> Mapping[str, Any]:
+    """The types of a class's fields, by name. They are cached, because `advise` reads thousands of specs, and each
+    decision reads the state of a policy."""
+    return _type_hints(kind)
 
 
 def parse(spec: str, kinds: Mapping[str, type[Kind]], noun: str, plugins: Plugins | None = None) -> Kind:
@@ -39,7 +49,7 @@ def parse(spec: str, kinds: Mapping[str, type[Kind]], noun: str, plugins: Plugin
         _refuse_other_notations(name, spec, kinds, noun)
         guess, own = did_you_mean(name, kinds), "" if plugins is None else f"; {plugins.ways()}"
         raise SpecError(f"unknown {noun} {name!r} in {spec!r}{guess}; choose one of: {', '.join(kinds)}{own}")
-    types = typing.get_type_hints(kind)
+    types = type_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
     for setting in split_outside(settings, ",") if settings else []:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvdcomp.specs.parsing import number
+from hvdcomp.specs.parsing import number, type_hints
 
 _SCALARS: dict[Any, tuple[tuple[Any, ...], str]] = {
     str: ((str,), "text in quotes"),
@@ -109,11 +109,6 @@ def _dataclass(kind: Any, value: Any, where: str, texts: Mapping[str, float] | N
         if names:
             raise ValueError(f"{where} {word} {', '.join(sorted(names))}")
     return kind(**{name: typed(hints[name], item, name, texts) for name, item in value.items()})
-
-
-# The type hints are cached, because each decision reads the state of a policy, and without the cache, the search for
-# the type hints would take most of the time.
-type_hints = functools.cache(typing.get_type_hints)
 
 
 @functools.cache

@@ -7,7 +7,6 @@ import inspect
 import json
 import math
 import re
-import typing
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import SpecError
 from hvdcomp.files import replace_text, with_block
 from hvdcomp.specs.described import fields_of
+from hvdcomp.specs.parsing import type_hints
 from hvdcomp.specs.suggestions import did_you_mean
 from hvdcomp.tools.terminal import make_console, make_table, print_table
 
@@ -71,7 +71,7 @@ def command(names: tuple[str, ...], as_json: bool, markdown: Path | None) -> Non
 
 def describe(kind: type[Compressor]) -> dict[str, Any]:
     """The description of a compressor, as JSON-serializable values."""
-    types = typing.get_type_hints(kind)
+    types = type_hints(kind)
     fields = fields_of(kind)
     required = {field.name for field in fields if field.default is dataclasses.MISSING}
     example = parse_compressor(kind.examples[0])

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.specs.typed import type_hints, typed
+from hvdcomp.specs.parsing import type_hints
+from hvdcomp.specs.typed import typed
 from hvdcomp.tools.launch import torch_rank
 
 if sys.version_info >= (3, 11):
