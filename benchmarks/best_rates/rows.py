@@ -134,6 +134,7 @@ CANDIDATES = {
         "terngrad",
         "eden:scaled=True",
         "eden",
+        "eden:bits=3,scaled=True",
         "eden:bits=3",
         "int4",
         "int8",
@@ -142,7 +143,11 @@ CANDIDATES = {
 }
 """For each optimizer, the compressors that README's table may name, from the fewest bytes to the most."""
 
-SCATTERED = {"sgd": ("eden:bits=1,exchange=scatter",), "adamw": ("int4:exchange=scatter",), "muon": ()}
+SCATTERED = {
+    "sgd": ("eden:bits=1,exchange=scatter",),
+    "adamw": ("eden:scaled=True,exchange=scatter", "int4:exchange=scatter"),
+    "muon": (),
+}
 """For each optimizer, the methods that README's programs use with `exchange="auto"`. With four or more ranks, "auto"
 means "scatter", which rounds each element twice. So these methods are trained with "scatter", too."""
 

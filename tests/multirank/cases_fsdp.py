@@ -29,7 +29,10 @@ from tests.multirank.training_ddp import (
 from tests.multirank.worker import thorough
 
 Compile = functools.partial[Any]
-SPECS = ("none", "fp16", "topk:ratio=0.05", "powersgd:rank=2", "qsgd:bits=8,exchange=scatter", "efsignsgd")
+SPECS = (
+    "none", "fp16", "topk:ratio=0.05", "powersgd:rank=2", "qsgd:bits=8,exchange=scatter", "efsignsgd",
+    "eden:bits=1,scaled=True",
+)  # fmt: skip
 
 
 def mesh_of_ranks() -> DeviceMesh:
