@@ -17,7 +17,7 @@ from tests.gpu.ranks import HOST, Named, Ranks, Shapes, on_host, one_by_one
 FORMS = (
     *SPECS, "qsgd:bits=7", "qsgd:bits=1,bucket=100", "signsgd:zeros=elements", "topk:ratio=0.3,values=fp16",
     "powersgd:rank=2,iterations=2", "int4:rounding=stochastic,block=100", "fp8:rounding=stochastic,format=e5m2",
-    "eden:bits=1,block=512", "eden:bits=4",
+    "eden:bits=1,block=512", "eden:bits=4", "eden:bits=1,scaled=True",
 )  # fmt: skip
 
 ODD: Shapes = {

@@ -36,7 +36,7 @@ MODELS = ("resnet50", "bert-base", "small-tensors")
 METHODS = (
     "none", "fp16", "topk:ratio=0.01", "mstopk:ratio=0.01", "redsync:ratio=0.01", "dgc:ratio=0.01",
     "randomk:ratio=0.01", "efsignsgd", "onebit", "qsgd:bits=4", "terngrad", "natural", "int8", "int4", "fp8", "eden",
-    "eden:bits=1", "powersgd:rank=4",
+    "eden:bits=1", "eden:scaled=True", "powersgd:rank=4",
 )  # fmt: skip
 ROUNDED = ", residuals of bf16"
 KEPT = {
