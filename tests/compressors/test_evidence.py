@@ -148,7 +148,8 @@ def test_what_the_readme_tells_to_begin_with_is_measured_and_recommended() -> No
     table = README.read_text(encoding="utf-8").partition("<!-- which method -->")[2].partition("\n\n")[0]
     named = re.findall(r"`([^`]+)`", "".join(row.split("|")[2] for row in table.strip().splitlines()))
     specs = [spec for spec in named if spec.partition(":")[0] in COMPRESSOR_NAMES]
-    assert specs == ["eden:bits=1", "int4", "int4", "efsignsgd"], "SGD, Adam, Muon, and compressed steps of Muon"
+    of_adam = ["int4", "eden:scaled=True"]
+    assert specs == ["eden:bits=1", *of_adam, "int4", "efsignsgd"], "SGD, Adam, Muon, and compressed steps of Muon"
     assert set(RECOMMENDED) <= set(specs) <= set(COMPRESSORS)
 
 
