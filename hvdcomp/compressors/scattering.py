@@ -23,8 +23,7 @@ from hvdcomp.compressors.sizes import SentPayload
 from hvdcomp.kernels import cuda
 from hvdcomp.kernels.tables import PRODUCT
 
-_ADDRESSES = ("gradient", "result", "source", "kept", "x", "velocity", "next_velocity", "squares")
-_OF_RESULTS = ("result", "squares", "next_squares")
+_ADDRESSES = ("gradient", "result", "source", "kept", "x", "velocity", "next_velocity")
 _OF_MEANS = "#mean"  # makes the random numbers of means differ from those of chunks
 _OF_KEPT = ("above", "below", "rule", "kept_type")
 
@@ -162,6 +161,7 @@ class _Pieces:
             bucket.segments[name] = self.addresses(whole, name)
         for name in _OF_KEPT:
             bucket.segments[name] = whole.segments[name][self._members]
+        self.find_squares(whole, bucket)
         if bucket.device is not None:
             bucket.kernels.sent[0] = whole.kernels.sent[0][self._members]
 
@@ -173,8 +173,21 @@ class _Pieces:
 
     def find_results(self, whole: Bucket) -> None:
         """Sets the addresses to which the means are decoded."""
-        for name in _OF_RESULTS:
-            self.bucket.segments[name] = self.addresses(whole, name)
+        self.bucket.segments["result"] = self.addresses(whole, "result")
+        self.find_squares(whole, self.bucket, change=True)
+
+    def find_squares(self, whole: Bucket, bucket: Bucket, change: bool = False) -> None:
+        """Sets the addresses of the running means of squares in a bucket of these pieces, if elements have scales.
+
+        Args:
+            whole: the whole bucket.
+            bucket: the bucket whose addresses are set.
+            change: whether decoding computes the next running means. They follow the means that all ranks get.
+        """
+        if whole.states is None:
+            return
+        bucket.segments["squares"] = self.addresses(whole, "squares")
+        bucket.segments["next_squares"] = self.addresses(whole, "next_squares") if change else 0
 
     def decode_means(self, method: Codec, whole: Bucket, payloads: AnyArray) -> bool | AnyArray:
         """Decodes payloads of means, and writes the means to the results. `payloads` contains the payloads of all
@@ -262,8 +275,7 @@ class _OwnChunk:
         received = xp.concatenate([payloads[:own], payloads[own + 1 :]])
         bucket.begin(whole.context)
         bucket.segments["result"] = address_of(self._mean) + self._offsets
-        bucket.segments["squares"] = self._codes.addresses(whole, "squares")
-        bucket.segments["next_squares"] = 0  # they follow the means that all ranks get
+        self._codes.find_squares(whole, bucket)
         found_inf = method.decode_bucket(bucket, received, ranks - 1, payloads.shape[1])
         self._mean *= (ranks - 1) / ranks
         self._x *= 1 / ranks
@@ -282,7 +294,7 @@ class _OwnChunk:
         means.segments["kept"] = 0
         means.segments["gradient"] = address_of(self._mean) + self._offsets
         means.segments["x"] = address_of(self._x) + self._offsets if means.keeps else 0
-        means.segments["squares"] = self._codes.addresses(whole, "squares")
+        self._codes.find_squares(whole, means)
         method.encode_bucket(means)
         take_off(means, zeros)
 

@@ -421,7 +421,9 @@ static void multiply(float *restrict x, int64_t length, const float *restrict sc
 }
 
 /* Computes the next running means of squares from the means over the ranks. A NaN stays NaN. */
-static void add_squares(const float *restrict means, int64_t length, const float *restrict squares, float *restrict next) {
+static void add_squares(
+    const float *restrict means, int64_t length, const float *restrict squares, float *restrict next
+) {
     for (int64_t i = 0; i < length; i++) {
         const float low = means[i] < -HVD_LARGEST_SQUARED ? -HVD_LARGEST_SQUARED : means[i];
         const float limited = low > HVD_LARGEST_SQUARED ? HVD_LARGEST_SQUARED : low;
