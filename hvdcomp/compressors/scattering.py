@@ -24,6 +24,7 @@ from hvdcomp.kernels import cuda
 from hvdcomp.kernels.tables import PRODUCT
 
 _ADDRESSES = ("gradient", "result", "source", "kept", "x", "velocity", "next_velocity")
+_OF_STATES = ("squares", "next_squares")
 _OF_MEANS = "#mean"  # makes the random numbers of means differ from those of chunks
 _OF_KEPT = ("above", "below", "rule", "kept_type")
 
@@ -69,6 +70,8 @@ def scatter_bucket(method: Codec, bucket: Bucket) -> BucketAggregation:
         bucket.layout = _Layout(method, bucket)
     layout: _Layout = bucket.layout
     own_chunk, other_chunks = layout.own, layout.others
+    if bucket.states is not None:
+        layout.find_squares(bucket)
     # whether the next step reads tensors as a whole, and not piece by piece
     whole = bucket.widens or np.any(bucket.segments["rule"] == PRODUCT)
     if whole and not bucket.segments["source"].any():
@@ -161,7 +164,6 @@ class _Pieces:
             bucket.segments[name] = self.addresses(whole, name)
         for name in _OF_KEPT:
             bucket.segments[name] = whole.segments[name][self._members]
-        self.find_squares(whole, bucket)
         if bucket.device is not None:
             bucket.kernels.sent[0] = whole.kernels.sent[0][self._members]
 
@@ -171,29 +173,17 @@ class _Pieces:
         width = 2 if name == "kept" and whole.memory.rounds_to else 4
         return np.where(tensors == 0, tensors, tensors + np.uint64(width) * self._starts)
 
-    def find_results(self, whole: Bucket) -> None:
-        """Sets the addresses to which the means are decoded."""
-        self.bucket.segments["result"] = self.addresses(whole, "result")
-        self.find_squares(whole, self.bucket, change=True)
-
-    def find_squares(self, whole: Bucket, bucket: Bucket, change: bool = False) -> None:
-        """Sets the addresses of the running means of squares in a bucket of these pieces, if elements have scales.
-
-        Args:
-            whole: the whole bucket.
-            bucket: the bucket whose addresses are set.
-            change: whether decoding computes the next running means. They follow the means that all ranks get.
-        """
-        if whole.states is None:
-            return
-        bucket.segments["squares"] = self.addresses(whole, "squares")
-        bucket.segments["next_squares"] = self.addresses(whole, "next_squares") if change else 0
+    def find_squares(self, whole: Bucket, bucket: Bucket | None = None) -> None:
+        """Writes the addresses of the running means of squares to the table of a bucket of these pieces. Default: the
+        attribute `bucket`."""
+        for name in _OF_STATES:
+            (bucket or self.bucket).segments[name] = self.addresses(whole, name)
 
     def decode_means(self, method: Codec, whole: Bucket, payloads: AnyArray) -> bool | AnyArray:
         """Decodes payloads of means, and writes the means to the results. `payloads` contains the payloads of all
         ranks. The bucket reads only the rows of its own pieces."""
         self.bucket.suffix = _OF_MEANS
-        self.find_results(whole)
+        self.bucket.segments["result"] = self.addresses(whole, "result")
         # `flatten` copies the rows only if payloads of other requests of the round are between them.
         return method.decode_bucket(self.bucket, whole.xp.flatten(payloads), 1, 0)
 
@@ -257,6 +247,12 @@ class _OwnChunk:
         """The number of bytes of one rank's payload for the chunk."""
         return len(method.payload(self._codes.bucket).vector) if self.elements else 0
 
+    def find_squares(self, whole: Bucket) -> None:
+        """As in `_Pieces`. The average of the chunk is decoded with the same table as the mean, which is decoded later
+        and overwrites the next running means."""
+        self._codes.find_squares(whole)
+        self._codes.find_squares(whole, self.means)
+
     def read(self, whole: Bucket) -> bool | AnyArray:
         """Computes this rank's x of the chunk. Returns whether x contains an inf or NaN."""
         if not self.elements:
@@ -275,7 +271,6 @@ class _OwnChunk:
         received = xp.concatenate([payloads[:own], payloads[own + 1 :]])
         bucket.begin(whole.context)
         bucket.segments["result"] = address_of(self._mean) + self._offsets
-        self._codes.find_squares(whole, bucket)
         found_inf = method.decode_bucket(bucket, received, ranks - 1, payloads.shape[1])
         self._mean *= (ranks - 1) / ranks
         self._x *= 1 / ranks
@@ -294,7 +289,6 @@ class _OwnChunk:
         means.segments["kept"] = 0
         means.segments["gradient"] = address_of(self._mean) + self._offsets
         means.segments["x"] = address_of(self._x) + self._offsets if means.keeps else 0
-        self._codes.find_squares(whole, means)
         method.encode_bucket(means)
         take_off(means, zeros)
 
@@ -303,7 +297,7 @@ class _OwnChunk:
         if not self.elements:
             return False
         self._codes.bucket.suffix = _OF_MEANS
-        self._codes.find_results(whole)
+        self._codes.bucket.segments["result"] = self._codes.addresses(whole, "result")
         return method.decode_bucket(self._codes.bucket, payloads[whole.context.rank], 1, 0)
 
     def keep(self, whole: Bucket) -> None:
@@ -357,6 +351,12 @@ class _Layout:
         self.own.means = _Pieces(bucket, own_pieces, memory, rows, of_means).bucket
         self.sent = _rows_of(method, self.own.means, rows)[0]
         self.zeros = np.zeros(int(sizes.max()) if bucket.device is None else 0, np.float32)
+
+    def find_squares(self, whole: Bucket) -> None:
+        """Writes the addresses of the running means of squares to the tables of all chunks, if elements have
+        scales."""
+        for chunks in (self.own, self.others, *self.decoders):
+            chunks.find_squares(whole)
 
 
 def _rows_of(method: Codec, bucket: Bucket, rows: PayloadRows) -> AnyArray:
