@@ -65,7 +65,13 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        return self.runs / self.workload / _as_file_name(self.label) / f"seed{self.seed}"
+        return Path(self._folder)
+
+    @property
+    def _folder(self) -> str:
+        """The folder as a text. A plan asks for the folders of thousands of runs, and creating a `Path` takes longer
+        than finding out that there is no such folder."""
+        return os.path.join(self.runs, self.workload, _as_file_name(self.label), f"seed{self.seed}")
 
     def __str__(self) -> str:
         return f"{self.workload} {self.label} seed {self.seed}"
@@ -88,9 +94,7 @@ class Run:
     @property
     def summary(self) -> dict[str, Any] | None:
         """The summary of the run in the folder; None if the run is incomplete or has different options."""
-        # Plans ask this of thousands of runs, most of which have no folder. Making a `Path` takes as long as the rest.
-        file = os.path.join(self.runs, self.workload, _as_file_name(self.label), f"seed{self.seed}", "summary.json")
-        summary = _json(Path(file)) if os.path.exists(file) else None
+        summary = _json(os.path.join(self._folder, "summary.json"))
         if not summary:
             return None
         options = json.loads(json.dumps(self.options))
@@ -201,9 +205,10 @@ def seeds_there(runs: Path) -> list[int]:
     return sorted(in_folders | {seed for _, _, seed in kept_records(runs)})
 
 
-def _json(file: Path) -> Any:
+def _json(file: str | Path) -> Any:
     try:
-        return parse_json(file.read_text())
+        with open(file) as lines:
+            return parse_json(lines.read())
     except (OSError, ValueError):
         return None
 

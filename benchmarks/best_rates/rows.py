@@ -291,7 +291,7 @@ class RateRun(Run):
 
 @cache  # a plan asks for the same runs many times
 def _settings_of(run: RateRun) -> str:
-    return Run.settings.fget(run)  # type: ignore[attr-defined]
+    return super(RateRun, run).settings
 
 
 def lost_beside(workload: str, quality: float, reference: float) -> float:

@@ -355,7 +355,7 @@ class _Layout:
     def find_squares(self, whole: Bucket) -> None:
         """Writes the addresses of the running means of squares to the tables of all chunks, if elements have
         scales."""
-        for chunks in (self.own, self.others, *self.decoders):
+        for chunks in {self.own, self.others, *self.decoders}:
             chunks.find_squares(whole)
 
 

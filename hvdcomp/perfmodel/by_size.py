@@ -4,7 +4,6 @@ number of elements, or the time of hvdcomp's kernels on a GPU."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 
@@ -49,12 +48,7 @@ def encode_times(calibration: Calibration, model: str) -> dict[str, EncodeTime]:
 
 def _encoded(facts: ModelFacts) -> list[str]:
     """The specs with an encode time in the calibration, except casts."""
-    return [spec for spec in facts.compute.encode if not _is_cast(spec)]
-
-
-@functools.cache  # counts ask this ten thousand times
-def _is_cast(spec: str) -> bool:
-    return parse_compressor(spec).wire_dtype("float32") is not None
+    return [spec for spec in facts.compute.encode if parse_compressor(spec).wire_dtype("float32") is None]
 
 
 def _size(facts: ModelFacts) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from hvdcomp.specs.parsing import type_hints
 from hvdcomp.tools.options import Option, flag_of, options_of, text_of
 
 
@@ -34,7 +35,7 @@ def declared_flags(kind: Any) -> Callable[[Any], Any]:
 
 
 def _decorator(kind: Any, attributes_of: Callable[[Option, Any, Any], dict[str, Any]]) -> Callable[[Any], Any]:
-    hints = typing.get_type_hints(kind)
+    hints = type_hints(kind)
 
     def decorate(command: Any) -> Any:
         for name, option in reversed(options_of(kind).items()):
